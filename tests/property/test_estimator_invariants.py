@@ -497,7 +497,7 @@ DEFINITIONS: dict[str, Callable[..., list[list[list[float]]]]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "hierarchical_grpo": one_number(lambda group, m, _: m.total - statistics.fmean(x.total for x in group)),
-    "rae": one_number(lambda group, m, _: m.total),  # in a first step; the next ones: test_agent_baselines.py
+    "rae": one_number(lambda group, m, _: m.total),  # in a first step; the next ones: algorithms/test_estimators.py
     "gdpo": gdpo,
     "return_to_go": return_to_go,
     "mt_grpo": mt_grpo,

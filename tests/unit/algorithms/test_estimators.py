@@ -1,4 +1,4 @@
-"""Estimators in a batch: what they refuse, what is left of a group, histories whose segments take turns.
+"""Estimators in a batch: what they refuse, what is left of a group, segments that take turns, baselines of agents.
 
 That each is what its definition says is tested on made-up games, in `tests/property/test_estimator_invariants.py`.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+import yaml
+from pydantic import TypeAdapter
 
 from polyturn.algorithms.advantages import (
     GroupView,
@@ -23,10 +27,13 @@ from polyturn.algorithms.advantages import (
     components_of,
     declare,
     members_needed,
+    traits_of,
 )
 from polyturn.algorithms.advantages.base import MemberView
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.compat.verl.batch_estimator import as_estimator
+from polyturn.config.models import AlgorithmConfig
+from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -345,3 +352,100 @@ def test_maxrl_divides_by_the_mean_reward() -> None:
 
 def test_maxrl_refuses_negative_rewards() -> None:
     refuses(lambda: _advantages_of("maxrl", [[1.0, -0.5]]), TrainingError, "-0.5")
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("## Advantages")[2].partition("\n## ")[0]
+ROWS = re.findall(r"^\| `(\w+)` \|(.*)\|$", SECTION, re.M)
+OWN = [
+    name for name, fn in ((n, advantages.resolve(n)) for n in advantages) if fn.__module__.startswith("polyturn.algorithms")
+]
+
+
+def test_every_estimator_is_documented() -> None:
+    assert sorted(name for name, _ in ROWS) == sorted(OWN)
+    for name, rest in ROWS:
+        cells = [c.strip() for c in rest.split("|")]
+        assert len(cells) == 3 and all(cells), name
+        assert re.search(r"20\d\d", cells[1]), name
+
+
+@pytest.mark.parametrize("line", re.findall(r"^algorithm: (\{.*\})$", SECTION, re.M))
+def test_documented_configuration_is_valid(line: str) -> None:
+    config = TypeAdapter(AlgorithmConfig).validate_python(yaml.safe_load(line))
+    bind_estimator(advantages.resolve(config.advantage.name), offered={}, kwargs=arguments_of(config.advantage))
+
+
+def test_documented_estimators_work() -> None:
+    made: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", SECTION, re.S)[0], made)
+    assert made["above_half"](np.array([1.0]), [[]]) == [[]]
+    assert traits_of(made["own_score"]).needs_turn_scores and made["own_score"]([]) == []
+
+
+def sample(name: str) -> TrainSample:
+    weights = np.array([0, 1, 1], np.float32)
+    return sample_of(("g", name, 0), [1, 2, 3], weights, turn_ids=[-1, 0, 0])
+
+
+def view(source: str, agent: str | None, *rewards: float) -> GroupView:
+    members = tuple(MemberView(id=str(i), reward=r, samples=(sample(str(i)),)) for i, r in enumerate(rewards))
+    return GroupView(id=f"g/{agent}", group="g", members=members, data_source=source, agent=agent)
+
+
+def credit(state: dict[str, Any], *batch: GroupView, decay: float = 0.5) -> list[list[float]]:
+    found = advantages.resolve("rae")(batch, state=state, decay=decay)
+    return [[float(member[0][-1]) for member in group] for group in found.advantages]
+
+
+def test_rewards_are_compared_with_their_own_game_and_role():
+    state: dict[str, Any] = {}
+    step = (view("chess", "white", 1.0), view("chess", "black", -1.0), view("go", "white", 3.0))
+    assert credit(state, *step) == [[1.0], [-1.0], [3.0]]
+    assert credit(state, *step) == [[0.5], [-0.5], [1.5]]
+    assert credit(state, *step) == [[0.25], [-0.25], [0.75]]
+
+
+def test_mean_of_equal_rewards_moves_as_one_by_one():
+    together, apart = dict[str, Any](), dict[str, Any]()
+    credit(together, view("go", None, 2.0, 2.0, 2.0))
+    for _ in range(3):
+        credit(apart, view("go", None, 2.0))
+    assert together == pytest.approx(apart)
+
+
+def test_order_within_a_step_changes_nothing():
+    one, other = dict[str, Any](), dict[str, Any]()
+    first, second = view("go", None, 1.0, 0.1), view("go", None, 0.7)
+    assert credit(one, first, second) == credit(other, second, first)[::-1]
+    assert one == other
+
+
+def test_solvers_are_compared_on_the_problem_of_their_trajectory():
+    """Two proposals; the first is solved by one of two solvers, the second by both."""
+    batch = [
+        view("", "proposer", 0.5, 0.0),
+        view("", "solver 1", 1.0, 1.0),
+        view("", "solver 2", 0.0, 1.0),
+    ]
+    assert peers(batch) == [[0.25, -0.25], [0.5, 0.0], [-0.5, 0.0]]
+    assert peers(batch, within=["proposer"]) == [[0.0, 0.0], [0.0, 0.0], [-0.5, 0.5]]
+
+
+def test_agent_without_peers_gets_no_advantage():
+    assert peers([view("", "solver 1", 1.0), view("", "proposer", 3.0)]) == [[0.0], [0.0]]
+
+
+def test_one_agent_is_centred_over_its_group(caplog: pytest.LogCaptureFixture):
+    assert peers([view("", None, 1.0, 0.0)]) == [[0.5, -0.5]]
+    assert "none with a reward of its own" in caplog.text
+
+
+def test_pattern_without_an_agent_is_logged(caplog: pytest.LogCaptureFixture):
+    peers([view("", "solver 1", 1.0, 0.0)], within=["sover*"])
+    assert "sover*" in caplog.text and "solver 1" in caplog.text
+
+
+def peers(batch: list[GroupView], **options: Any) -> list[list[float]]:
+    found = advantages.resolve("hierarchical_grpo")(batch, **options)
+    return [[float(member[0][-1]) for member in group] for group in found.advantages]

@@ -1,12 +1,13 @@
-"""The three estimators of Schulman 2020 on one pair of distributions where everything can be summed exactly."""
+"""KL estimators where everything can be summed exactly, and the weights of KL and entropy that follow a target."""
 
 import math
 
 import pytest
 import torch
 
+from polyturn.algorithms.entropy_target import EntropyController
 from polyturn.algorithms.kl import KlController, entropy, k1, k2, k3, kl_estimators
-from polyturn.algorithms.options import KlOptions
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.core.errors import ConfigError
 from support.refusals import refuses
 
@@ -89,3 +90,37 @@ def test_controller_continues_from_its_state():
 
 def test_adaptive_weight_starts_above_zero():
     refuses(lambda: KlController(KlOptions(coef=0.1, target=0.0)), ConfigError, "target")
+
+
+def controller(target: float | None = 0.5, *, coef: float = 0.01) -> EntropyController:
+    return EntropyController(AlgorithmOptions(entropy_coef=coef, entropy_target=target, entropy_step=0.005))
+
+
+def test_weight_follows_the_target() -> None:
+    made, weights = controller(), []
+    for measured in (0.4, 0.3, 0.6, 0.5, 0.9, 0.9, 0.9, 0.1):
+        made.update(measured)
+        weights.append(made.coef)
+    # Above the target it is off and shrinks to 0 underneath; at the target it shrinks and is on.
+    assert weights == pytest.approx([0.015, 0.02, 0.0, 0.01, 0.0, 0.0, 0.0, 0.005])
+
+
+def test_weight_without_target_stays() -> None:
+    made = controller(None)
+    made.update(9.0)
+    assert made.coef == 0.01 and made.state_dict() == {}
+
+
+def test_weight_resumes() -> None:
+    made, again = controller(), controller()
+    made.update(0.1)
+    made.update(0.9)
+    again.load_state_dict(made.state_dict())
+    assert again.coef == made.coef == 0.0
+    for one in (made, again):
+        one.update(0.1)
+    assert again.coef == made.coef == pytest.approx(0.015)
+
+
+def test_target_with_negative_weight_is_refused() -> None:
+    refuses(lambda: controller(coef=-0.1), ConfigError, "entropy_target")

@@ -1,7 +1,8 @@
-"""Files to tasks: jsonl, parquet, globs, generators, and the check before a run."""
+"""Files to tasks: jsonl, parquet, globs, generators, the check before a run, and sequences of tasks."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from polyturn.core.errors import ConfigError, DataError, MissingAttributeError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset, check_tasks, generate_tasks
-from polyturn.data.sequences import WithSystem
+from polyturn.data.sequences import Changed, Joined, Subset, WithSystem
 from support.refusals import refuses
 
 
@@ -237,3 +238,30 @@ def test_system_message_comes_before_prompts_that_have_none() -> None:
     tasks = WithSystem([Task(id="a", prompt=(user,)), Task(id="b", prompt=(system, user))], "Be kind.")
     assert [[m.text for m in task.prompt] for task in tasks] == [["Be kind.", "Hi"], ["Mine.", "Hi"]]
     assert [task.prompt[0].text for task in tasks[:2]] == ["Be kind.", "Mine."] and len(tasks) == 2
+
+
+TASKS = [Task(id=name, prompt=(Message(role="user", content="?"),)) for name in "abcdef"]
+JOINED = Joined([TASKS[:2], [], TASKS[2:]])
+
+
+def ids(tasks: object) -> str:
+    return "".join(task.id for task in tasks)  # type: ignore[attr-defined]
+
+
+def test_sequences_are_one_behind_the_other() -> None:
+    assert len(JOINED) == 6 and ids(JOINED) == "abcdef"
+    assert [JOINED[i].id for i in (0, 1, 2, 5, -1, -6)] == ["a", "b", "c", "f", "f", "a"]
+
+
+def test_slice_is_a_list_of_tasks() -> None:
+    assert ids(JOINED[1:4]) == "bcd" and ids(JOINED[::-2]) == "fdb" and JOINED[9:] == []
+
+
+@pytest.mark.parametrize("index", [6, -7])
+def test_index_beyond_the_ends_is_an_index_error(index: int) -> None:
+    refuses(lambda: JOINED[index], IndexError, f"task {index} of 6")
+
+
+def test_subset_and_changed_tasks_are_lazy() -> None:
+    changed = Changed(TASKS, lambda task: dataclasses.replace(task, id=task.id.upper()))
+    assert ids(Subset(changed, [4, 0])) == "EA" and Subset(changed, [4, 0])[-1].id == "A"

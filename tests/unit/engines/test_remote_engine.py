@@ -17,20 +17,21 @@ from aiohttp import web
 
 from polyturn.core.errors import EngineBusyError, EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.protocols import EngineCapabilities, EngineLoad
+from polyturn.core.protocols import EngineLoad
 from polyturn.engines.base import MeanOverTime
-from polyturn.engines.dialect import HttpCall, ServerFacts
+from polyturn.engines.dialect import HttpCall
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
-from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.request_limits import ServedModel, read_ids, read_logprobs
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
-from support.refusals import refuses_later
+from support.echo_server import EchoEngine
+from support.refusals import refuses, refuses_later
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -46,31 +47,14 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-class Echo(RemoteEngine):
-    """Speaks to a server that answers with one token."""
-
-    name = "echo"
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(max_context=self._context)
-
-    async def _describe(self) -> ServerFacts:
-        return ServerFacts(seeded=True, max_context=64)
-
-    async def _look(self) -> None:
-        await self._link.get("/health", timeout_s=self._health_s)
+class Echo(EchoEngine):
+    """Speaks to a server that answers with one token, and says each part of an update."""
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
         return HttpCall("/generate", {"ids": request.prompt_ids, "id": wire_id})
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
-        return Completion(
-            token_ids=[reply["token"]],
-            logprobs=[-1.0],
-            finish_reason=FinishReason.STOP,
-            policy_versions=((0, self.version_of(reply.get("tag", ""))),),
-        )
+        return super()._read(request, {"tag": "", "pid": 0, "bytes": 0, **reply})
 
     async def _abort(self, wire_id: str) -> None:
         await self._post("/abort", {"id": wire_id})
@@ -78,14 +62,8 @@ class Echo(RemoteEngine):
     async def _pause(self) -> None:
         await self._post("/pause")
 
-    async def load_folder(self, folder: Path) -> None:
-        await self._post("/load", {"folder": str(folder)})
-
     async def _loaded(self) -> None:
         await self._post("/loaded")
-
-    async def _rename(self, tag: str) -> None:
-        await self._post("/rename", {"tag": tag})
 
     async def _named(self) -> str:
         return str((await self._link.get("/named"))["tag"])
@@ -360,3 +338,23 @@ def test_queue_is_its_mean_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting.set(0)
     assert waiting.read() == pytest.approx(2 * 3 / 5)
     assert waiting.read() == 0
+
+
+@pytest.mark.parametrize(
+    "values", [[100], [-1], [5.5], [2**40], [2**80], [None], ["7"], [True], [[1, 2]], [1] * 5, 7], ids=repr
+)
+def test_ids_that_cannot_be_right_are_refused(values: Any) -> None:
+    refuses(lambda: read_ids(values, vocab_size=100, max_tokens=4), ValueError, "token")
+
+
+@pytest.mark.parametrize("values", [[None], [0.5], [float("nan")], [float("inf")], ["-1"], [[-1.0]], [-0.1, None]], ids=repr)
+def test_logprobs_that_cannot_be_right_are_refused(values: Any) -> None:
+    refuses(lambda: read_logprobs(values), ValueError, "log-probabilit")
+
+
+def test_right_answers_are_read_as_they_are() -> None:
+    ids = read_ids([0, 99], vocab_size=100, max_tokens=4)
+    assert (ids.tolist(), ids.dtype) == ([0, 99], "int32")
+    assert read_ids(None, vocab_size=100, max_tokens=4).tolist() == []
+    assert read_logprobs([-1.5, 0, -9999.0]).tolist() == [-1.5, 0.0, -9999.0]
+    assert read_logprobs([]).dtype == "float32"

@@ -1,11 +1,26 @@
-"""Weights are sent to all servers at once: order, lost servers, late servers."""
+"""Weights on their way to servers: by which transport, in a folder or a process group, at once, and who is left out."""
 
 import asyncio
+import json
+import signal
+import socket
+import sys
+from typing import get_args
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
+from polyturn.config.schema import keys_of
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError
+from polyturn.engines.options import ServerOptions
+from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
+from support.forked import run_program
 from support.refusals import refuses_later
 
 
@@ -112,3 +127,168 @@ async def test_late_server_gets_a_transfer_of_its_own(transfer, log):
     await first.take(sent)
     await second.take(sent)
     assert [entry for entry in log if entry[0] == "send"] == [("send", ["a"]), ("send", ["b"])]
+
+
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
+
+def test_newer_weights_replace_older_ones_and_tied_are_one(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    own = torch.ones(3)
+    with WeightFolder(tmp_path, root=tmp_path) as files:
+        first = files.write({"w": own, "tied": own})
+        assert load_file(first.folder / "model.safetensors").keys() == {"w"}
+        second = files.write({"w": own})
+        assert not first.folder.exists() and second.folder.exists()
+    assert not second.folder.exists()
+
+
+OWNER = """
+import os, pathlib, signal, sys
+from polyturn.engines.weight_files import WeightFolder
+WeightFolder(pathlib.Path(sys.argv[1]), root=pathlib.Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_weights_of_a_killed_process_alone_are_removed(tmp_path):
+    (tmp_path / "polyturn-weights-of-an-older-version").mkdir()
+    with WeightFolder(tmp_path, root=tmp_path):
+        living = set(tmp_path.iterdir())
+        assert run_program(OWNER, tmp_path).returncode == -signal.SIGKILL
+        (killed,) = set(tmp_path.iterdir()) - living
+        with WeightFolder(tmp_path, root=tmp_path):
+            (own,) = set(tmp_path.iterdir()) - living
+        assert own != killed
+    assert [p.name for p in tmp_path.iterdir()] == ["polyturn-weights-of-an-older-version"]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        (socket.gethostname(), True),
+        ("192.0.2.7", False),
+        ("near.test", True),
+        ("far.test", False),
+        ("both.test", False),
+        ("unknown.test", False),
+    ],
+)
+def test_url_of_this_machine_is_recognised(host, expected, monkeypatch):
+    """Names are looked up in a table, because some resolvers answer everything."""
+    table = {"near.test": ["127.0.0.1"], "far.test": ["192.0.2.7"], "both.test": ["127.0.0.1", "192.0.2.7"]}
+
+    def getaddrinfo(name, port):
+        addresses = table.get(name, [name] if name[0].isdigit() else [])
+        if not addresses:
+            raise socket.gaierror(name)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert is_here(f"http://{host}:8000") is expected
+
+
+def test_auto_is_the_folder_where_all_servers_see_it():
+    near, far = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
+    assert choose_way("auto", []) == "folder"
+    assert choose_way("auto", [near], has_gpu=True) == "folder"
+    assert choose_way("auto", [near, far]) == "gloo"
+    assert choose_way("auto", [near, far], has_gpu=True) == "nccl"
+    assert choose_way("auto", [near, far], is_shared=True) == "folder"
+
+
+@pytest.mark.parametrize(
+    ("value", "successor"),
+    [("shared_memory", "folder"), ("disk", "folder, with"), ("http", "gloo"), ("group", "nccl between GPUs, or gloo")],
+)
+def test_retired_transport_names_its_successor(value, successor, tmp_path):
+    with pytest.raises(ConfigError, match=rf"{value} .*{successor}"):
+        load_config(RunConfig, None, [f"out={tmp_path}", "engine.kind=vllm", f"engine.weights={value}"])
+
+
+def test_server_on_this_machine_uses_loopback():
+    assert address_towards(["http://127.0.0.1:8000"]) == "127.0.0.1"
+
+
+def test_tensor_larger_than_a_bucket_goes_alone():
+    weights = {name: torch.zeros(size) for name, size in [("a", 10), ("b", 10), ("big", 100), ("c", 10)]}
+    assert [list(bucket) for bucket in buckets(weights, limit=80)] == [["a", "b"], ["big"], ["c"]]
+    assert list(buckets({}, limit=80)) == []
+
+
+def test_config_offers_every_transport():
+    assert set(get_args(keys_of(ServerOptions)["weights"].annotation)) == {"auto", *WAYS}
+
+
+@pytest.mark.parametrize(
+    ("transport", "urls", "words"),
+    [
+        ("nccl", [], "engine.weights is nccl"),
+        ("ipc", [], "engine.weights is ipc"),
+        ("folder", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"], r"192\.0\.2\.7:8000 .*engine\.weights_folder"),
+        ("ipc", ["http://127.0.0.1:8000", "http://192.0.2.7:8000"], r"192\.0\.2\.7:8000"),
+    ],
+)
+def test_transport_that_cannot_work_is_refused(transport, urls, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_way(transport, urls)
+
+
+URLS = ["http://127.0.0.1:8000"]
+WORKER = """
+import json, sys
+from datetime import timedelta
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+host, port, size, name, backend = sys.argv[1:]
+device = "cuda:1" if backend == "nccl" else "cpu"
+if backend == "nccl":
+    torch.cuda.set_device(1)
+store = PrefixStore(name, TCPStore(host, int(port), int(size), is_master=False))
+timeout = timedelta(seconds=60)
+group, _ = _new_process_group_helper(int(size), 1, [], Backend(backend), store, group_name=name, timeout=timeout)
+_world.pg_group_ranks[group] = {rank: rank for rank in range(int(size))}
+print("joined", flush=True)
+came = {"matrix": torch.empty(3, 2, device=device), "one": torch.empty(1, device=device)}
+for tensor in came.values():
+    group.broadcast([tensor], BroadcastOptions()).wait()
+print(json.dumps({name: tensor.tolist() for name, tensor in came.items()}))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the group is made")
+def test_nccl_without_a_gpu_is_refused():
+    with pytest.raises(EngineError, match=r"over nccl needs a GPU .* set engine\.weights to gloo"):
+        WeightGroup(URLS, name="g", backend="nccl", size=2)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs"))],
+)
+async def test_worker_joins_and_receives_weights(backend):
+    group = WeightGroup(URLS, name="polyturn-one", backend=backend, size=2)
+    where = ["127.0.0.1", str(group.port), str(group.size), group.name, backend]
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", WORKER, *where),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    await group.join(worker.stdout.readline())
+    matrix = torch.arange(6.0).view(2, 3).t()  # not contiguous
+    await group.broadcast([matrix, torch.tensor([7.0])], worker.wait())
+    came = json.loads(await worker.stdout.read())
+    assert came == {"matrix": matrix.tolist(), "one": [7.0]}
+    assert not torch.distributed.is_initialized()
+    group.close()
+
+
+async def test_server_that_does_not_join_ends_the_wait():
+    async def refuses():
+        raise EngineLostError("it has died")
+
+    group = WeightGroup(URLS, name="polyturn-two", backend="gloo", size=2)
+    await refuses_later(lambda: group.join(refuses()), EngineLostError, "it has died")
+    group.close()

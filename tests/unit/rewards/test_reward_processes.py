@@ -1,4 +1,4 @@
-"""Reward functions in separate processes: signals work there, and a call past its deadline is killed."""
+"""Work in other processes: signals, deadlines, comparisons that never end, and what must not be imported there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
+from polyturn.rewards import math
 from polyturn.rewards.options import CallOptions
-from polyturn.rewards.processes import Processes
+from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 from polyturn.rewards.router import RewardRouter
 from support.refusals import refuses, refuses_later
 
@@ -127,3 +128,48 @@ def test_process_is_used_again_after_an_error(folder: Path) -> None:
 def test_objects_of_this_process_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_processes"):
         RewardRouter(function="plain.py:judged", base=folder, calls=CallOptions(num_processes=1))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the next comparisons come to; an exception is raised."""
+    outcomes: list[object] = []
+
+    def checker(**_: str) -> object:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(math, "_checkers", checker)
+    math._compare.cache_clear()
+    return outcomes
+
+
+@pytest.mark.parametrize("problem", [LateCallError("late"), EndedCallError("killed")])
+def test_second_try_decides(calls: list[object], problem: Exception) -> None:
+    calls += [problem, True]
+    assert math.is_equal("1/2", "0.50")
+
+
+def test_two_failures_are_an_error_that_is_not_remembered(calls: list[object]) -> None:
+    calls += [LateCallError("late"), EndedCallError("killed"), True]
+    refuses(lambda: math.compute_score(r"\boxed{1/2}", "0.50"), RewardError, "twice")
+    assert math.compute_score(r"\boxed{1/2}", "0.50") == 1.0
+
+
+PROGRAM = "def score(n):\n    return n + 1\n"
+
+
+def test_module_of_the_working_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward.py").write_text(PROGRAM)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "difflib.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(work)
+    processes = Processes(f"{tmp_path / 'reward.py'}:score", num=1, timeout_s=120.0)
+    try:
+        assert processes(n=1) == 2
+    finally:
+        processes.close()
+    assert not (tmp_path / "ran").exists()

@@ -1,8 +1,10 @@
-"""RewardRouter: which function scores a task, the components of a reward, and that a failure is never 0.0."""
+"""RewardRouter: who scores a task, the parts of a reward and what comes beside it; a failure is never 0.0."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,20 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.reward import Reward
 from polyturn.core.task import InteractionRef, Task
-from polyturn.core.trajectory import ToolResult, Trajectory, Turn
+from polyturn.core.trajectory import ToolResult, Trajectory, TrajectoryGroup, Turn
+from polyturn.data.rows import task_from_row
+from polyturn.evaluation.repeated import repeated_metrics
+from polyturn.evaluation.statistics import statistics
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter, Weighing
+from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.store.parquet_store import ParquetStore
+from polyturn.store.stored_run import open_store
+from polyturn.testing.episodes import scripted_context, task
+from polyturn.tracking.dump import TrajectoryDump
+from polyturn.training.rollout_metrics import rollout_metrics
 from support.refusals import refuses_later
 
 GSM8K = "openai/gsm8k"
@@ -88,9 +101,9 @@ def test_task_needs_something_that_scores_it() -> None:
     router.check([trajectory(interaction="i").task, trajectory(data_source="chat", interaction="i").task])
     router.check([nothing, trajectory(data_source="agent").task], tools=["search"])
     router.check([trajectory(tools=("search",)).task])
-    for task in (nothing, trajectory(tools=()).task, trajectory(data_source="chat").task):
+    for one in (nothing, trajectory(tools=()).task, trajectory(data_source="chat").task):
         with pytest.raises(DataError, match="'t1' has nothing that scores it"):
-            router.check([task])
+            router.check([one])
 
 
 @pytest.mark.parametrize(("how", "score"), [("last", 0.25), ("sum", 0.75), ("max", 0.5), ("mean", 0.25)])
@@ -272,3 +285,90 @@ async def test_shipped_reward_needs_a_ground_truth() -> None:
 def test_router_that_cannot_work_is_a_config_error(make: Any, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+class Reports(MultiTurnScheduler):
+    async def step(self, episode: Any, turn: Any) -> Reply | None:
+        if turn.index == 1:
+            return None
+        return Reply.of("more").__class__(
+            messages=Reply.of("more").messages, info={"tries": turn.index, "images": ["shown.png"], "seen": True}
+        )
+
+    async def on_turn_end(self, episode: Any, turn: Any) -> None:
+        turn.info["tries"] = turn.index + 1
+
+
+async def test_infos_and_columns_reach_the_reward_function_and_media_replace_the_rows() -> None:
+    told: dict[str, Any] = {}
+
+    def score(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None) -> float:
+        told.update(extra_info)
+        return 1.0
+
+    row = {
+        "prompt": "What?", "data_source": "mine", "ground_truth": "4", "difficulty": 3, "env_config": {"seed": 1},
+        "extra_info": {"index": 7, "images": ["row.png"]},
+    }  # fmt: skip
+    task = task_from_row(row, index=0, split="train", source="rows.jsonl")
+    assert {"difficulty": 3, "env_config": {"seed": 1}, "index": 7}.items() <= dict(task.extra).items()
+    context = scripted_context(["a", "b"], scheduler=Reports(), rewards={"mine": score})
+    t = await run_episode(context, task, id="e")
+    assert not t.is_failed, t.error
+    assert told["rollout_infos"] == {"tries": 2, "seen": True, "images": ["shown.png"], "num_turns": 2}
+    assert told["images"] == ["shown.png"] and told["difficulty"] == 3 and told["env_config"] == {"seed": 1}
+
+
+class Unwritable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError("no words for it")
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def circle() -> Any:
+    value: list[Any] = []
+    value.append({"again": value})
+    return value
+
+
+ODD: dict[str, Any] = {
+    "a number too long to print": 10**5000,
+    "not a number": float("nan"),
+    "deep": deep(100_000),
+    "half too deep": deep(300),
+    "a circle": circle(),
+    "unwritable": Unwritable(),
+    "half a pair": "\ud800",
+    "a set": {1, "a"},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_value_beside_a_score_is_recorded(name: str, tmp_path: Path) -> None:
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, Any]:
+        return {"score": 1.0, "pred": ODD[name], "judge_tokens": ODD[name], "acc": 0.5}
+
+    spec = GroupSpec(id="g0", task=task("2+2?", ground_truth="4"), size=2)
+    (played,) = asyncio.run(RolloutPool(scripted_context(["It is 5."])).run([spec]))
+    router = RewardRouter(function=score)
+    rewarded = tuple(dataclasses.replace(t, reward=asyncio.run(router.score(t))) for t in played.trajectories)
+    group: TrajectoryGroup = dataclasses.replace(played, trajectories=rewarded)
+    for trajectory in group.trajectories:
+        assert trajectory.reward.numbers["acc"] == 0.5
+        assert all(abs(number) < 1e16 for number in trajectory.reward.numbers.values())
+    assert rollout_metrics([group], version=0)
+    assert statistics([group])["all"].success.mean == 1.0
+    (table,) = repeated_metrics([group]).values()
+    assert table["acc"]["mean@2"] == 0.5
+    written = TrajectoryDump(tmp_path / "dump", lambda ids: "text").write(1, [group])
+    assert [json.loads(line)["score"] for line in written.read_text().splitlines()] == [1.0, 1.0]
+    with ParquetStore(tmp_path) as store:
+        store.add(group, step=1, split="train")
+    for trajectory in open_store(tmp_path).trajectories():
+        assert trajectory.reward.info["acc"] == 0.5 and "pred" in trajectory.reward.info

@@ -1,8 +1,9 @@
-"""A plug-in's code that hangs, plain or async, ends its trajectory by name, or is left behind and counted."""
+"""Code that hangs, a plug-in's, a thread's or an engine's, ends its trajectory by name, or is left behind."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import threading
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from polyturn.core.env import envs
-from polyturn.core.errors import RolloutError
+from polyturn.core.errors import LifecycleError, RolloutError, SchedulerError
+from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.environments.scheduler import EnvScheduler
 from polyturn.rollout import schedulers as shipped
+from polyturn.rollout.bridge import LoopBridge
 from polyturn.rollout.calls import has_own_deadlines
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
@@ -21,7 +24,7 @@ from polyturn.rollout.schedulers.environment import Gym
 from polyturn.serving.openai.scheduler import SessionScheduler
 from polyturn.testing.episodes import scripted_context, task
 from support.parts import Says, Steps, virtual
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 
 
 class Hangs(MultiTurnScheduler):
@@ -182,3 +185,69 @@ def test_only_methods_of_a_subclass_have_a_deadline(ours: type[MultiTurnSchedule
     assert all(map(has_own_deadlines, written))
     assert not has_own_deadlines(Mine.step)
     assert has_own_deadlines(Mine.run)
+
+
+async def answer() -> str:
+    await asyncio.sleep(0)
+    return "answered"
+
+
+async def test_thread_gets_the_answer_of_the_loop():
+    bridge = LoopBridge()
+    bridge.enter()
+    assert await asyncio.to_thread(lambda: bridge.wait(answer(), of="e")) == "answered"
+
+
+async def test_loop_does_not_wait_for_itself():
+    bridge = LoopBridge()
+    bridge.enter()
+    refuses(lambda: bridge.wait(answer(), of="e"), SchedulerError, "await")
+
+
+async def test_ended_episode_awaits_nothing():
+    bridge = LoopBridge()
+    bridge.enter()
+    bridge.close()
+    await refuses_later(lambda: asyncio.to_thread(lambda: bridge.wait(answer(), of="e")), LifecycleError, "'e'")
+
+
+async def test_end_of_an_episode_frees_waiting_threads():
+    bridge = LoopBridge()
+    bridge.enter()
+    begun = asyncio.Event()
+
+    async def forever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    thread = asyncio.ensure_future(asyncio.to_thread(lambda: bridge.wait(forever(), of="e")))
+    await begun.wait()
+    bridge.close()
+    with pytest.raises((concurrent.futures.CancelledError, asyncio.CancelledError)):
+        await thread
+
+
+async def test_engine_that_ignores_an_abort_samples_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("polyturn.rollout.resources.ABORT_S", 0.05)
+    context = scripted_context(["#### 4"])
+    asked, may_answer, generate = asyncio.Event(), asyncio.Event(), context.engine.generate
+
+    async def held(request: GenerateRequest) -> Completion:
+        asked.set()
+        await may_answer.wait()
+        return await generate(request)
+
+    async def deaf(request_id: str) -> None:
+        asyncio.get_running_loop().call_later(0.1, may_answer.set)
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(context.engine, "generate", held)
+    monkeypatch.setattr(context.engine, "abort", deaf)
+    episodes: list[Any] = []
+    running = asyncio.create_task(run_episode(context, task(), id="e", on_start=episodes.append))
+    await asked.wait()
+    await episodes[0].resources.abort()
+    assert not (await running).is_failed
+    assert "did not take an abort" in caplog.text

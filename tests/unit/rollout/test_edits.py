@@ -1,16 +1,22 @@
-"""Shortening a history for a full context: which messages go, and which always stay."""
+"""Shortening a history, what stays of a message that goes on, and the limits of an episode in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyturn.core.errors import ConfigError, SchedulerError
+from polyturn.core.generation import Completion, FinishReason
+from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
-from polyturn.rollout.edits import LEFT_OUT, shorten, with_known_origin
-from polyturn.rollout.limits import ContextPolicy
+from polyturn.rollout.edits import LEFT_OUT, kept_of, shorten, with_known_origin
+from polyturn.rollout.limits import ContextPolicy, EpisodeProgress, Limits, budget, reached
+from polyturn.testing.episodes import tiny_codec, turn_ids
+from support.refusals import refuses
 
 LONG = "a reply that is longer than the note that takes its place"
 
@@ -80,3 +86,56 @@ def test_message_has_the_origin_of_its_equal_or_the_environments():
     assert origins(a, a) == [owner, other], "each of those held is one message"
     assert origins(c, c) == [other, other], "of two that say the same, the less trusted"
     assert origins(Message(role="user", content="a", origin=model), a) == [model, owner], "what is said stays"
+
+
+SAID = "The answer is eight, grüße."
+
+
+def completion(text: str = SAID) -> Completion:
+    ids = turn_ids(text)
+    return Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
+
+
+def test_text_keeps_whole_tokens_and_the_rest_as_text() -> None:
+    said, codec = completion(), tiny_codec()
+    for length in range(len(SAID) + 1):
+        wanted = SAID[:length]
+        kept = kept_of(codec, said, wanted)
+        assert kept.text + kept.rest == wanted
+        assert codec.decode(said.token_ids[: kept.num_tokens]) == kept.text
+        assert kept.rest == "" or not wanted.startswith(codec.decode(said.token_ids[: kept.num_tokens + 1]))
+
+
+def test_other_text_cannot_be_kept():
+    refuses(lambda: kept_of(tiny_codec(), completion(), "Another"), SchedulerError, "'Another'")
+    refuses(lambda: kept_of(tiny_codec(), completion("Hi"), 99), SchedulerError, "99")
+
+
+AT = EpisodeProgress(elapsed_s=9, turns=9, user_turns=9, has_user_reply=True, response_tokens=9, context_tokens=9)
+
+
+def test_first_limit_in_the_documented_order_is_the_reason():
+    every = {"timeout_s": 1.0, "max_turns": 1, "max_user_turns": 1, "max_tokens": 1, "max_context": 2}
+    order = [StopReason.TIMEOUT, StopReason.MAX_TURNS, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_FULL]
+    for reason in order:
+        assert reached(Limits(**{"max_turns": None, **every}), AT) is reason
+        every.pop(next(iter(every)))
+    assert reached(Limits(max_turns=None), AT) is None
+
+
+def test_user_turns_count_only_behind_an_interactions_reply():
+    limits = Limits(max_turns=None, max_user_turns=8)
+    assert reached(limits, AT) is StopReason.MAX_TURNS
+    assert reached(limits, AT._replace(has_user_reply=False)) is None
+    assert reached(limits, AT._replace(user_turns=8)) is None
+
+
+def test_tightest_limit_is_the_budget():
+    limits = Limits(max_tokens_per_turn=50, max_tokens=40, max_context=100)
+    assert budget(limits, AT, ceiling=1000) == (31, StopReason.MAX_TOKENS)
+    assert budget(limits, AT._replace(context_tokens=95), ceiling=1000) == (5, StopReason.CONTEXT_FULL)
+    assert budget(limits, AT, ceiling=7) == (7, StopReason.LENGTH)
+
+
+def test_limit_that_allows_nothing_is_refused():
+    refuses(lambda: Limits(max_turns=0), ConfigError, "max_turns is 0")

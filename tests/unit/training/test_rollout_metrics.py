@@ -1,20 +1,22 @@
-"""Metrics that are computed from the records of a step."""
+"""Metrics that are computed from the records of a step, the times of tools and interactions among them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.metrics import reduce
-from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.core.task import InteractionRef
+from polyturn.core.trajectory import ToolResult, Trajectory, TrajectoryGroup
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool
-from polyturn.training.rollout_metrics import rollout_metrics, state_metrics
+from polyturn.training.rollout_metrics import plugin_times, rollout_metrics, state_metrics
 
 SAYS = [
     '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "4"}}</tool_call>',
@@ -111,3 +113,34 @@ async def test_untrained_tokens_are_counted_by_reason() -> None:
     trained = sum(int((s.loss_weights > 0).sum()) for s in trajectory.segments)
     counted = trained + found["tokens/dropped_cut"] + found["tokens/dropped_masked"]
     assert counted == 4 * size == trajectory.metrics["sampled_tokens"]
+
+
+async def episode(tool_s: list[float], *, error: str | None = None, interaction_s: float | None = None) -> Trajectory:
+    ref = None if interaction_s is None else InteractionRef(name="user", kwargs={})
+    t = await run_episode(scripted_context(["#### 4"]), task(), id="e")
+    results = tuple(ToolResult(call_id="c", name="search", content="x", error=error, duration_s=s) for s in tool_s)
+    timings = {"generate": 6.0, "tools": max(tool_s, default=0.0)}
+    timings |= {} if interaction_s is None else {"interaction": interaction_s}
+    turn = replace(t.turns[0], tool_results=results, timings=timings)
+    return replace(t, turns=(turn,), task=replace(t.task, interaction=ref))
+
+
+async def test_tool_has_its_median_slow_calls_and_share():
+    found = reduce(plugin_times([await episode([1.0]), await episode([2.0]), await episode([3.0])]))
+    assert found["time/tool/search/p50_s"] == 2.0
+    assert found["time/tool/search/p99_s"] == pytest.approx(2.98)
+    assert found["time/tool/search/share"] == pytest.approx(6 / 24)
+
+
+async def test_interaction_has_its_times():
+    found = reduce(plugin_times([await episode([], interaction_s=2.0)]))
+    assert found == {
+        "time/interaction/user/p50_s": 2.0,
+        "time/interaction/user/p99_s": 2.0,
+        "time/interaction/user/share": pytest.approx(0.25),
+    }
+
+
+async def test_unknown_tool_makes_no_metric():
+    assert plugin_times([await episode([1.0], error="unknown_tool")]) == {}
+    assert plugin_times([]) == {}
