@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 PROJECT = Path(__file__).parents[1] / "data" / "verl_project"
 EXAMPLES = PROJECT / "examples" / "sglang_multiturn" / "config"
 INTERACTION = str(EXAMPLES / "interaction_config" / "gsm8k_interaction_config.yaml")
-TOOL = str(EXAMPLES / "tool_config" / "gsm8k_tool_config.yaml")
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 SMALL = [
     "data.train_batch_size=2",
@@ -110,21 +109,6 @@ def test_documented_setup_trains_and_continues_in_its_folder(project: Path, tmp_
     assert not (tmp_path / "run-2").exists()
     call(*command, "trainer.total_training_steps=0", "trainer.resume_mode=disable")
     assert (tmp_path / "run-2").is_dir()
-
-
-@pytest.mark.slow
-def test_interaction_key_of_the_document_is_read(project: Path, tmp_path: Path):
-    file = write_config(tmp_path, multi_turn=True, name="sglang", interaction_config_file=INTERACTION)
-    call("train", "--verl", file, *fill(project, "interaction", tmp_path / "run"))
-    assert speakers(trained(tmp_path / "run")) == {"user"}
-
-
-@pytest.mark.slow
-def test_tool_key_of_the_translated_document_is_read(project: Path, tmp_path: Path):
-    file = write_config(tmp_path, multi_turn=True, name="sglang", tool_kwargs={"tools_config_file": TOOL})
-    checks = [f"{TURNS}.tokenization_sanity_check_mode=ignore_strippable", f"{TURNS}.use_inference_chat_template=True"]
-    call("train", "--verl", file, *fill(project, "tool", tmp_path / "run"), *checks)
-    assert all(t.task.tools == ("calc_gsm8k_reward",) for t in trained(tmp_path / "run"))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from polyturn.core.messages import Message
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task
-from support.parts import Says, Steps, add, call
+from support.parts import Steps, add, call
 from support.refusals import refuses
 
 CALL = call("add", a=1, b=1)
@@ -37,15 +37,6 @@ USER = Message(role="user", content="go on")
 def test_step_may_return_text_messages_or_a_reply(returned: Any, messages: tuple[Message, ...]) -> None:
     assert Reply.of(returned).messages == messages
     refuses(lambda: Reply.of(3), SchedulerError, "3")
-
-
-async def test_default_answers_calls_then_asks_then_ends():
-    context = scripted_context([CALL, "done"], tools=[add], interactions={"friend": Says("bye", is_done=True)})
-    t = await run_episode(context, task(interaction="friend", data_source=None), id="e")
-    assert [turn.observation[0].role for turn in t.turns] == ["tool", "user"]
-    assert t.stop_reason is StopReason.ENV_DONE
-    alone = await run_episode(scripted_context(["done"], tools=[add]), task(), id="e")
-    assert alone.stop_reason is StopReason.STOP and alone.turns[0].observation == ()
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,6 @@ async def test_failure_is_an_observation(made: ToolCall, kind: str, text: str) -
     assert "\n" not in result.content
 
 
-async def test_failing_call_leaves_the_others_alone() -> None:
-    made = (call("rec", "a", do="raise"), call("rec", "b", say="fine"), call("nope", "c"), call("stuck", "d", do="hang"))
-    found = await answer(Obeys(), Obeys("stuck"), calls=made, late="stuck")
-    assert [r.error for r in found] == ["exception", None, "unknown_tool", "timeout"]
-    assert found[1].content == "fine"
-
-
 async def test_calls_beyond_the_limit_are_skipped() -> None:
     found = await answer(Obeys(), calls=[call("rec", f"c{i}") for i in range(4)], max_parallel_calls=2)
     assert [(r.call_id, r.error) for r in found] == [("c0", None), ("c1", None), ("c2", "skipped"), ("c3", "skipped")]
