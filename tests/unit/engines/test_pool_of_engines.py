@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import EngineLostError
+from support.parts import virtual
 from support.refusals import refuses_later
 from support.timed_engine import TimedEngine
 from support.virtual_time import run_virtual
@@ -30,81 +31,72 @@ def servers(count: int, length: int = 100, **options: Any) -> list[TimedEngine]:
     return [TimedEngine(plan=lambda r: length, name=f"s{i}", **options) for i in range(count)]
 
 
-def test_turns_go_where_their_prefix_is() -> None:
-    async def main() -> tuple[list[list[str]], int]:
-        engines = servers(2)
-        pool = EnginePool(engines)
-        await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
-        await asyncio.gather(*(pool.generate(ask(f"g/{i}", turn=1, prompt=120)) for i in range(4)))
-        return [sorted(engine.served) for engine in engines], pool.admission.num_moved
+@virtual
+async def test_turns_go_where_their_prefix_is() -> None:
+    engines = servers(2)
+    pool = EnginePool(engines)
+    await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+    await asyncio.gather(*(pool.generate(ask(f"g/{i}", turn=1, prompt=120)) for i in range(4)))
+    assert [sorted(engine.served) for engine in engines] == [["g/0", "g/0", "g/2", "g/2"], ["g/1", "g/1", "g/3", "g/3"]]
+    assert pool.admission.num_moved == 0
 
-    assert run_virtual(main()) == ([["g/0", "g/0", "g/2", "g/2"], ["g/1", "g/1", "g/3", "g/3"]], 0)
 
-
-def test_requests_of_a_killed_server_are_redone_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> tuple[list[Completion], EnginePool]:
+@virtual
+async def test_requests_of_a_killed_server_are_redone_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         engines = servers(2)
         pool = EnginePool(engines)
         asyncio.get_running_loop().call_later(0.3, engines[0].kill)
-        return list(await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(8)))), pool
-
-    with caplog.at_level(logging.WARNING):
-        answers, pool = run_virtual(main())
+        answers = await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(8)))
     assert [len(a.token_ids) for a in answers] == [100] * 8
     assert (pool.num_lost, [r.num_done for r in pool.replicas]) == (4, [0, 8])
     assert len(caplog.records) == 1
     assert "replica 0 is left out (EngineLostError: s0 was killed)" in caplog.text
 
 
-def test_no_server_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
+@virtual
+async def test_no_server_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         engines = servers(2)
         pool = EnginePool(engines, patience_s=20.0)
         for engine in engines:
             engine.kill()
         await refuses_later(lambda: pool.generate(ask("g/0")), EngineLostError, "cannot be reached")
-
-    with caplog.at_level(logging.WARNING):
-        run_virtual(main())
     said = [record.message for record in caplog.records if "no server is up" in record.message]
     wait = "; requests and weights wait up to 20 s for one to come back (engine.patience_s)"
     each = "; ".join(f"replica {i}: EngineLostError: s{i} cannot be reached" for i in range(2))
     assert said == [f"no server is up ({each}){wait}"]
 
 
-def test_hung_server_is_left_and_used_again_when_back() -> None:
-    async def main() -> tuple[int, list[int]]:
-        engines = servers(2, timeout_s=5.0)
-        pool = EnginePool(engines, slots=1)
-        engines[0].hang()
-        await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
-        engines[0].restart()
-        await asyncio.sleep(120)
-        await asyncio.gather(*(pool.generate(ask(f"h/{i}")) for i in range(4)))
-        return pool.num_lost, [r.num_done for r in pool.replicas]
-
-    lost, done = run_virtual(main())
-    assert lost >= 1
+@virtual
+async def test_hung_server_is_left_and_used_again_when_back() -> None:
+    engines = servers(2, timeout_s=5.0)
+    pool = EnginePool(engines, slots=1)
+    engines[0].hang()
+    await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+    engines[0].restart()
+    await asyncio.sleep(120)
+    await asyncio.gather(*(pool.generate(ask(f"h/{i}")) for i in range(4)))
+    done = [r.num_done for r in pool.replicas]
+    assert pool.num_lost >= 1
     assert done[0] >= 1
     assert sum(done) == 8
 
 
-def test_lost_server_is_tried_when_its_pause_ends() -> None:
-    async def main() -> list[str]:
-        engines = [TimedEngine(token_s=0.1, plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
-        pool = EnginePool(engines, slots=1)
-        pool.replicas[0].pause_s = 60.0  # the longest, as behind many losses
-        engines[0].kill()
-        busy = asyncio.create_task(pool.generate(ask("g/0")))  # lost there, then a thousand seconds on the other one
-        await asyncio.sleep(1)
-        engines[0].restart()
-        waiting = asyncio.create_task(pool.generate(ask("g/1")))
-        await asyncio.sleep(60)
-        running = list(pool.replicas[0].running)
-        busy.cancel(), waiting.cancel()
-        return running
-
-    assert run_virtual(main()) == ["g/1/0"]
+@virtual
+async def test_lost_server_is_tried_when_its_pause_ends() -> None:
+    engines = [TimedEngine(token_s=0.1, plan=lambda r: 10_000, name=f"s{i}") for i in range(2)]
+    pool = EnginePool(engines, slots=1)
+    pool.replicas[0].pause_s = 60.0  # the longest, as behind many losses
+    engines[0].kill()
+    busy = asyncio.create_task(pool.generate(ask("g/0")))  # lost there, then a thousand seconds on the other one
+    await asyncio.sleep(1)
+    engines[0].restart()
+    waiting = asyncio.create_task(pool.generate(ask("g/1")))
+    await asyncio.sleep(60)
+    running = list(pool.replicas[0].running)
+    busy.cancel(), waiting.cancel()
+    assert running == ["g/1/0"]
 
 
 def test_request_waits_while_all_servers_are_down() -> None:
@@ -121,57 +113,48 @@ def test_request_waits_while_all_servers_are_down() -> None:
         run_virtual(main(False))
 
 
-def test_servers_join_and_leave_a_running_pool() -> None:
-    async def main() -> list[int]:
-        engines = servers(2)
-        pool = EnginePool(engines[:1], slots=1)
-        running = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(4)]
-        await asyncio.sleep(0.1)
-        second = pool.join(engines[1])
-        await asyncio.gather(*running)
-        done = [r.num_done for r in pool.replicas]
-        pool.leave(second)
-        await pool.generate(ask("h/0"))
-        return [*done, second.num_done]
-
-    assert run_virtual(main()) == [2, 2, 2]
+@virtual
+async def test_servers_join_and_leave_a_running_pool() -> None:
+    engines = servers(2)
+    pool = EnginePool(engines[:1], slots=1)
+    running = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(4)]
+    await asyncio.sleep(0.1)
+    second = pool.join(engines[1])
+    await asyncio.gather(*running)
+    done = [r.num_done for r in pool.replicas]
+    pool.leave(second)
+    await pool.generate(ask("h/0"))
+    assert [*done, second.num_done] == [2, 2, 2]
 
 
-def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> tuple[list[int], int]:
-        engines = servers(2)
-        pool = EnginePool(engines)
-        await pool.update_weights(3)
-        engines[0].restart(version=0)
-        answers = await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
-        return [a.policy_versions[-1][1] for a in answers], pool.num_stale
-
-    versions, stale = run_virtual(main())
-    assert versions == [3] * 4
-    assert stale == 2
+@virtual
+async def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    engines = servers(2)
+    pool = EnginePool(engines)
+    await pool.update_weights(3)
+    engines[0].restart(version=0)
+    answers = await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
+    assert [a.policy_versions[-1][1] for a in answers] == [3] * 4
+    assert pool.num_stale == 2
     assert "replica 0 is left out (EngineError: it answers as policy version 0 and was given 3)" in caplog.text
 
 
-def test_abort_reaches_waiting_and_running_requests() -> None:
-    async def main() -> tuple[list[FinishReason], int]:
-        pool = EnginePool(servers(1), slots=1)
-        tasks = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(3)]
-        await asyncio.sleep(0.1)
-        await pool.abort("g/0/0")
-        await pool.abort("g/1/0")
-        tasks[2].cancel()
-        done = await asyncio.gather(*tasks[:2])
-        await asyncio.wait({tasks[2]})
-        return [c.finish_reason for c in done], pool.replicas[0].load
-
-    assert run_virtual(main()) == ([FinishReason.ABORT, FinishReason.ABORT], 0)
+@virtual
+async def test_abort_reaches_waiting_and_running_requests() -> None:
+    pool = EnginePool(servers(1), slots=1)
+    tasks = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(3)]
+    await asyncio.sleep(0.1)
+    await pool.abort("g/0/0")
+    await pool.abort("g/1/0")
+    tasks[2].cancel()
+    done = await asyncio.gather(*tasks[:2])
+    await asyncio.wait({tasks[2]})
+    assert ([c.finish_reason for c in done], pool.replicas[0].load) == ([FinishReason.ABORT, FinishReason.ABORT], 0)
 
 
-def test_waiting_requests_go_in_the_order_of_arrival() -> None:
-    async def main() -> list[str]:
-        (engine,) = servers(1)
-        pool = EnginePool([engine], slots=1)
-        await asyncio.gather(*(pool.generate(ask(session)) for session in ("b/1", "a/1", "b/2", "a/2")))
-        return engine.served
-
-    assert run_virtual(main()) == ["b/1", "a/1", "b/2", "a/2"]
+@virtual
+async def test_waiting_requests_go_in_the_order_of_arrival() -> None:
+    (engine,) = servers(1)
+    pool = EnginePool([engine], slots=1)
+    await asyncio.gather(*(pool.generate(ask(session)) for session in ("b/1", "a/1", "b/2", "a/2")))
+    assert engine.served == ["b/1", "a/1", "b/2", "a/2"]

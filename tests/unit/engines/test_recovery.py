@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
-from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
+from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from support.parts import virtual
 from support.refusals import refuses_later
 from support.timed_engine import TimedEngine
 from support.virtual_time import run_virtual
@@ -179,18 +180,16 @@ def test_replaced_weights_on_disk_are_not_read(tmp_path: Path, when: str) -> Non
     assert engine.held == [4.0]
 
 
-def test_dead_server_of_a_pool_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> tuple[list[Completion], EnginePool]:
+@virtual
+async def test_dead_server_of_a_pool_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="polyturn.engines"):
         engines = [Restartable(), Restartable()]
         pool = EnginePool(engines)
         asyncio.get_running_loop().call_later(0.3, engines[0].fail)
         first = await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(8)))
         await asyncio.sleep(60)
         second = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(8)))
-        return [*first, *second], pool
-
-    with caplog.at_level(logging.INFO, logger="polyturn.engines"):
-        answers, pool = run_virtual(main())
+        answers = [*first, *second]
     assert [len(answer.token_ids) for answer in answers] == [100] * 16
     assert [replica.num_done for replica in pool.replicas] == [4, 12]
     metrics = dict(pool.read_metrics())
@@ -237,52 +236,48 @@ def test_broken_recovery_loses_the_server_with_a_traceback(caplog: pytest.LogCap
     assert "the folder of its log is gone" in said.message and said.exc_info is not None
 
 
-def test_restarted_server_waits_for_the_next_weights() -> None:
-    async def main() -> tuple[bool, bool, list[int]]:
-        engines = [Restartable(), Restartable()]
-        pool = EnginePool(engines)
-        await pool.update_weights(1)
-        engines[0].fail()
-        await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
-        await asyncio.sleep(60)
-        before = pool.replicas[0].is_live
-        await pool.update_weights(2)
-        answers = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(4)))
-        return before, pool.replicas[0].is_live, [answer.policy_versions[-1][1] for answer in answers]
-
-    assert run_virtual(main()) == (False, True, [2, 2, 2, 2])
-
-
-def test_joining_server_waits_for_the_next_weights() -> None:
-    async def main() -> tuple[bool, bool, list[int]]:
-        pool = EnginePool([Restartable()])
-        await pool.update_weights(1)
-        late = Restartable()
-        replica = pool.join(late)
-        await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
-        before = replica.is_live
-        await pool.update_weights(2)
-        return before, replica.is_live, late.pushed
-
-    assert run_virtual(main()) == (False, True, [2])
+@virtual
+async def test_restarted_server_waits_for_the_next_weights() -> None:
+    engines = [Restartable(), Restartable()]
+    pool = EnginePool(engines)
+    await pool.update_weights(1)
+    engines[0].fail()
+    await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
+    await asyncio.sleep(60)
+    before = pool.replicas[0].is_live
+    await pool.update_weights(2)
+    answers = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(4)))
+    assert (before, pool.replicas[0].is_live) == (False, True)
+    assert [answer.policy_versions[-1][1] for answer in answers] == [2] * 4
 
 
-def test_close_ends_recoveries() -> None:
-    async def main() -> None:
-        engine = Restartable(dead_s=10_000.0)
-        pool = EnginePool([engine])
-        engine.fail()
-        asked = asyncio.create_task(pool.generate(ask("a")))
-        await asyncio.sleep(5)
-        asked.cancel()
-        await asyncio.wait({asked})
-        await pool.close()
-        assert pool.replicas[0].recovery is None or pool.replicas[0].recovery.cancelled()
-
-    run_virtual(main())
+@virtual
+async def test_joining_server_waits_for_the_next_weights() -> None:
+    pool = EnginePool([Restartable()])
+    await pool.update_weights(1)
+    late = Restartable()
+    replica = pool.join(late)
+    await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
+    before = replica.is_live
+    await pool.update_weights(2)
+    assert (before, replica.is_live, late.pushed) == (False, True, [2])
 
 
-def test_reason_of_lost_servers_is_logged_when_it_changes(
+@virtual
+async def test_close_ends_recoveries() -> None:
+    engine = Restartable(dead_s=10_000.0)
+    pool = EnginePool([engine])
+    engine.fail()
+    asked = asyncio.create_task(pool.generate(ask("a")))
+    await asyncio.sleep(5)
+    asked.cancel()
+    await asyncio.wait({asked})
+    await pool.close()
+    assert pool.replicas[0].recovery is None or pool.replicas[0].recovery.cancelled()
+
+
+@virtual
+async def test_reason_of_lost_servers_is_logged_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(Restartable):
@@ -292,7 +287,7 @@ def test_reason_of_lost_servers_is_logged_when_it_changes(
             self.num_tries += 1
             raise EngineError(f"port {8000 + self.num_tries} is in use" if self.num_tries < 5 else "no memory is left")
 
-    async def main() -> int:
+    with caplog.at_level(logging.WARNING):
         engines = [Refusing(), Refusing()]
         pool = EnginePool(engines, patience_s=300.0)
         await pool.update_weights(3, weights={})
@@ -303,10 +298,7 @@ def test_reason_of_lost_servers_is_logged_when_it_changes(
         ):
             await pool.generate(ask("g/0"))
         await pool.close()
-        return engines[0].num_tries
-
-    with caplog.at_level(logging.WARNING):
-        tried = run_virtual(main())
+        tried = engines[0].num_tries
     said = [record.message for record in caplog.records if "no server is up" in record.message]
     assert tried > 6 and all("wait up to 300 s" in line for line in said), said
     assert len(said) == 5, said

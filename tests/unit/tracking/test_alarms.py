@@ -22,25 +22,18 @@ def names(alarms: Alarms, metric: str, values: list[float | None]) -> list[tuple
         ("tokens/per_trajectory", 100.0, 400.0, "length_explosion"),
         ("rollout/turns", 2.4, 1.0, "turns_collapse"),
         ("rollout/tool_errors", 0.05, 0.4, "tool_errors"),
+        ("policy/entropy", 1.0, 0.3, None),
+        ("policy/entropy", 0.0, 0.0, None),
+        ("tokens/per_trajectory", 100.0, 250.0, None),
+        ("rollout/turns", 1.0, 1.0, None),
+        ("rollout/turns", 2.4, 1.4, None),
+        ("rollout/tool_errors", 0.5, 0.6, None),
     ],
 )
-def test_alarm_is_raised_after_three_steps_past_its_threshold(metric: str, early: float, late: float, name: str) -> None:
-    assert names(Alarms(), metric, [early] * 8 + [late] * 6) == [(10, name)]
-
-
-@pytest.mark.parametrize(
-    ("metric", "early", "late"),
-    [
-        ("policy/entropy", 1.0, 0.3),
-        ("policy/entropy", 0.0, 0.0),
-        ("tokens/per_trajectory", 100.0, 250.0),
-        ("rollout/turns", 1.0, 1.0),
-        ("rollout/turns", 2.4, 1.4),
-        ("rollout/tool_errors", 0.5, 0.6),
-    ],
-)
-def test_ordinary_change_raises_nothing(metric: str, early: float, late: float) -> None:
-    assert names(Alarms(), metric, [early] * 5 + [late] * 10) == []
+def test_alarm_is_raised_after_three_steps_past_its_threshold(
+    metric: str, early: float, late: float, name: str | None
+) -> None:
+    assert names(Alarms(), metric, [early] * 8 + [late] * 10) == ([] if name is None else [(10, name)])
 
 
 def test_equal_rewards_for_ten_steps_raise_one_alarm() -> None:

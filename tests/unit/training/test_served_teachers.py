@@ -236,53 +236,37 @@ def test_fitting_teacher_is_taken(kind: Any) -> None:
 def test_unreachable_teacher_is_refused() -> None:
     with served() as server:
         url = server.url
-    with pytest.raises(ConfigError, match=url):
-        check(teachers(ServedTeacherOptions(url=url)))
+    refuses(lambda: check(teachers(ServedTeacherOptions(url=url))), ConfigError, url)
 
 
-def test_server_without_logprobs_is_refused() -> None:
-    with (
-        served(lambda path, reply: {"choices": [{"text": "a"}]} if path == "/v1/completions" else reply) as server,
-        pytest.raises(ConfigError, match=server.url),
-    ):
-        check(teachers(ServedTeacherOptions(url=server.url)))
+UNFIT: dict[str, tuple[Change, dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "no logprobs": (lambda path, r: {"choices": [{"text": "a"}]} if path == "/v1/completions" else r, {}, {}, ()),
+    "other vocabulary": (lambda path, r: {"tokens": [5, *r["tokens"][1:]]} if path == "/tokenize" else r, {}, {}, ()),
+    "smaller vocabulary": (
+        *(lambda path, r: (400, {"error": "out of vocabulary"}) if path == "/generate" else r, {"kind": "sglang"}, {}),
+        ("out of vocabulary",),
+    ),
+    "tokenizer of another size": (
+        *(lambda path, r: r, {"tokenizer": "theirs"}, {"load_tokenizer": lambda name: [0, 1, 2]}, ("'theirs'", "3 tokens")),
+    ),
+    "shorter context": (lambda path, r: r, {}, {"max_context": 64}, ("64 tokens", "65")),
+    "unknown model": (lambda path, r: r, {"model": "bigger"}, {}, ("['big']", "'bigger'")),
+}
+"""What is wrong -> (what the server answers, options of the teacher, options of the run, words beside its address)."""
 
 
-def test_other_vocabulary_is_refused() -> None:
-    with (
-        served(lambda path, reply: {"tokens": [5, *reply["tokens"][1:]]} if path == "/tokenize" else reply) as server,
-        pytest.raises(ConfigError, match=f"{server.url} has another vocabulary"),
-    ):
-        check(teachers(ServedTeacherOptions(url=server.url)))
-
-
-def test_smaller_vocabulary_is_refused() -> None:
-    with (
-        served(lambda path, reply: (400, {"error": "out of vocabulary"}) if path == "/generate" else reply) as server,
-        pytest.raises(ConfigError, match="out of vocabulary"),
-    ):
-        check(teachers(ServedTeacherOptions(url=server.url, kind="sglang")))
-
-
-def test_tokenizer_of_another_size_is_refused() -> None:
-    with served() as server, pytest.raises(ConfigError, match=r"'theirs'.* 3 tokens"):
-        check(teachers(ServedTeacherOptions(url=server.url, tokenizer="theirs")), load_tokenizer=lambda name: [0, 1, 2])
+@pytest.mark.parametrize("case", UNFIT)
+def test_unfit_teacher_is_refused(case: str) -> None:
+    change, options, of_run, words = UNFIT[case]
+    with served(change) as server:
+        one = teachers(ServedTeacherOptions(url=server.url, **options))
+        refuses(lambda: check(one, **of_run), ConfigError, *words or (server.url,))
 
 
 def test_tokenizer_folder_stands_for_a_missing_route() -> None:
     with served(lambda path, reply: (404, {}) if path == "/tokenize" else reply) as server:
         refuses(lambda: check(teachers(ServedTeacherOptions(url=server.url))), ConfigError, "set `tokenizer`")
         check(teachers(ServedTeacherOptions(url=server.url, tokenizer="theirs")))
-
-
-def test_shorter_context_is_refused() -> None:
-    with served() as server, pytest.raises(ConfigError, match=r"64 tokens.*65"):
-        check(teachers(ServedTeacherOptions(url=server.url)), max_context=64)
-
-
-def test_unknown_model_is_refused() -> None:
-    with served() as server, pytest.raises(ConfigError, match=r"\['big'\].*'bigger'"):
-        check(teachers(ServedTeacherOptions(url=server.url, model="bigger")))
 
 
 def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
