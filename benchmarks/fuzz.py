@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
-A case is valid input with damage (`support.corruption`), drawn from its seed, surface and number: `--only SURFACE --case
+A case is valid input with damage (`_corruption.py`), drawn from its seed, surface and number: `--only SURFACE --case
 NUMBER` runs it again, alone, with the whole traceback. It fails if
 
     it crashes    anything is raised but an error of ours, a server answers 5xx, or a crash is logged
