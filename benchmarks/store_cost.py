@@ -41,13 +41,8 @@ from polyturn.tracking.jsonl import read_metrics
 TEMPLATE = Path(__file__).parents[1] / "examples/quickstart/chat_template.jinja"
 GROUPS, GROUP_SIZE = 16, 8
 TARGET_MS = 50.0
-PAYLOAD = (
-    "ids.", "logprobs.", "policy_logprobs.", "task", "question",
-    *(f"messages.list.element.{name}" for name in ("text", "parts", "reasoning")),
-    *(f"tool_calls.list.element.{name}" for name in ("arguments", "raw")),
-    *(f"tool_results.list.element.{name}" for name in ("text", "parts")),
-)  # fmt: skip
-"""Columns of ids, logprobs and text, by how their path begins; the task is its text and the row that it came from."""
+PAYLOAD = ("ids.", "logprobs.", "policy_logprobs.", "trajectory", "texts.", "question")
+"""Columns of ids, logprobs and text, by how their path begins; the trajectory is its text and what describes it."""
 SAYS = (
     '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>',
     "3 + 4 = 8\n#### 8",

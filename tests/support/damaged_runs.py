@@ -45,9 +45,43 @@ def change_row(run: Path, change: Callable[[Row], object], at: int = 0) -> str:
     return name
 
 
-def each(column: str, **values: Any) -> Callable[[Row], object]:
-    """Return what sets members of every struct of a column."""
-    return lambda row: [struct.update(copy.deepcopy(values)) for struct in row[column]]
+def record(change: Callable[[Any], object]) -> Callable[[Row], object]:
+    """Return what changes the trajectory in a row, which is JSON."""
+
+    def change_json(row: Row) -> None:
+        data = json.loads(row["trajectory"])
+        change(data)
+        row["trajectory"] = json.dumps(data)
+
+    return change_json
+
+
+def spans(**values: Any) -> Callable[[Row], object]:
+    """Return what sets fields of every span."""
+    return record(lambda data: [span.update(values) for segment in data["segments"] for span in segment["spans"]])
+
+
+def turns(**values: Any) -> Callable[[Row], object]:
+    """Return what sets fields of every turn."""
+    return record(lambda data: [turn.update(copy.deepcopy(values)) for turn in data["turns"]])
+
+
+def results(**values: Any) -> Callable[[Row], object]:
+    """Return what sets fields of every result of a tool, in the record and in its column."""
+
+    def change(row: Row) -> None:
+        record(lambda data: [r.update(copy.deepcopy(values)) for turn in data["turns"] for r in turn["tool_results"]])(row)
+        for struct in row["tool_results"]:
+            struct.update({k: v for k, v in values.items() if k in struct})
+
+    return change
+
+
+def long_names(data: Any) -> None:
+    for turn in data["turns"]:
+        for one in (*turn["message"]["tool_calls"], *turn["tool_results"], turn["message"], *turn["observation"]):
+            one.update(name=LONG)
+    data["segments"][0].update(agent=LONG)
 
 
 UNREADABLE: dict[str, Callable[[Row], object]] = {
@@ -55,18 +89,17 @@ UNREADABLE: dict[str, Callable[[Row], object]] = {
        for name in ("ids", "logprobs", "advantages", "policy_logprobs", "entropies")},
     **{f"long {name}": lambda row, name=name: row.update({name: [*(row[name] or []), 1, 1]})
        for name in ("ids", "logprobs", "weights", "advantages", "policy_logprobs", "entropies", "trained_weights")},
-    "task": lambda row: row.update(task="{"),
-    "stop reason": lambda row: row.update(stop_reason="odd"),
-    "deep metrics": lambda row: row.update(metrics="[" * 100_000),
-    "reward info": lambda row: row.update(reward_info="nonsense"),
-    "no messages": lambda row: row.update(messages=[]),
-    "no spans": lambda row: row.update(spans=[]),
-    "no segments": lambda row: row.update(segments=[]),
-    "span of no segment": each("spans", segment=99),
-    "span of no length": each("spans", length=-3),
-    "span of great length": each("spans", length=2**31 - 1),
-    "turn of no span": each("turns", spans=[999]),
-    "tool's JSON": each("tool_results", metrics="{bad"),
+    "no JSON": lambda row: row.update(trajectory="{"),
+    "deep JSON": lambda row: row.update(trajectory="[" * 100_000),
+    "stop reason": record(lambda data: data.update(stop_reason="odd")),
+    "no task": record(lambda data: data.pop("task")),
+    "no message": record(lambda data: [turn.pop("message") for turn in data["turns"]]),
+    "no spans": record(lambda data: [segment.update(spans=[]) for segment in data["segments"]]),
+    "no segments": record(lambda data: data.update(segments=[])),
+    "span of no length": spans(length=-3),
+    "span of great length": spans(length=2**31 - 1),
+    "turn of no span": turns(spans=[[0, 999]]),
+    "span of odd length": spans(length="x"),
 }  # fmt: skip
 SHOWN: dict[str, Callable[[Row], object]] = {
     "long question": lambda row: row.update(question="q" * 3_000_000),
@@ -76,19 +109,17 @@ SHOWN: dict[str, Callable[[Row], object]] = {
         row.update(
             dict.fromkeys(("id", "group", "data_source", "dropped", "task_id", "error"), LONG), components=[(LONG, 1.0)]
         ),
-        *(one.update(name=LONG) for one in row["tool_calls"] + row["tool_results"] + row["messages"]),
-        row["segments"][0].update(agent=LONG),
-        row["tool_results"][0].update(error=LONG),
+        record(long_names)(row),
+        results(name=LONG, error=LONG)(row),
     ],
     "numbers": lambda row: row.update(reward=float("nan"), generate_s=float("inf"), num_turns=-1, min_version=-9, step=-5),
     "parts": lambda row: row.update(components=[("a", float("inf")), ("b", float("nan"))]),
     "logprobs": lambda row: row.update(logprobs=[float("nan")] * len(row["logprobs"])),
     "advantages": lambda row: row.update(advantages=[float("-inf")] * len(row["advantages"])),
     "strange ids": lambda row: row.update(ids=[2**31 - 1] * len(row["ids"])),
-    "durations": each("tool_results", duration_s=float("nan"), reward=float("inf")),
-    "timings": each("turns", timings='{"start": NaN, "generate": Infinity}'),
-    "timings of texts": each("turns", timings='{"start": "x", "generate": "y"}'),
-    "results of no turn": each("tool_results", turn=99),
+    "durations": results(duration_s=float("nan"), reward=float("inf")),
+    "timings": turns(timings={"start": float("nan"), "generate": float("inf")}),
+    "timings of texts": turns(timings={"start": "x", "generate": "y"}),
 }
 
 
@@ -143,10 +174,10 @@ FILES: dict[str, Callable[[Path], object]] = {
     "steps as texts": of_type("step", pa.string(), "three"),
     "ids as texts": of_type("ids", pa.list_(pa.string()), ["a"]),
     "ids as floats": of_type("ids", pa.list_(pa.float64()), [1e300]),
-    "messages as texts": of_type("messages", pa.string(), "hi"),
+    "texts as one": of_type("texts", pa.string(), "hi"),
     "splits as times": of_type("split", pa.timestamp("s"), 5),
     **{f"without {name}": rewrite(lambda table, name=name: table.drop_columns([name]))
-       for name in ("ids", "messages", "reward", "id", "spans", "components")},
+       for name in ("ids", "texts", "reward", "id", "trajectory", "tool_results", "components")},
     "no folder": leave_no_folder,
     "a link": lead_out,
     "long name": write("metrics.jsonl", line(**{"x" * 1_000_000: 1.0, HOSTILE: 2})),

@@ -2,13 +2,13 @@
 
     one row a trajectory
     choosing   id, group, split, step, reward, components, stop_reason, num_turns, …     plain values
-    tokens     spans [(segment, source, turn, length, policy_version, …)]   ids [all]   logprobs [of sampled tokens]
+    tokens     ids [of all spans]   logprobs, weights [of the spans that have them]
     training   advantages, policy_logprobs, entropies [of sampled tokens], trained_weights, dropped
-    reading    messages [(turn, role, text, …)]   tool_calls [(turn, name, arguments, …)]   tool_results [(turn, …)]
+    reading    trajectory: the record as `core/serde.py` writes it, without its arrays; a span says how long they are
+    searching  texts [each text once]   tool_results [(name, error, duration_s)]
 
-Arrays are list columns, so that other tools read them without a parser of ours; what has no fixed shape (an interaction's
-metadata, a tool's arguments) is JSON in a string. Ids of all spans stand in one list, logprobs and weights only where a span
-has them: a span says how many. `to_rows.py` writes the columns and `from_rows.py` reads them.
+Values that a table, a chart or a search reads have columns; the rest is JSON. `to_rows.py` writes the columns and
+`from_rows.py` reads them, those of earlier versions with the help of `older_versions.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from polyturn.core.arrays import Floats
 from polyturn.core.trajectory import Trajectory
-from polyturn.store.codec import read_floats
+from polyturn.store.older_versions import read_floats
 
-VERSION = "2"
+VERSION = 3
 METADATA_KEY = "polyturn_store"
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -54,64 +54,7 @@ INDEX: dict[str, pa.DataType] = {
 }
 """The columns that a table of trajectories shows and is filtered by."""
 
-NESTED: dict[str, dict[str, pa.DataType]] = {
-    "segments": {"agent": pa.string(), "parent_segment": pa.int32(), "parent_length": pa.int32()},
-    "media": {"segment": pa.int32(), "kind": pa.string(), "source": pa.string()},
-    "spans": {
-        "segment": pa.int32(),
-        "source": pa.string(),
-        "turn": pa.int32(),
-        "length": pa.int32(),
-        "policy_version": pa.int32(),
-        "has_logprobs": pa.bool_(),
-        "has_weights": pa.bool_(),
-    },
-    "messages": {
-        "turn": pa.int32(),
-        "role": pa.string(),
-        "text": pa.string(),
-        "parts": pa.string(),
-        "reasoning": pa.string(),
-        "name": pa.string(),
-        "tool_call_id": pa.string(),
-        "origin": pa.string(),
-        "written": pa.string(),
-    },
-    "tool_calls": {
-        "message": pa.int32(),
-        "turn": pa.int32(),
-        "id": pa.string(),
-        "name": pa.string(),
-        "arguments": pa.string(),
-        "raw": pa.string(),
-        "error": pa.string(),
-    },
-    "tool_results": {
-        "turn": pa.int32(),
-        "call_id": pa.string(),
-        "name": pa.string(),
-        "text": pa.string(),
-        "parts": pa.string(),
-        "reward": pa.float64(),
-        "metrics": pa.string(),
-        "error": pa.string(),
-        "duration_s": pa.float64(),
-    },
-    "turns": {
-        "index": pa.int32(),
-        "finish_reason": pa.string(),
-        "spans": pa.list_(pa.int32()),
-        "scores": pa.string(),
-        "info": pa.string(),
-        "timings": pa.string(),
-        "is_continued": pa.bool_(),
-    },
-}
-"""The lists of structs, and what each struct holds."""
-JSON_MEMBERS = ("arguments", "metrics", "scores", "info", "timings")
-"""Members of structs that are JSON in a string."""
-
-_ARRAYS: dict[str, pa.DataType] = {
+ARRAYS: dict[str, pa.DataType] = {
     "ids": pa.int32(),
     "logprobs": pa.float32(),
     "weights": pa.float32(),
@@ -120,23 +63,19 @@ _ARRAYS: dict[str, pa.DataType] = {
     "entropies": pa.float32(),
     "trained_weights": pa.float32(),
 }
-_ROUTES: dict[str, pa.DataType] = {
-    "routed_experts": pa.large_binary(),
-    "routes_shape": pa.list_(pa.int32()),
-    "routed_spans": pa.list_(pa.int32()),
-}
-"""Of a mixture of experts: the bytes of all routes joined, [layers, k, bytes a number], and which spans have any."""
-_JSON = {"task": pa.string(), "reward_info": pa.string(), "metrics": pa.string()}
+"""The arrays over tokens, those of all spans joined."""
+TOOL_RESULT = {"name": pa.string(), "error": pa.string(), "duration_s": pa.float64()}
 
 SCHEMA = pa.schema(
     {
         **INDEX,
-        **_JSON,
-        **{name: pa.list_(pa.struct(fields)) for name, fields in NESTED.items()},
-        **{name: pa.list_(kind) for name, kind in _ARRAYS.items()},
-        **_ROUTES,
+        "trajectory": pa.string(),
+        "texts": pa.list_(pa.string()),
+        "tool_results": pa.list_(pa.struct(TOOL_RESULT)),
+        **{name: pa.list_(kind) for name, kind in ARRAYS.items()},
+        "routed_experts": pa.large_binary(),
     },
-    metadata={METADATA_KEY: VERSION},
+    metadata={METADATA_KEY: str(VERSION)},
 )
 INDEX_COLUMNS = tuple(INDEX)
 KEY = ("split", "step", "group", "id")

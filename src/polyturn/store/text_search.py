@@ -33,7 +33,9 @@ MAX_HELD = 1 << 30
 TIMEOUT_S = 30.0
 _PIECE = 4096
 """Texts that are looked at between two looks at the clock."""
-_COLUMNS = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "tool_results": ("text", "error")}
+_COLUMNS = {"texts": ("element",)}
+_COLUMNS_OF_SECOND = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "tool_results": ("text", "error")}
+"""The same in parts of the second version of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +140,16 @@ class TextSearch:
 
 def _texts_in(file: PartFile) -> Iterator[_Texts]:
     start = 0
-    paths = [path for column, leaves in _COLUMNS.items() for leaf in leaves for path in file.paths(column, leaf)]
+    columns = _COLUMNS if "texts" in file.schema.names else _COLUMNS_OF_SECOND
+    paths = [path for column, leaves in columns.items() for leaf in leaves for path in file.paths(column, leaf)]
     for group, count in enumerate(file.rows_of_groups):
         table = file.read(paths, groups=[group])
         for column in table.column_names:
             of = table[column].combine_chunks()
             row = start + np.asarray(pc.list_parent_indices(of), np.int64)
             whole = of.flatten()
-            for field_ in whole.type:
-                yield _texts_of(whole.field(field_.name), row)
+            for values in whole.flatten() if pa.types.is_struct(whole.type) else [whole]:
+                yield _texts_of(values, row)
         start += count
 
 

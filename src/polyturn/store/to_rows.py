@@ -1,7 +1,7 @@
 """From trajectories to a table: every column of `schema.py` filled, one row a trajectory.
 
     trajectories  ->  choosing columns, one value each
-                  ->  lists of structs (spans, messages, …), gathered flat with an offset for each row
+                  ->  JSON of everything but arrays, and the texts that a search looks at
                   ->  lists of numbers (ids, logprobs, …), joined without a Python object for each number
 
 `from_rows.py` is the way back, and gives an equal trajectory.
@@ -9,114 +9,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
-from operator import attrgetter
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from polyturn.core.arrays import Floats
-from polyturn.core.messages import Message
-from polyturn.core.trajectory import Span, SpanSource, Trajectory
-from polyturn.store.codec import as_json, clean
-from polyturn.store.schema import INDEX, JSON_MEMBERS, MAX_QUESTION, NESTED, SCHEMA, StoredTrajectory
+from polyturn.core.serde import to_json
+from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
+from polyturn.store.schema import MAX_QUESTION, SCHEMA, StoredTrajectory
 
 _TIMES = ("generate", "tools", "interaction")
 
 
 def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
     """Return the rows as a table of `SCHEMA`."""
-    columns: dict[str, pa.Array] = {}
-    index = [_index_row(row) for row in rows]
-    for name, kind in INDEX.items():
-        columns[name] = pa.array([row[name] for row in index], kind)
     trajectories = [row.trajectory for row in rows]
-    columns["task"] = _json_column(t.task for t in trajectories)
-    columns["reward_info"] = _json_column(None if t.reward is None else t.reward.info for t in trajectories)
-    columns["metrics"] = _json_column(t.metrics for t in trajectories)
-    nested: dict[str, _Nested] = {name: _Nested(fields) for name, fields in NESTED.items()}
-    for trajectory in trajectories:
-        _add_nested(nested, trajectory)
-        for one in nested.values():
-            one.end_row()
-    columns |= {name: one.to_array() for name, one in nested.items()}
     spans = [[s for segment in t.segments for s in segment.spans] for t in trajectories]
-    columns["ids"] = _arrays([[s.ids for s in of] for of in spans], np.int32)
-    columns["logprobs"] = _arrays([[s.logprobs for s in of if s.logprobs is not None] for of in spans], np.float32)
-    columns["weights"] = _arrays([[s.weights for s in of if s.weights is not None] for of in spans], np.float32)
-    columns["advantages"] = _optional([row.trained.advantages for row in rows])
-    columns["policy_logprobs"] = _optional([row.trained.policy_logprobs for row in rows])
-    columns["entropies"] = _optional([row.trained.entropies for row in rows])
-    columns["trained_weights"] = _optional([row.trained.weights for row in rows])
-    columns |= _routes(spans)
-    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    index = [_index_row(row) for row in rows]
+    columns: dict[str, Any] = {
+        **{name: [row[name] for row in index] for name in index[0]},
+        "trajectory": [_as_json(t) for t in trajectories],
+        "texts": [list(dict.fromkeys(map(_plain, _texts(t)))) for t in trajectories],
+        "tool_results": [
+            [
+                {"name": _plain(r.name), "error": r.error, "duration_s": r.duration_s}
+                for turn in t.turns
+                for r in turn.tool_results
+            ]
+            for t in trajectories
+        ],
+        "ids": _arrays([[s.ids for s in of] for of in spans], np.int32),
+        "logprobs": _arrays([[s.logprobs for s in of if s.logprobs is not None] for of in spans], np.float32),
+        "weights": _arrays([[s.weights for s in of if s.weights is not None] for of in spans], np.float32),
+        "advantages": _optional([row.trained.advantages for row in rows]),
+        "policy_logprobs": _optional([row.trained.policy_logprobs for row in rows]),
+        "entropies": _optional([row.trained.entropies for row in rows]),
+        "trained_weights": _optional([row.trained.weights for row in rows]),
+        "routed_experts": [
+            b"".join(s.routed_experts.tobytes() for s in of if s.routed_experts is not None) or None for of in spans
+        ],
+    }
+    of_kind = {
+        f.name: columns[f.name] if isinstance(columns[f.name], pa.Array) else pa.array(columns[f.name], f.type)
+        for f in SCHEMA
+    }
+    return pa.table(of_kind, schema=SCHEMA)
 
 
-class _Nested:
-    """A column of lists of structs, gathered flat."""
-
-    def __init__(self, fields: Mapping[str, pa.DataType]) -> None:
-        self._fields = fields
-        self._flat: dict[str, list[Any]] = {name: [] for name in fields}
-        self._count, self._offsets = 0, [0]
-
-    def add(self, value: object = None, **own: Any) -> None:
-        """Add a struct: what `own` says, and the attributes of `value` under the other names."""
-        for name, of in self._flat.items():
-            of.append(own[name] if name in own else _written(name, attrgetter(name)(value)))
-        self._count += 1
-
-    def end_row(self) -> None:
-        self._offsets.append(self._count)
-
-    def to_array(self) -> pa.Array:
-        fields = [pa.field(name, kind) for name, kind in self._fields.items()]
-        flat = [pa.array(_storable(self._flat[f.name], f.type), f.type) for f in fields]
-        return pa.ListArray.from_arrays(pa.array(self._offsets, pa.int32()), pa.StructArray.from_arrays(flat, fields=fields))
+def _as_json(trajectory: Trajectory) -> str:
+    """Return a trajectory without its arrays as JSON."""
+    names = (f.name for f in dataclasses.fields(trajectory))
+    data = {name: to_json(getattr(trajectory, name)) for name in names if name != "segments"}
+    return json.dumps({**data, "segments": [_segment(s) for s in trajectory.segments]}, separators=(",", ":"))
 
 
-def _add_nested(nested: Mapping[str, _Nested], trajectory: Trajectory) -> None:
-    at: dict[tuple[int, int], int] = {}
-    for number, segment in enumerate(trajectory.segments):
-        parent = segment.parent
-        nested["segments"].add(
-            agent=segment.agent,
-            parent_segment=None if parent is None else parent.segment,
-            parent_length=None if parent is None else parent.length,
-        )
-        for medium in segment.media:
-            nested["media"].add(segment=number, kind=medium.kind, source=as_json(medium.source))
-        for index, span in enumerate(segment.spans):
-            at[number, index] = len(at)
-            has = {"has_logprobs": span.logprobs is not None, "has_weights": span.weights is not None}
-            nested["spans"].add(span, segment=number, length=len(span), **has)
-    count = 0
-    for message in trajectory.task.prompt:
-        count = _add_message(nested, message, turn=-1, number=count)
-    for number, turn in enumerate(trajectory.turns):
-        for message in (turn.message, *turn.observation):
-            count = _add_message(nested, message, turn=number, number=count)
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "spans": [_span(span) for span in segment.spans],
+        "media": to_json(segment.media),
+        "agent": segment.agent,
+        "parent": to_json(segment.parent),
+    }
+
+
+def _span(span: Span) -> dict[str, Any]:
+    routes = span.routed_experts
+    return {
+        "source": span.source.value,
+        "turn": span.turn,
+        "policy_version": span.policy_version,
+        "length": len(span),
+        "has_logprobs": span.logprobs is not None,
+        "has_weights": span.weights is not None,
+        "routes_shape": None if routes is None else [*routes.shape[1:], routes.itemsize],
+    }
+
+
+def _texts(trajectory: Trajectory) -> Iterator[str]:
+    """Yield the texts that a search looks at."""
+    messages = [*trajectory.task.prompt]
+    for turn in trajectory.turns:
+        messages += [turn.message, *turn.observation]
         for result in turn.tool_results:
-            text, parts = _split(result.content)
-            nested["tool_results"].add(result, turn=number, text=text, parts=parts)
-        nested["turns"].add(turn, spans=[at[ref.segment, ref.span] for ref in turn.spans])
+            if isinstance(result.content, str):
+                yield result.content
+            if result.error is not None:
+                yield result.error
+    for message in messages:
+        yield message.text
+        if message.reasoning is not None:
+            yield message.reasoning
+        for call in message.tool_calls:
+            yield json.dumps(to_json(call.arguments), ensure_ascii=False)
 
 
-def _add_message(nested: Mapping[str, _Nested], message: Message, *, turn: int, number: int) -> int:
-    text, parts = _split(message.content)
-    nested["messages"].add(message, turn=turn, text=text, parts=parts)
-    for call in message.tool_calls:
-        nested["tool_calls"].add(call, message=number, turn=turn)
-    return number + 1
-
-
-def _written(name: str, value: Any) -> Any:
-    """Return a member of a struct as its column holds it."""
-    if name in JSON_MEMBERS:
-        return as_json(value)
-    return value.value if isinstance(value, Enum) else value
+def _plain(text: str) -> str:
+    """Return a text as UTF-8 can write it, for columns that are only looked at: a lone surrogate is shown as \\udc80."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _index_row(row: StoredTrajectory) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def _index_row(row: StoredTrajectory) -> dict[str, Any]:
         "reward": None if reward is None else float(reward.total),
         "components": None if reward is None else [(k, float(v)) for k, v in reward.components.items()],
         "stop_reason": trajectory.stop_reason.value,
-        "error": None if trajectory.error is None else clean(trajectory.error),
+        "error": None if trajectory.error is None else _plain(trajectory.error),
         "dropped": trained.dropped,
         "num_turns": len(trajectory.turns),
         "num_segments": len(trajectory.segments),
@@ -154,21 +147,8 @@ def _index_row(row: StoredTrajectory) -> dict[str, Any]:
         "min_version": min(versions, default=None),
         "max_version": max(versions, default=None),
         **{f"{name}_s": sum(t.timings.get(name, 0.0) for t in trajectory.turns) for name in _TIMES},
-        "question": clean(prompt[-1].text[:MAX_QUESTION]) if prompt else "",
+        "question": _plain(prompt[-1].text[:MAX_QUESTION]) if prompt else "",
     }
-
-
-def _split(content: Any) -> tuple[str | None, str | None]:
-    """Return content as text, or as JSON of its parts."""
-    return (content, None) if isinstance(content, str) else (None, as_json(content))
-
-
-def _json_column(values: Iterable[Any]) -> pa.Array:
-    return pa.array([None if v is None else as_json(v) for v in values], pa.string())
-
-
-def _storable(values: list[Any], kind: pa.DataType) -> list[Any]:
-    return [clean(v) for v in values] if pa.types.is_string(kind) else values
 
 
 def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
@@ -178,18 +158,6 @@ def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
     values = np.concatenate(flat) if flat else np.empty(0, dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values.astype(dtype, copy=False)))
-
-
-def _routes(rows: Sequence[Sequence[Span]]) -> dict[str, pa.Array]:
-    """Return the columns of the experts that tokens went to, null where a row has none."""
-    routed = [[i for i, span in enumerate(spans) if span.routed_experts is not None] for spans in rows]
-    arrays = [[span.routed_experts for span in spans if span.routed_experts is not None] for spans in rows]
-    shapes = [[*of[0].shape[1:], of[0].itemsize] if of else None for of in arrays]
-    return {
-        "routed_experts": pa.array([b"".join(a.tobytes() for a in of) if of else None for of in arrays], pa.large_binary()),
-        "routes_shape": pa.array(shapes, pa.list_(pa.int32())),
-        "routed_spans": pa.array([which or None for which in routed], pa.list_(pa.int32())),
-    }
 
 
 def _optional(rows: Sequence[Floats | None]) -> pa.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ from test_parquet_store import TASK, group, trajectory
 
 import polyturn
 from polyturn.core.errors import DataError
-from polyturn.core.serde import to_json
-from polyturn.core.trajectory import SpanSource, TrajectoryGroup
+from polyturn.core.serde import from_json, to_json
+from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.store.options import StoreSettings
 from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.store.schema import Trained
 from polyturn.store.stored_run import open_store
 
+VERSION_2 = Path(__file__).parents[2] / "data" / "store" / "version_2"
 pytestmark = pytest.mark.timeout(300)  # each condition on a run starts a process
 
 
@@ -147,7 +149,7 @@ def test_store_of_a_later_version_is_named(tmp_path: Path, caplog: pytest.LogCap
     assert len(run) == 2
     with pytest.raises(DataError, match=r"part-00000\.parquet, which cannot be read: .*of version 9 .* use a newer one"):
         run.trajectory("g0/0")
-    assert "version 9 and this polyturn reads up to 2" in caplog.text
+    assert "version 9 and this polyturn reads up to 3" in caplog.text
 
 
 def test_other_tools_read_tokens_and_messages(tmp_path: Path) -> None:
@@ -156,6 +158,34 @@ def test_other_tools_read_tokens_and_messages(tmp_path: Path) -> None:
     row = table.slice(0, 1).to_pylist()[0]
     recorded = trajectory("g0/0", reward=0.0)
     assert row["ids"] == [i for s in recorded.segments for i in s.token_ids.tolist()]
-    assert [s["source"] for s in row["spans"]][:3] == [SpanSource.PROMPT.value, SpanSource.SAMPLED.value, "observation"]
-    assert [(m["turn"], m["role"]) for m in row["messages"]] == [(-1, "user"), (0, "assistant"), (0, "tool")]
-    assert (row["tool_calls"][0]["name"], json.loads(row["tool_calls"][0]["arguments"])) == ("calc", {"a": 1})
+    data = json.loads(row["trajectory"])
+    spans = [span for segment in data["segments"] for span in segment["spans"]]
+    assert [(s["source"], s["length"]) for s in spans[:3]] == [("prompt", 2), ("sampled", 2), ("observation", 1)]
+    assert [call["arguments"] for call in data["turns"][0]["message"]["tool_calls"]] == [{"a": 1}]
+    assert "2+2?" in row["texts"]
+    assert [(result["name"], result["error"]) for result in row["tool_results"]] == [("calc", None)]
+
+
+def test_store_of_the_second_version_is_read() -> None:
+    run = open_store(VERSION_2)
+    expected = [from_json(Trajectory, data) for data in json.loads((VERSION_2 / "expected.json").read_text())]
+    records = list(run.records())
+    assert [record.trajectory.same_as(one) for record, one in zip(records, expected, strict=True)] == [True, True, True]
+    first = records[0].trained
+    assert first.advantages is not None and first.entropies is not None
+    assert (first.advantages.tolist(), first.entropies.tolist()) == ([0.5, -0.5], [0.25, 2])
+    assert run.table(["step", "reward", "num_tool_calls"]).to_pylist()[0] == {"step": 4, "reward": 0.5, "num_tool_calls": 1}
+
+
+def test_store_of_the_second_version_is_searched() -> None:
+    assert len(open_store(VERSION_2).search("2+2")) == 3
+    assert len(open_store(VERSION_2).search("elephant")) == 0
+
+
+def test_resumed_run_reads_parts_of_both_versions(tmp_path: Path) -> None:
+    shutil.copytree(VERSION_2, tmp_path, dirs_exist_ok=True)
+    with ParquetStore(tmp_path) as store:
+        store.forget_after(4)
+        store.add(group("g5"), step=5, split="train")
+    assert [g.id for g in open_store(tmp_path).groups()] == ["g0", "g5"]
+    assert len(open_store(tmp_path).search("2+2")) == 5
