@@ -348,7 +348,7 @@ def _yamlable(value: Any) -> Any:
 # --- servers ----------------------------------------------------------------------------------------------------------------
 
 PATHS = ("/", "/health", "/infer/", "/run_code", "/retrieve", "/update_weights/", "/probe/", "/init_communicator/",
-         "/update_named_param/", "/update_flattened_params/", "/process_weights_after_loading/", "/api/runs",
+         "/update_named_param/", "/api/runs",
          "/api/runs/0/trajectories", "/api/runs/0/trajectory", "/api/runs/0/groups", "/api/runs/0/timeline",
          "/api/runs/0/metrics", "/api/runs/0/config", "/static/app.js", "/v1/models", "/episodes")  # fmt: skip
 QUERIES = ("", "version=1", "since=0", "step=1&split=train", "id=g1/0&step=1", "sort=reward&desc=1&limit=10&offset=0",
@@ -408,11 +408,6 @@ BODIES: dict[str, dict[str, Any]] = {
         "request_config": {"temperature": 1.0, "max_tokens": 8, "seed": 3, "top_p": 1.0, "top_k": 5},
         "timeout_s": 1.0,
     },
-    "/init_communicator/": {"host": "127.0.0.1", "port": 0, "world_size": 2},
-    "/update_named_param/": {"name": "weight", "dtype": "torch.float32", "shape": [1, 1]},
-    "/update_flattened_params/": {
-        "metadatas": [{"name": "weight", "dtype": "float32", "shape": [1, 1], "start_idx": 0, "end_idx": 4, "numel": 1}]
-    },
     "/run_code": {"code": "1", "language": "python", "stdin": "", "run_timeout": 5, "files": {"a": "YQ=="}, "fetch_files": ["a"]},
     "/retrieve": {"queries": ["Oslo", "where is Rome"], "topk": 2, "return_scores": True},
     "/v1/chat/completions": CHAT,
@@ -470,13 +465,6 @@ def body_of(path: str, rng: random.Random) -> bytes:
     """Return a damaged body for a path."""
     valid = BODIES.get(path) or rng.choice(list(BODIES.values()))
     value = damaged(valid, rng)
-    if (
-        path == "/init_communicator/"
-        and isinstance(value, dict)
-        and isinstance(value.get("port"), int)
-        and value["port"] > 0
-    ):
-        value["port"] = 0  # a right one makes the server wait for two minutes
     body = as_json(value, rng)
     return damaged_bytes(body, rng) if rng.random() < 0.2 else body
 

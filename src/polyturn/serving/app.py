@@ -2,7 +2,6 @@
 
     POST /infer/           {"infer_requests": […], "request_config": {…}, "timeout_s": 60}  ->  [output, …]
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
-    POST /init_communicator/, /update_named_param/, …      the same through a process group (see weight_receiver.py)
 
 Bodies are JSON or safetensors, never pickle; who may ask is decided by the rules that all servers share (`auth.py`). A
 wrong request is answered with a status and a sentence in `detail`.
@@ -23,8 +22,12 @@ from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_l
 from polyturn.serving.auth import ServerRules, guarded
 from polyturn.serving.body import json_object
 from polyturn.serving.rollout_service import RolloutService
-from polyturn.serving.weight_receiver import WeightReceiver
 
+_GROUP_PATHS = (
+    "init_communicator", "update_named_param", "update_flattened_params", "process_weights_after_loading",
+    "close_communicator",
+)  # fmt: skip
+"""Paths of trainers that broadcast weights through a process group, which this server refuses by name."""
 _ENGINE_TYPES = {True: "AsyncLLMEngine", False: "LLMEngine"}
 
 
@@ -75,7 +78,7 @@ def create_app(
     for path in ("reset_encoder_cache", "reset_mm_cache"):
         app.post(f"/{path}/")(nothing_to_do)
 
-    _take_weights(app, service, shapes, is_loopback=rules.is_loopback)
+    _take_weights(app, service, shapes)
     return app
 
 
@@ -122,14 +125,9 @@ def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, f
     return requests, config, timeout_s
 
 
-def _take_weights(
-    app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]], *, is_loopback: bool
-) -> None:
-    """Add the paths on which weights come: as a file, or through a process group."""
+def _take_weights(app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Add the paths on which weights come."""
     one_update = asyncio.Lock()
-    inbox = WeightReceiver(
-        shapes, lambda weights: service.update_weights(weights, version=service.version + 1), is_loopback=is_loopback
-    )
 
     @app.post("/update_weights/")
     async def update_weights(request: Request, version: int) -> dict[str, Any]:
@@ -141,40 +139,17 @@ def _take_weights(
     @app.post("/reset_prefix_cache/")
     async def reset_prefix_cache() -> dict[str, str]:
         async with one_update:
-            if not await inbox.settle():  # an update drops them too
-                await service.drop_prefixes()
+            await service.drop_prefixes()
         return {"message": "prefixes are computed again"}
 
-    @app.post("/init_communicator/")
-    async def init_communicator(request: Request) -> dict[str, str]:
-        body = await json_object(request)
-        inbox.open(body.get("host", "127.0.0.1"), body.get("port"), body.get("world_size", 2))
-        return {"message": "the server waits for the trainer at this address"}
-
-    @app.post("/update_named_param/")
-    async def update_named_param(request: Request) -> dict[str, str]:
-        inbox.expect([await json_object(request)], is_flat=False)
-        return {"message": "send it"}
-
-    @app.post("/update_flattened_params/")
-    async def update_flattened_params(request: Request) -> dict[str, str]:
-        body = await json_object(request)
-        inbox.expect(body.get("metadatas"), is_flat=True)
-        return {"message": "send them"}
-
-    @app.post("/process_weights_after_loading/")
-    async def process_weights() -> dict[str, Any]:
-        async with one_update:
-            return {"message": "the weights are served", "num_tensors": await inbox.settle(), "version": service.version}
-
-    @app.post("/close_communicator/")
-    async def close_communicator() -> dict[str, str]:
-        inbox.close()
-        return {"message": "the group is left"}
+    async def no_group() -> None:
+        raise HTTPException(501, "this server joins no process group: send a safetensors file to /update_weights/?version=N")
 
     async def no_adapters() -> None:
         raise HTTPException(501, "this server takes whole weights, no adapters: merge them before the update")
 
+    for path in _GROUP_PATHS:
+        app.post(f"/{path}/")(no_group)
     for path in ("update_adapter_param", "update_adapter_flattened_param"):
         app.post(f"/{path}/")(no_adapters)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 
@@ -19,11 +17,9 @@ from polyturn.compat.swift.command import read_swift
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, EngineError
-from polyturn.infra.process import free_port
 from polyturn.serving import RolloutClient, RolloutService
 from polyturn.serving.app import create_app
 from polyturn.serving.listen import bind
-from polyturn.serving.weight_receiver import TrainerGroup, flatten
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import hf
 from support.forked import served
@@ -123,47 +119,10 @@ def test_endpoints_of_a_trainer_answer(server: str):
     assert HTTP.post(f"{server}/reset_prefix_cache/").status_code == 200
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_weights_arrive_through_a_process_group(server: str, flags: list[str], is_flat: bool):
-    parts = build.build_parts(build.ConfigSource(config=load_config(RunConfig, None, flags).config, base=Path()))
-    true = {name: value.detach().clone() for name, value in parts.model.named_parameters()}
-    weights = {name: value + 0.1 * torch.randn_like(value) for name, value in true.items()}
-    before = HTTP.post(f"{server}/probe/").json()
-    port = free_port()
-    HTTP.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
-    group = TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
-    if is_flat:
-        data, told = flatten(weights)
-        HTTP.post(f"{server}/update_flattened_params/", json={"metadatas": told}).raise_for_status()
-        group.broadcast(data)
-    else:
-        for name, value in weights.items():
-            told = {"name": name, "dtype": str(value.dtype), "shape": list(value.shape)}
-            HTTP.post(f"{server}/update_named_param/", json=told).raise_for_status()
-            group.broadcast(value.detach().contiguous())
-    done = HTTP.post(f"{server}/process_weights_after_loading/").json()
-    assert done["num_tensors"] == len(weights)
-    after = HTTP.post(f"{server}/probe/").json()
-    assert after["version"] == before["version"] + 1
-    with torch.no_grad():
-        for name, parameter in parts.model.named_parameters():
-            parameter.copy_(weights[name])
-    ours = asyncio.run(RolloutService(parts.context).probe())
-    assert after["token_ids"] == ours["token_ids"]
-    assert np.allclose(after["logprobs"], ours["logprobs"], atol=1e-5)
-    RolloutClient(server).push_weights(true, version=0)  # the server is everyone's
-
-
-@pytest.mark.cluster
-def test_unknown_parameter_is_refused_before_it_is_sent(server: str):
-    port = free_port()
-    HTTP.post(f"{server}/init_communicator/", json={"host": "127.0.0.1", "port": port, "world_size": 2}).raise_for_status()
-    TrainerGroup("127.0.0.1", port, rank=1, world_size=2, timeout_s=30)
-    wrong = {"name": "model.embed_token.weight", "dtype": "float32", "shape": [1]}
-    reply = HTTP.post(f"{server}/update_named_param/", json=wrong)
-    assert reply.status_code == 422
-    assert "Did you mean 'model.embed_tokens.weight'" in reply.json()["detail"]
+@pytest.mark.parametrize("path", ["init_communicator", "update_named_param", "update_adapter_param"])
+def test_weights_by_another_way_are_refused_by_name(server: str, path: str):
+    reply = HTTP.post(f"{server}/{path}/", json={})
+    assert reply.status_code == 501 and "weights" in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(
