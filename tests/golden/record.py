@@ -248,8 +248,60 @@ def _stored(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of the trajectory store as its files have them, in the order of their ids."""
     import pyarrow.parquet as pq
 
-    rows = [row for file in sorted(folder.rglob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+    rows = [_as_lists(row) for file in sorted(folder.rglob("*.parquet")) for row in pq.read_table(file).to_pylist()]
     return sorted(rows, key=lambda row: (row["split"], row["step"], row["id"]))
+
+
+def _as_lists(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its trajectory as the fixtures have it: lists of messages, calls, results, turns and spans."""
+    read = json.loads(row["trajectory"])
+    lists: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in ("segments", "media", "spans", "messages", "tool_calls", "tool_results", "turns")
+    }
+    number_of: dict[tuple[int, int], int] = {}
+    routed = []
+    for number, segment in enumerate(read["segments"]):
+        parent = segment["parent"] or (None, None)
+        lists["segments"].append({"agent": segment["agent"], "parent_segment": parent[0], "parent_length": parent[1]})
+        lists["media"] += [
+            {"segment": number, "kind": one["kind"], "source": json.dumps(one["source"])} for one in segment["media"]
+        ]
+        for index, span in enumerate(segment["spans"]):
+            number_of[number, index] = len(number_of)
+            shape = span.pop("routes_shape")
+            routed += [] if shape is None else [(len(number_of) - 1, shape)]
+            lists["spans"].append({"segment": number, **span})
+
+    def add(message: Mapping[str, Any], turn: int) -> None:
+        calls = [{"message": len(lists["messages"]), "turn": turn, **call} for call in message["tool_calls"]]
+        lists["tool_calls"] += calls
+        rest = {name: value for name, value in message.items() if name not in ("content", "tool_calls")}
+        lists["messages"].append({"turn": turn, **_content(message), **rest})
+
+    for message in read["task"]["prompt"]:
+        add(message, -1)
+    for number, turn in enumerate(read["turns"]):
+        for message in (turn.pop("message"), *turn.pop("observation")):
+            add(message, number)
+        for result in turn.pop("tool_results"):
+            rest = {name: value for name, value in result.items() if name != "content"}
+            lists["tool_results"].append({"turn": number, **_content(result), **rest})
+        lists["turns"].append({**turn, "spans": [number_of[segment, span] for segment, span in turn["spans"]]})
+    return {
+        **{name: value for name, value in row.items() if name not in ("trajectory", "texts")},
+        **lists,
+        "task": json.dumps(read["task"]),
+        "reward_info": None if read["reward"] is None else json.dumps(read["reward"]["info"]),
+        "metrics": json.dumps(read["metrics"]),
+        "routes_shape": routed[0][1] if routed else None,
+        "routed_spans": [number for number, _ in routed] or None,
+    }
+
+
+def _content(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a message or a result as text, or as JSON of its parts."""
+    content = value["content"]
+    return {"text": content, "parts": None} if isinstance(content, str) else {"text": None, "parts": json.dumps(content)}
 
 
 def _row(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
