@@ -45,7 +45,7 @@ def build_estimator(source: ConfigSource) -> Any:
     has_penalties = algorithm.kl_in("reward").coef > 0
     check_estimator(
         estimator,
-        name=name,
+        name=str(name),
         group_size=config.train.group_size,
         kwargs=arguments,
         has_penalties=has_penalties,

@@ -206,7 +206,7 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
     own = source.config.model
     # The config in a run's folder says paths as they were beside the original one; the adapter has its base as it was found.
     base = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if own.path is not None and base and not (source.base / own.path).is_dir() and Path(base).is_dir():
+    if own.path is not None and base and not (source.base / str(own.path)).is_dir() and Path(base).is_dir():
         source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
     tokenizer = load_codec(str(model)).tokenizer
     adapted = build.build_model(source, tokenizer, checkpoint=model)

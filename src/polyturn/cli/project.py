@@ -63,7 +63,7 @@ def _model(source: ConfigSource) -> str:
     model = source.config.model
     if model.path is None:
         return f"random weights, made when the run starts: {model.init}"
-    where = folder_or_name(model.path, source.base)
+    where = folder_or_name(str(model.path), source.base)
     if not Path(where).is_dir():
         return f"{where}, from the hub's cache" if only_cached(where) else f"{where}, fetched from the hub"
     file = Path(where) / "config.json"

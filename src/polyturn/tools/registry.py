@@ -15,6 +15,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.live import NameOrObject
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.plugins import import_attr, import_file
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
@@ -69,7 +70,7 @@ def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
     return cls
 
 
-def get_tool_class(cls_name: str, *, base: Path | None = None) -> Any:
+def get_tool_class(cls_name: NameOrObject, *, base: Path | None = None) -> Any:
     """Return the tool class, or the decorated function, that `pkg.module.Name` or `file.py:Name` names.
 
     Raises:

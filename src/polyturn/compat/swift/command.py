@@ -133,7 +133,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
     make(tuple(named.get("names", ())), options)  # one that cannot be made, or does not reach its judge, is told now
     scheduler = config.rollout.scheduler
-    if scheduler is not None and ":" not in scheduler:
+    if isinstance(scheduler, str) and ":" not in scheduler:
         from polyturn.rollout.schedulers import schedulers
 
         if scheduler not in schedulers:
