@@ -89,7 +89,7 @@ def reports(run: Path) -> dict[str, Any]:
                 if line["step"] == last:
                     out["after"].setdefault(name, {})[metric] = value
     steps_s = [line["time/step_s"] for line in lines if "time/step_s" in line]
-    out["grpo_s"] = statistics.median(steps_s) * len(steps_s)  # a pause in the middle of a run is no time of training
+    out["grpo_s"] = statistics.median(steps_s) * len(steps_s)  # a pause in the middle of a run is not training time
     return out
 
 

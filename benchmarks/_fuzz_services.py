@@ -488,7 +488,7 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
                 break
         answer = await waiting
         if answer is not None and not isinstance(answer, HumanReply):
-            raise Broken(f"{answer!r:.100} is no answer")
+            raise Broken(f"{answer!r:.100} is not an answer")
 
     async def of_line(rng: random.Random) -> None:
         line = rng.choice(TYPED)

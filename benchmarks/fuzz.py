@@ -608,7 +608,7 @@ class Crashes(logging.Handler):
         self.found: list[BaseException] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep what is no error of ours."""
+        """Keep what is not an error of ours."""
         is_told = record.name.partition(".")[0] in ("mcp", "a2a", "client")  # an SDK tells what it could not read
         problem = record.exc_info[1] if record.exc_info and not is_told else None
         if problem is not None and not isinstance(problem, PolyturnError | asyncio.CancelledError):

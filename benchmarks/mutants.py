@@ -111,7 +111,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    """Return whether the node is no behaviour: an error's sentence, a log line, a docstring, imports for types."""
+    """Return whether the node is not a behaviour: an error's sentence, a log line, a docstring, imports for types."""
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True

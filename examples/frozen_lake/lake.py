@@ -3,7 +3,7 @@
 P . . H      the model sees the map before every move and answers with one of
 . H . .      <action>up</action> down left right
 . . . .      reaching G ends the walk and scores 1, a hole (H) ends it and scores 0;
-H . . G      a step off the map, or an answer that is no move, changes nothing
+H . . G      a step off the map, or an answer that is not a move, changes nothing
 G is 3 down and 3 right.
 """
 

@@ -197,7 +197,7 @@ ON_A_CLUSTER = ("--ray", "auto", "--dry-run")
         (("rollout.sampling.top_p=0.9",), "vLLM's logprobs are then those after the cut"),
         pytest.param(
             *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU here"),
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake"),
         ),
     ],
 )

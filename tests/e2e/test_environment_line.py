@@ -128,7 +128,7 @@ def test_several_environments_make_one_run(tmp_path: Path) -> None:
     [
         ("texarena:Nim-v0", (), "there is no prefix 'texarena'. Did you mean 'textarena'?"),
         ("textarena:Nimm-v0", (), "there is no 'Nimm-v0'. Did you mean 'Nim-v0'"),
-        ("Nim", (), "'Nim' is no name of an environment; write 'prefix:id'"),
+        ("Nim", (), "'Nim' is not a name of an environment; write 'prefix:id'"),
         ("'plugins.py:Lonely'", (), "has no attribute 'Lonely'. Did you mean 'Longer'?"),
         ("{name: 'plugins.py:Longer', kwargs: {turns: 3}}", (), "does not take env.kwargs {'turns': 3}"),
         ("{name: 'textarena:Nim-v0', kwargs: {num_players: 5}}", (), "does not start with 5 players"),

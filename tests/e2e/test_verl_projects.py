@@ -209,7 +209,7 @@ def test_quickstart_trains_through_a_config_in_verl_keys(tmp_path: Path):
     assert {t.task.data_source for t in found} == {"quickstart/lookup", "quickstart/arithmetic"}
     for t in found:
         assert t.error is None
-        assert t.reward.total == t.reward.components["outcome"], "the price is no reward"
+        assert t.reward.total == t.reward.components["outcome"], "the price is not a reward"
         assert (t.reward.components["tool/lookup"] > 0) == (t.task.data_source == "quickstart/lookup")
 
 

@@ -102,7 +102,7 @@ def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeyp
         build_pool(tmp_path, *SLEEP)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is no mistake")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake")
 def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"engine.update is sleep, .* there is no CUDA .*; leave engine.update at in_flight"
@@ -141,7 +141,7 @@ async def test_servers_of_several_versions_are_refused() -> None:
         (("engine.urls=[http://a:1, http://a:1/]",), "names a server twice"),
         (("engine.urls=[http://192.0.2.7:1]", "engine.weights=folder"), "192.0.2.7:1 is another machine"),
         (("engine.weights=gloo", "engine.weights_folder=nowhere"), "a transfer of tensors has no folder"),
-        (("engine.weights_folder=nowhere",), "which is no folder"),
+        (("engine.weights_folder=nowhere",), "which is not a folder"),
         (("engine.weights=adapter",), "model.lora is not set, so there is no adapter to send"),
         (
             ("engine.weights=adapter", "model.lora={rank: 2}", "engine.urls=[http://192.0.2.7:1]"),

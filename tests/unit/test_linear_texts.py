@@ -16,7 +16,7 @@ SIZE = 1 << 20
 
 
 def verdict(text):
-    refuses(lambda: read_verdict(text, low=0, high=1), ValueError, "is no JSON")
+    refuses(lambda: read_verdict(text, low=0, high=1), ValueError, "is not JSON")
 
 
 HOSTILE = {

@@ -275,7 +275,7 @@ class AlgorithmOptions:
     """Share of the step's trained tokens that the policy loss is computed on: those of highest entropy. 1 is all of them."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
-    the step. The task's prompt is no observation."""
+    the step. The task's prompt is not an observation."""
     self_distill: SelfDistillOptions | None = None
     """Learn from the policy itself, with privileged text in its prompt; null does not."""
     served_teachers: ServedTeachersOptions | None = None

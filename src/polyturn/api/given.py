@@ -282,7 +282,7 @@ class _Reader:
         cls = tool if is_class else type(tool)
         for kind, base in (("interaction", BaseInteraction), ("scheduler", MultiTurnScheduler)):
             if issubclass(cls, base):
-                raise ConfigError(f"{where} is of {cls.__name__}, which is no tool; give it as {kind}={cls.__name__}")
+                raise ConfigError(f"{where} is of {cls.__name__}, which is not a tool; give it as {kind}={cls.__name__}")
         if is_class and issubclass(tool, BaseTool):
             raise ConfigError(f"{where} is the class {tool.__name__}; give a tool: {tool.__name__}(config, tool_schema)")
         if not isinstance(tool, BaseTool):
@@ -294,7 +294,7 @@ class _Reader:
                     kind = f"the class {tool.__name__}" if is_class else f"a {type(tool).__name__}"
                     raise ConfigError(f"{where} is {kind}; give methods of an object: tools=[{each}]")
                 raise ConfigError(
-                    f"{where} is {brief(tool)}, which is no function; write a function with annotations and a docstring, "
+                    f"{where} is {brief(tool)}, which is not a function; write a function with annotations and a docstring, "
                     "and give it: tools=[price]"
                 )
             FunctionTool(tool)  # what is missing in its signature or docstring is told now

@@ -66,7 +66,7 @@ def this_rank() -> RankPlace | None:
         rank, size, local = 0, -1, 0
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and name not in os.environ]
     if missing or not 0 <= rank < size:
-        wrong = f"and {missing[0]} is not set" if missing else "which are no rank and number of ranks"
+        wrong = f"and {missing[0]} is not set" if missing else "which are not a rank and a number of ranks"
         raise ConfigError(
             f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}, {wrong}; begin with "
             "torchrun --nproc-per-node 2 FILE, which sets all of them, or unset RANK for one process"

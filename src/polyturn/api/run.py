@@ -109,7 +109,7 @@ class Run(StoredRun):
         """Go on from the newest checkpoint, with the same objects; keywords of `polyturn.train` change it: `steps=200`.
 
         Raises:
-            ConfigError: the run was opened from its folder or is no training run, or it would become another one (`name`).
+            ConfigError: the run was opened from its folder, is not a training run, or would become another one (`name`).
         """
         if self._again is None:
             raise ConfigError(

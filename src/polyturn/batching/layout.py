@@ -10,7 +10,7 @@ Rows are sorted by length and padded on the right, so a batch needs no mask at a
 after every real token, and no target is read off at a padded position. Packed, they stand end to end as one row, and who
 sees whom is said beside them (`packing.py`). Only positions with a weight become targets (axis S), so the vocabulary
 projection and everything after it costs nothing for prompts and observations. A run with an observation loss predicts the
-tokens of observations in the same forward pass (axis R, `ReadTargets`); they are no targets of the policy's loss.
+tokens of observations in the same forward pass (axis R, `ReadTargets`); they are not targets of the policy's loss.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
         positions_N[start:end] = np.arange(taken, len(row))
         cuts.update((start, end))
         if taken:
-            # The prefix itself may be in several pieces, which are cut wherever two of its tokens are no neighbours.
+            # The prefix itself may be in several pieces, which are cut wherever two of its tokens are not neighbours.
             jumps = np.flatnonzero(np.diff(before) != 1)
             cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
         places.append(span)

@@ -336,7 +336,7 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
     rollout = source.config.rollout
     name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
     limits = rollout.limits
-    # The default is no choice: an episode that nothing ends would run for two hours before anybody learnt of it.
+    # The default timeout is not a limit that the user chose: an endless episode would run for two hours unnoticed.
     timeout_s = None if limits.timeout_s == LIMITS.timeout_s else limits.timeout_s
     if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, timeout_s) == (None, None, None):
         raise ConfigError(

@@ -109,7 +109,7 @@ def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], T
     factory = import_attr(sampler.name, base=source.base)
     if not isinstance(factory, type) or not issubclass(factory, Curriculum):
         raise ConfigError(
-            f"data.sampler names {sampler.name!r}, which is no Curriculum; inherit polyturn.data.sampler.Curriculum"
+            f"data.sampler names {sampler.name!r}, which is not a Curriculum; inherit polyturn.data.sampler.Curriculum"
         )
     check_class(factory, CURRICULUM, where=f"data.sampler {sampler.name!r}")
     kwargs = arguments_of(sampler)

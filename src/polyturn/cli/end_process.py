@@ -1,6 +1,6 @@
 """The end of a process of the command line, whatever threads and exit handlers plug-ins began.
 
-Python ends a process only after every thread that is no daemon, and after every exit handler. Here both have a limit.
+Python ends a process only after every thread that is not a daemon, and after every exit handler. Here both have a limit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class JournalEntry(NamedTuple):
     episode: str = ""
     line: Line | None = None
     counted: str = ""
-    """The count's name, where it is no line."""
+    """The count's name, where it is not a line."""
     reason: str = ""
 
 

@@ -139,7 +139,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             if isinstance(finder, AliasFinder):
                 continue
             spec = finder.find_spec(root, None)
-            # A folder of that name without an __init__.py, such as a data folder beside the script, is no library.
+            # A folder of that name without an __init__.py, such as a data folder beside the script, is not a library.
             if _origin(spec) is not None and not _is_ours(spec):
                 return True
         return False

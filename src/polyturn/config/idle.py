@@ -3,7 +3,7 @@
     algorithm: {aggregate: {norm_length: 512}}
       ->  Idle(path=("algorithm", "aggregate", "norm_length"), by=("algorithm", "aggregate", "name"), now="token-mean", …)
 
-It is no error: configs are made of others by one key at a time, and a key may wait for another. But it is reported.
+It is not an error: configs are made of others by one key at a time, and a key may wait for another. But it is reported.
 """
 
 from __future__ import annotations

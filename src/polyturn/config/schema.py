@@ -4,7 +4,7 @@
     schema_table(RunConfig)  ->  [KeyInfo(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
 
 A section is a frozen dataclass of the package that it configures, or a pydantic model. Separate from `load.py`, which reads
-files, and `unknown.py`, which says what is no key: this file knows annotations only.
+files, and `unknown.py`, which says what is not a key: this file knows annotations only.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def contained(folder: Path, name: str) -> Path | None:
     """Return the place of a file or folder inside `folder`, free of links; None where there is none.
 
     Raises:
-        DataError: a symbolic link leads out of `folder`, or it is no plain file and no folder.
+        DataError: a symbolic link leads out of `folder`, or it is neither a plain file nor a folder.
     """
     try:
         base, path = folder.resolve(), (folder / name).resolve()

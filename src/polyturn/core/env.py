@@ -101,7 +101,7 @@ class EnvStep(NamedTuple):
         """Read what `step` returned.
 
         Raises:
-            SchedulerError: it is nothing that can be understood, or a reward is no finite number.
+            SchedulerError: it is nothing that can be understood, or a reward is not a finite number.
         """
         if isinstance(returned, EnvStep):
             return returned

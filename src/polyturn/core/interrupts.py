@@ -41,7 +41,7 @@ def pass_interrupt(problem: BaseException) -> None:
 
 
 def ends_for_a_plugin(problem: BaseException) -> bool:
-    """Return whether a plug-in's code raised this SystemExit or KeyboardInterrupt, so that it is no wish of a person's."""
+    """Return whether a plug-in's code raised this SystemExit or KeyboardInterrupt, so that it is not a user's interrupt."""
     frames = traceback.walk_tb(problem.__traceback__)
     return not is_interrupt(problem) and any(is_an_authors(frame.f_code.co_filename) for frame, _ in frames)
 

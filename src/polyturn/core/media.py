@@ -5,7 +5,7 @@
     {"type": "video", "video": [<frame>, <frame>]}                   ->  {"type": "video", "video": ("data:…", "data:…")}
 
 Separate because media enter at many places (rows, tools, interactions, schedulers) and must mean one thing after it: a
-*source*, which is a data URI, the path of a file, or a tuple of those (the frames of a video). Pixels are no part of any
+*source*, which is a data URI, the path of a file, or a tuple of those (the frames of a video). Pixels are not part of any
 record; who needs them (a processor) makes them from the source.
 """
 
@@ -108,7 +108,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
         try:
             value = np.array(value)  # as files of rows hold an array
         except (ValueError, OverflowError) as problem:
-            raise DataError(f"{a_kind(kind)} given as lists is no array ({one_line(problem):.200})") from problem
+            raise DataError(f"{a_kind(kind)} given as lists is not an array ({one_line(problem):.200})") from problem
     if isinstance(value, np.ndarray) and value.dtype.kind in "uif":
         return _array(kind, value)
     if kind == "image" and type(value).__module__.partition(".")[0] == "PIL":

@@ -111,7 +111,7 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
 
 
 def check_function(function: Any, call: CallShape, *, where: str) -> None:
-    """Refuse what is no function, takes other arguments than it is called with, or yields where it should return.
+    """Refuse what is not a function, takes other arguments than it is called with, or yields where it should return.
 
     Args:
         function: The function, its options bound.
@@ -122,7 +122,7 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
         ConfigError: the first problem found.
     """
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(f"{where} is {brief(function)}, which is no function; write `{call.write}`")
+        raise ConfigError(f"{where} is {brief(function)}, which is not a function; write `{call.write}`")
     _check_call(function, call, where=where)
 
 

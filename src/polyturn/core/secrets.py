@@ -120,7 +120,7 @@ def token_from(settings: Mapping[str, Any], *, where: str) -> str | None:
     """Return the token that settings name: `token` itself, or `token_env`, a variable of the environment; None without.
 
     Raises:
-        ConfigError: the variable is not set, both are given, or the token is no text.
+        ConfigError: the variable is not set, both are given, or the token is not text.
     """
     from polyturn.core.errors import ConfigError  # which needs `scrubbed`
 

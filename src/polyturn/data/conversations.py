@@ -68,7 +68,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     """Read a jsonl file, one conversation a line.
 
     Raises:
-        DataError: it is missing, a line is not JSON, or a row is no conversation.
+        DataError: it is missing, a line is not JSON, or a row is not a conversation.
     """
     if not path.is_file():
         raise DataError(f"there is no file {str(path)!r}; warm_start.conversations names a jsonl file of conversations")

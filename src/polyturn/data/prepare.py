@@ -96,7 +96,7 @@ def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
         The files written.
 
     Raises:
-        DataError: a file is missing, a row is no problem, or the hub cannot be reached.
+        DataError: a file is missing, a row is not a problem, or the hub cannot be reached.
     """
     return _prepare(_geo3k_row, _parquet_files(GEO3K, folder), out=out)
 
@@ -113,7 +113,7 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
         The files written.
 
     Raises:
-        DataError: a file is missing, a row is no question, or the hub cannot be reached.
+        DataError: a file is missing, a row is not a question, or the hub cannot be reached.
     """
     return _prepare(search_row, _parquet_files(SEARCH, folder), out=out)
 

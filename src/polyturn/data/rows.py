@@ -295,7 +295,7 @@ def advice_for(row: Mapping[str, Any]) -> str:
 
 
 def _named(role: Any) -> Any:
-    """Return the role as prompts name it; what is no role is returned as it is."""
+    """Return the role as prompts name it; what is not a role is returned as it is."""
     return CONVERSATION_ROLES.get(role, role) if isinstance(role, str) else role
 
 

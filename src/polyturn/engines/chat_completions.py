@@ -40,7 +40,7 @@ class ChatEngine(BaseEngine):
         """Take the address; nothing is connected yet.
 
         Raises:
-            ConfigError: it is no address.
+            ConfigError: it is not an address.
         """
         super().__init__()
         self._endpoint = endpoint

@@ -90,7 +90,7 @@ def reasons(replicas: Sequence[Replica]) -> str:
 
 
 class Outage:
-    """Says that no server of a pool is up and why, once, and again when the reasons change; numbers are no change."""
+    """Logs once that no server of a pool is up, with the reasons, and again when these change in more than their numbers."""
 
     def __init__(self, replicas: Sequence[Replica], *, patience_s: float) -> None:
         self._replicas, self._patience_s = replicas, patience_s

@@ -60,7 +60,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     if not in_folder:
         _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
-        raise ConfigError(f"engine.weights_folder is {root}, which is no folder; make it where the servers see it too")
+        raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; make it where the servers see it too")
     folder = setup.model_folder()
     own_model = folder.path if folder.is_temporary else None
     transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)

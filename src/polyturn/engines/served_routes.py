@@ -69,4 +69,4 @@ class ServedRoutes:
 
 
 def _decoded(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)  # else what is no base64 would be left out, and the rest be read
+    return base64.b64decode(text, validate=True)  # else what is not base64 would be left out, and the rest be read

@@ -139,7 +139,7 @@ class Slots:
             last_used=np.zeros(n, np.int64),
             rope_offset=np.zeros(n, np.int64),
             keeps_support=np.zeros(n, np.bool_),
-            # Zeros, and not "no route", because memory that nothing was written to yet is no memory.
+            # Zeros, and not "no route", because memory that was never written has no pages yet.
             routes=None if routes is None else np.zeros((n, max_context, *routes[:2]), routes.dtype),
             routed=np.zeros(n, np.int64),
             running=[None] * n,

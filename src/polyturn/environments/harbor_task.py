@@ -309,7 +309,7 @@ def task_folders(folder: Path) -> list[Path]:
         DataError: there is none.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; name a Harbor task, or a folder of them")
+        raise DataError(f"{folder} is not a folder; name a Harbor task, or a folder of them")
     if (folder / "task.toml").exists():
         return [folder]
     folders = [one for one in sorted(folder.iterdir()) if (one / "task.toml").exists()]
@@ -369,7 +369,7 @@ def _megabytes(size: str | None) -> int | None:
     """Return a size such as "2G" in megabytes.
 
     Raises:
-        DataError: it is no size.
+        DataError: it is not a size.
     """
     if size is None:
         return None

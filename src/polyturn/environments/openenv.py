@@ -147,8 +147,8 @@ class OpenEnv(Adapter):
             app = _app_of(folder, name=self.name)
         elif ":" not in self.id:
             raise ConfigError(
-                f"env {self.name!r}: {self.id!r} is no application; write 'openenv:package.server.app:app', a folder such "
-                "as 'openenv:./my_env', or an address 'openenv:http://…'"
+                f"env {self.name!r}: {self.id!r} is not an application; write 'openenv:package.server.app:app', a folder "
+                "such as 'openenv:./my_env', or an address 'openenv:http://…'"
             )
         if shutil.which(self.options.python) is None:
             raise ConfigError(f"env {self.name!r}: there is no interpreter {self.options.python!r}; see env.kwargs.python")
@@ -207,7 +207,7 @@ class OpenEnvSession:
         try:
             self._words = OpenEnvCodec(schema.get("action") or {}, field=options.action, show=options.show)
         except (AttributeError, TypeError) as problem:
-            raise self._lost(f"describes its actions with {brief(schema)}, which is no JSON schema") from problem
+            raise self._lost(f"describes its actions with {brief(schema)}, which is not a JSON schema") from problem
         answer = await self.ask("reset", {"seed": seed % (1 << 31), **options.reset})
         return self._words.shown(answer.get("observation"))
 

@@ -28,7 +28,7 @@ def loads(text: str) -> Any:
     """Parse a server's message.
 
     Raises:
-        ValueError: it is no JSON, or of too many values.
+        ValueError: it is not JSON, or of too many values.
         RecursionError: it is nested too deeply.
     """
     if sum(map(text.count, "[{,")) > MAX_VALUES:  # those in texts as well, which costs no parsing
@@ -85,7 +85,7 @@ class OpenEnvCodec:
         while at >= 0:
             try:
                 value, end = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError):  # a thousand brackets are no object that anybody means
+            except (ValueError, RecursionError):  # a thousand brackets are not an object
                 at = text.find("{", at + 1)
                 continue
             parsed = value

@@ -51,8 +51,8 @@ def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *,
     prefix, colon, id = name.partition(":")
     if not colon or not id:
         raise ConfigError(
-            f"env {name!r} is no name of an environment; write 'prefix:id', for instance 'textarena:GuessTheNumber-v0', or "
-            "'package.module:Class' or 'file.py:Class' for one of your own"
+            f"env {name!r} is not a name of an environment; write 'prefix:id', for instance "
+            "'textarena:GuessTheNumber-v0', or 'package.module:Class' or 'file.py:Class' for one of your own"
         )
     if "." in prefix or "/" in prefix:
         return _own(name, import_attr(name, base=base), kwargs or {}, base)

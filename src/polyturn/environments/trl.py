@@ -97,7 +97,7 @@ class Trl(Adapter):
             return _MethodTool(inspect.getattr_static(probe, name).__get__(probe), self.live)
         except PolyturnError as problem:
             where = f"{type(probe).__name__}.{name}"
-            raise ConfigError(f"env {self.name!r}: the method {where} is no tool: {one_line(problem)}") from problem
+            raise ConfigError(f"env {self.name!r}: the method {where} is not a tool: {one_line(problem)}") from problem
 
 
 class _MethodTool(FunctionTool):

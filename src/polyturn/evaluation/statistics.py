@@ -79,7 +79,7 @@ def maj_at_k(preds: Sequence[Hashable], correct: Sequence[bool], k: int, *, seed
     Improves Chain of Thought Reasoning", which votes once over all samples.
 
     Args:
-        preds: The answer of each sample; None is no answer and wins only where there is no other.
+        preds: The answer of each sample; None means no answer, and wins only if there is no other.
         correct: Whether it is right.
         k: Voters.
         seed: Of the draws.

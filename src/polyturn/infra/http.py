@@ -92,8 +92,8 @@ class JsonClient:
 
         Args:
             headers: Sent with every request; the values of those with a secret's name are shown nowhere.
-            timeout_s: The deadline of a request that names none; None is no deadline.
-            max_connections: Connections at once; 0 is no bound.
+            timeout_s: The deadline of a request that names none; None means no deadline.
+            max_connections: Connections at once; 0 means no bound.
             uses_proxy: Whether to go through the proxy that the environment names, as to endpoints of others.
         """
         self._headers = dict(headers or {})

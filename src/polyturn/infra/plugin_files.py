@@ -53,7 +53,7 @@ def read_plugin_file(
         base: The folder that relative paths start from; the file's own folder by default.
 
     Raises:
-        ConfigError: the file is missing or is no YAML, the list is missing, or an item is not what it must be.
+        ConfigError: the file is missing or is not YAML, the list is missing, or an item is not what it must be.
     """
     if isinstance(source, list):
         source = {key: source}

@@ -117,7 +117,7 @@ class DaemonThreads:
             try:
                 result = job.work()
             except BaseException as raised:
-                # What is no plain exception cannot cross a future: it would be lost, or end the event loop, or this thread.
+                # Only a plain exception can cross a future: others would be lost, or end the event loop or this thread.
                 odd = not isinstance(raised, Exception) or isinstance(raised, StopIteration)
                 error = RuntimeError(one_line(raised)) if odd else raised
             with self._changed:

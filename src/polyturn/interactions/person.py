@@ -253,5 +253,5 @@ def read_answer(line: str) -> HumanReply:
     if command == "/end":
         return HumanReply.of({"text": rest if score is None else more, "is_end": True, "score": score})
     if command != "/score" or score is None:
-        raise DataError(f"{text!r:.60} is no answer. {HELP}")
+        raise DataError(f"{text!r:.60} is not an answer. {HELP}")
     return HumanReply.of({"text": more, "score": score})

@@ -63,7 +63,7 @@ def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, ba
     """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
 
     Raises:
-        ConfigError: an item cannot be read, or its class is no interaction.
+        ConfigError: an item cannot be read, or its class is not an interaction.
     """
     file = _read(source, base=base)
     for entry in file.entries:
@@ -115,7 +115,7 @@ def initialize_interactions_from_config(
         name -> interaction, in the file's order; the name is also in the interaction's config.
 
     Raises:
-        ConfigError: an item cannot work, its class is no interaction, or two have one name.
+        ConfigError: an item cannot work, its class is not an interaction, or two have one name.
     """
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}

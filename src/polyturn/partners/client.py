@@ -96,10 +96,10 @@ class ChatClient:
         """Take the address; nothing is connected yet.
 
         Raises:
-            ConfigError: it is no address.
+            ConfigError: it is not an address.
         """
         if not endpoint.url.startswith(("http://", "https://")):
-            raise ConfigError(f"the endpoint {endpoint.url!r} is no address; it begins with http:// or https://")
+            raise ConfigError(f"the endpoint {endpoint.url!r} is not an address; it begins with http:// or https://")
         self.endpoint = endpoint
         self.num_retries = 0
         self._client = JsonClient(

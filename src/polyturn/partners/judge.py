@@ -77,7 +77,7 @@ class JudgeSettings(PartnerSettings):
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"scores from {self.low:g} to {self.high:g} are no range; give low below high")
+            raise ValueError(f"scores from {self.low:g} to {self.high:g} are not a range; give low below high")
         return self
 
 
@@ -190,7 +190,7 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
     try:
         read = json.loads(fenced.group(1) if fenced else text)
     except (ValueError, RecursionError):
-        raise ValueError(f"is no JSON: {text!r:.200}") from None
+        raise ValueError(f"is not JSON: {text!r:.200}") from None
     reason = ""
     if isinstance(read, Mapping):
         if "score" not in read:
@@ -198,7 +198,7 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
         read, why = read["score"], read.get("reason", "")
         reason = why[:MAX_REASON] if isinstance(why, str) else brief(why, MAX_REASON)
     if isinstance(read, bool) or not isinstance(read, int | float) or as_score(read) is None:
-        raise ValueError(f"has the score {brief(read)}, which is no finite number")
+        raise ValueError(f"has the score {brief(read)}, which is not a finite number")
     if not low <= read <= high:
         raise ValueError(f"has the score {read:g}, which is not from {low:g} to {high:g}")
     return float(read), reason

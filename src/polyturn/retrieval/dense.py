@@ -31,7 +31,7 @@ def read_matrix(path: Path) -> NDArray[np.float32]:
     """Return the matrix of a `.npy` file.
 
     Raises:
-        DataError: there is no such file, or it is no matrix of numbers.
+        DataError: there is no such file, or it is not a matrix of numbers.
     """
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -49,7 +49,7 @@ def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
     try:
         matrix = np.asarray(values, np.float32)
     except (TypeError, ValueError) as problem:
-        raise DataError(f"{what}: these are no vectors of one length ({problem})") from problem
+        raise DataError(f"{what}: these are not vectors of one length ({problem})") from problem
     if matrix.ndim != 2 or not matrix.size:
         raise DataError(f"{what}: vectors are a matrix, a row for each text; this has the shape {matrix.shape}")
     return matrix

@@ -116,7 +116,7 @@ def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
     if isinstance(value, str):
         function = import_attr(value, base=base)
         if not callable(function):
-            raise ConfigError(f"embed: {value!r} is no function; it must take a list of texts and return a row for each")
+            raise ConfigError(f"embed: {value!r} is not a function; it must take a list of texts and return a row for each")
         return FunctionEmbedder(function, name=value.rpartition("/")[2])
     known = {"url", "model", "token", "timeout"}
     if not isinstance(value, Mapping) or not {"url", "model"} <= set(value):

@@ -56,7 +56,7 @@ def read_passages(source: Path) -> Iterator[Passage]:
         source: A `.jsonl` file (or `.jsonl.gz`) with a passage a line, a text file, or a folder of text files.
 
     Raises:
-        DataError: there is no such file, it has another ending, or a line is no passage; the message names the line.
+        DataError: there is no such file, it has another ending, or a line is not a passage; the message names the line.
     """
     if source.is_dir():
         files = sorted(path for path in source.rglob("*") if path.suffix in TEXT_ENDINGS and path.is_file())

@@ -222,7 +222,8 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
         name = read.get("fn_name")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
         raise DataError(
-            f"the ground_truth {truth!r:.80} is no tests: {one_line(problem)}; write {{'inputs': […], 'outputs': […]}}"
+            f"the ground_truth {truth!r:.80} is not a set of tests: {one_line(problem)}; write {{'inputs': […], "
+            "'outputs': […]}"
         ) from problem
     if not cases:
         raise DataError(f"the ground_truth {truth!r:.100} has no test")
@@ -242,7 +243,7 @@ def _as_value(expected: Any) -> Any:
             expected = json.loads(expected) if isinstance(expected, str) else expected
         json.dumps(expected)
     except (RecursionError, TypeError, ValueError) as problem:
-        raise DataError(f"the expected output {expected!r:.80} is no value in JSON: {one_line(problem)}") from problem
+        raise DataError(f"the expected output {expected!r:.80} is not a JSON value: {one_line(problem)}") from problem
     return expected
 
 

@@ -74,7 +74,7 @@ class RewardFunction:
             base: The folder that a relative file path starts from.
 
         Raises:
-            ConfigError: it is no function, or its parameters fit no form.
+            ConfigError: it is not a function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
@@ -227,7 +227,7 @@ _OTHERS = {
 
 
 def _misread(first: str) -> str | None:
-    """Return a hint where the first parameter is no trajectory but the name of a text, misspelt or of another library."""
+    """Return a hint where the first parameter is not a trajectory but the name of a text, misspelt or of another library."""
     if first in _OTHERS:
         return f" (what is meant may be {_OTHERS[first]!r})"
     near = difflib.get_close_matches(first, (*ANSWER, *ANSWERS), n=1, cutoff=0.8)

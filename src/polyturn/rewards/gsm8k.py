@@ -21,7 +21,7 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
-    """Return the final answer in a text; None if there is none, or if this is no text.
+    """Return the final answer in a text; None if there is none, or if this is not text.
 
     Raises:
         ConfigError: `method` is neither "strict" nor "flexible".

@@ -23,7 +23,7 @@ from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 1000
-"""A longer answer is no answer."""
+"""A longer answer is not an answer."""
 TIMEOUT_S = 10.0
 """Seconds that one comparison may take."""
 NUM_CHECKERS = 4

@@ -23,17 +23,17 @@ class CallRate:
     PART: ClassVar[str] = "the rate"
 
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Calls at once; null is no limit."""
+    """Calls at once; null means no limit."""
     calls_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Calls a minute; null is no limit."""
+    """Calls a minute; null means no limit."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Tokens a minute, at `tokens_per_call` each; null is no limit."""
+    """Tokens a minute, at `tokens_per_call` each; null means no limit."""
     tokens_per_call: Annotated[int, Field(ge=1)] = 2000
     """The tokens that one call is taken to cost of `tokens_per_minute`."""
 
     @property
     def per_minute(self) -> float | None:
-        """Calls a minute that both limits allow; None is no limit."""
+        """Calls a minute that both limits allow; None means no limit."""
         of_tokens = None if self.tokens_per_minute is None else self.tokens_per_minute / self.tokens_per_call
         return min((rate for rate in (self.calls_per_minute, of_tokens) if rate is not None), default=None)
 
@@ -66,7 +66,7 @@ class BatchOptions:
     PART: ClassVar[str] = "a function of solution_strs"
 
     size: Annotated[int, Field(ge=1)] | None = 64
-    """Trajectories in one call; null is no bound."""
+    """Trajectories in one call; null means no bound."""
     wait_s: Annotated[float, Field(ge=0)] | None = 0.05
     """Seconds that a call waits for more of them; null until every episode that runs has ended."""
 

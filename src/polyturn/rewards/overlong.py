@@ -23,7 +23,7 @@ class Overlong:
     PART: ClassVar[str] = "the penalty for length"
 
     buffer: Annotated[int, Field(ge=0)] = 0
-    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 is no penalty."""
+    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 means no penalty."""
     penalty: Annotated[float, Field(ge=0)] = 1.0
     """The whole penalty, at the limit."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None

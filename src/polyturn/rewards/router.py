@@ -43,7 +43,7 @@ Aggregate = Literal["last", "sum", "max", "mean"]
 
 COMPONENTS = ("outcome", "tool_step", "interaction", "turns", "tool/<name>")
 EPISODE_ROUTES = ("interaction", "tools", "turns")
-"""Route targets that are no functions: the data_source is scored by the episode's interaction, by its tools, or by what the
+"""Route targets that are not functions: the data_source is scored by the episode's interaction, by its tools, or by what the
 scheduler scored its turns with."""
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
@@ -310,7 +310,7 @@ class _Resolver:
         target, kwargs = (wanted.target, dict(wanted.kwargs)) if isinstance(wanted, RewardRef) else (wanted, {})
         if isinstance(target, str) and target in EPISODE_ROUTES:
             if kwargs:
-                raise ConfigError(f"the reward {target!r} is no function and takes no kwargs; it has {sorted(kwargs)}")
+                raise ConfigError(f"the reward {target!r} is not a function and takes no kwargs; it has {sorted(kwargs)}")
             return target
         if isinstance(target, str | LiveObject):
             function = rewards.resolve(target, base=self._base, key="reward")

@@ -3,7 +3,7 @@
     segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
                 user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
 
-The tokens of an aside are in the record, in segments of another agent, but it is no turn of the conversation, so that no
+The tokens of an aside are in the record, in segments of another agent, but it is not a turn of the conversation, so that no
 reward function takes it for what the model said.
 """
 

@@ -95,7 +95,7 @@ class AuthorCalls:
         return await self._within(name, functools.partial(method, *args), stretch=Stretch())
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
-        """Call a plain method; its deadline begins when it does, and what it gives to await is no part of it."""
+        """Call a plain method; its deadline begins when it does, and what it gives to await is not part of it."""
 
         def work() -> tuple[Any]:
             return (method(*args),)  # in a tuple, so that it is not awaited before its own clock runs

@@ -456,7 +456,7 @@ class Episode:
             agent: The name of another agent, whose history begins with `messages`; None is the same agent.
             messages: The history instead of this one's; needed for another agent.
             at: A place where this episode stood, instead of where it stands now.
-            aside: It is no part of the conversation: its tokens are in the record, its turns are not.
+            aside: It is not part of the conversation: its tokens are in the record, its turns are not.
             is_unanswered: What answered the turn that it goes on from is not its own; answer and `record` that turn first.
 
         Raises:

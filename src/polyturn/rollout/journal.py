@@ -378,7 +378,7 @@ def _simple(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no type of JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,11 +42,11 @@ class Limits:
     """The limits of an episode; null means no limit. Checked in the order of `rollout/limits.py`."""
 
     max_turns: Annotated[int, Field(ge=1)] | None = 8
-    """Completions of an episode; null is no limit."""
+    """Completions of an episode; null means no limit."""
     max_user_turns: Annotated[int, Field(ge=0)] | None = None
-    """Replies of an interaction that the model is shown; null is no limit. The turn after the last one is still scored."""
+    """Replies of an interaction that the model sees; null means no limit. The turn after the last one is still scored."""
     max_tokens_per_turn: Annotated[int, Field(ge=1)] | None = 512
-    """Sampled tokens of one completion; null is no limit. Where it is not set, 128 in training on a machine without a CUDA
+    """Sampled tokens of one completion; null means no limit. If it is not set, 128 in training on a machine without a CUDA
     GPU."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens after the first prompt, observations included."""
@@ -55,7 +55,7 @@ class Limits:
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """A task with a longer prompt is refused when the run starts."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds of an episode, beyond which it is truncated; null is no limit."""
+    """Seconds of an episode, beyond which it is truncated; null means no limit."""
     counts_people: bool = False
     """Whether the time in which a person is waited for counts for `timeout_s`."""
     context_policy: ContextPolicy = ContextPolicy.STOP

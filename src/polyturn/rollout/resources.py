@@ -60,7 +60,7 @@ class Resources:
         self.turns: list[OpenTurn] = []
         """All turns, in the order in which they were completed."""
         self.num_asides, self.aside_tokens = 0, 0
-        """Completions of asides, which are no turns, and the tokens that those had."""
+        """Completions of asides, which are not turns, and the tokens that those had."""
         self.is_started = False
         """Whether tools and interaction are."""
         self.on_turn: Callable[[], Awaitable[None]] | None = None
@@ -207,7 +207,7 @@ class Resources:
 
     @asynccontextmanager
     async def within(self, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Cancel what is done inside the block once the clock shows `limit_s`; None is no limit.
+        """Cancel what is done inside the block once the clock shows `limit_s`; None means no limit.
 
         Raises:
             TimeoutError: it does, and the time-out has `expired`.

@@ -308,7 +308,7 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
     """Check what plug-ins scored the turns with.
 
     Raises:
-        SchedulerError: a score is no finite number.
+        SchedulerError: a score is not a finite number.
     """
     for turn in turns:
         for name, score in turn.scores.items():

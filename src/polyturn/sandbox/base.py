@@ -79,7 +79,7 @@ class SandboxSpec:
     user: str | None = None
     """The user that commands run as; None is the image's, and root with bubblewrap and apptainer."""
     cpus: float | None = None
-    """Processors' worth of time; None is no limit."""
+    """Processors' worth of time; None means no limit."""
     memory_mb: int | None = 2048
     processes: int | None = 512
     disk_mb: int | None = 2048
@@ -91,7 +91,7 @@ class SandboxSpec:
     warm: int = 0
     """Sandboxes that are kept started for the episodes to come."""
     max_alive: int | None = None
-    """Sandboxes that live at once in this process, of all with the same number; further ones wait. None is no limit."""
+    """Sandboxes that live at once in this process, of all with the same number; further ones wait. None means no limit."""
     run_args: tuple[str, ...] = ()
     """Further arguments of `podman run`, `docker run` or `apptainer instance start`, or of bwrap."""
     build_args: tuple[str, ...] = ()

@@ -76,7 +76,7 @@ class InferRequest:
         return remove_response(messages)
 
     def to_printable(self) -> dict[str, Any]:
-        """Return the request as plain values; a long text that is no content, such as an image, is cut short."""
+        """Return the request as plain values; a long text that is not content, such as an image, is cut short."""
         return _printable(asdict(self))
 
 

@@ -73,7 +73,7 @@ def read_queries(request: dict[str, Any]) -> list[str]:
     """Return the queries of a request.
 
     Raises:
-        HTTPException: they are no texts, too many or too long.
+        HTTPException: they are not texts, too many or too long.
     """
     queries = request.get("queries")
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):

@@ -96,7 +96,7 @@ class Trained:
     weights: Floats | None = None
     """The weights that the loss used; None where they are those of the spans."""
     dropped: str | None = None
-    """Why the whole trajectory was left out of the loss; None if it was not, or is no part of training."""
+    """Why the whole trajectory was left out of the loss; None if it was not, or is not part of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

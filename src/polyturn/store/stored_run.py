@@ -168,7 +168,7 @@ class StoredRun:
         numbered = self.table().append_column(_AT, pa.array(np.arange(len(self))))
         rows = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
         if rows.column_names != [_AT] or not pa.types.is_integer(rows[_AT].type):
-            raise DataError(f"{condition!r:.200} is no condition over the columns of a trajectory")
+            raise DataError(f"{condition!r:.200} is not a condition over the columns of a trajectory")
         chosen = np.isin(np.arange(len(self)), rows[_AT].drop_null().to_numpy())
         return self._narrowed(self._table.filter(pa.array(chosen)))
 

@@ -68,7 +68,7 @@ class TextQuery:
             try:
                 pc.match_substring_regex(pa.array([""]), pattern, ignore_case=True)
             except (pa.ArrowException, UnicodeError) as problem:
-                raise DataError(f"{self.text!r:.200} is no regular expression: {one_line(problem)}") from problem
+                raise DataError(f"{self.text!r:.200} is not a regular expression: {one_line(problem)}") from problem
 
     def matches(self, texts: pa.Array, pattern: str) -> NDArray[np.bool_]:
         """Return [N] which texts match.

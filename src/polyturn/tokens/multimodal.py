@@ -339,7 +339,7 @@ class MediaProcessor:
         return out
 
     def _plain_run(self, ids: Ids) -> int:
-        """Return the number of leading ids that are no control tokens."""
+        """Return the number of leading ids that are not control tokens."""
         control = np.isin(ids, list(self.codec.control_tokens))
         return int(control.argmax()) if control.any() else len(ids)
 
@@ -348,7 +348,7 @@ def load_image(source: str) -> Any:
     """Return the Pillow image in RGB that a source stands for.
 
     Raises:
-        DataError: it is no image, or Pillow is not installed.
+        DataError: it is not an image, or Pillow is not installed.
     """
     return decode_image(read_source(source), what=show(source))
 

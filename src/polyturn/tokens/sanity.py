@@ -94,7 +94,7 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Compare the ids that an episode holds with a full render of its messages.
 
-    What the template writes behind the last turn (its end token where the completion was cut, a newline) is no difference:
+    Text of the template after the last turn (its end token if the completion was cut, a newline) is not a difference:
     the episode had no reason to write it.
 
     Args:

@@ -193,7 +193,7 @@ class TrustRule:
         return first + change(raw[start:end], origin) + raw[end:]
 
     def _changed_part(self, part: Mapping[str, Any], text: Callable[[str], str]) -> dict[str, Any]:
-        """Return a part of a content with its texts changed; a medium's source is no text."""
+        """Return a part of a content with its texts changed; a medium's source is not text."""
         kind = kind_of(part)
 
         def value(key: str, raw: Any) -> Any:

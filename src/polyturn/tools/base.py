@@ -59,7 +59,7 @@ class BaseTool:
 
     @property
     def max_concurrency(self) -> int | None:
-        """Number of its calls that run at once: `max_concurrency` in its config; None is no limit."""
+        """Number of its calls that run at once: `max_concurrency` in its config; None means no limit."""
         limit: int | None = self.config.get("max_concurrency")
         return limit
 

@@ -12,7 +12,7 @@
               ended in its thread afterwards   ->  owned late; released at once if the episode is over
 
 A failing call is an observation: the model reads the error and the episode goes on. Only failures that the model cannot
-cause raise: a `create` that fails, a tool that cannot begin a call, a reward that is no number, too many calls that run on.
+cause raise: a `create` that fails, a tool that cannot begin a call, a reward that is not a number, too many hanging calls.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ class EpisodeTools:
         alone = (
             self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
         )  # threads must not share one's state
-        # Waiting, for that or for a slot, is no part of the call's deadline.
+        # Waiting, for that or for a slot, is not part of the call's deadline.
         async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
             result = await self._execute(call, messages)
         if not concurrency.has_limit(call.name):
@@ -424,7 +424,7 @@ class EpisodeTools:
         """Return a tool's exception as the observation; its kind tells whether the tool or the model failed.
 
         Raises:
-            RewardError, ToolUnavailableError: it is no observation, but the trajectory's failure.
+            RewardError, ToolUnavailableError: it is not an observation, but the trajectory's failure.
         """
         if isinstance(problem, RewardError):
             raise RewardError(f"tool {call.name!r}: {problem}") from problem

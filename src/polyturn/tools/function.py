@@ -198,7 +198,7 @@ def _property(hint: Any, description: str, *, where: str) -> dict[str, Any]:
     try:
         values = json.loads(listed[1])
     except ValueError as problem:
-        raise ConfigError(f"{where} has choices that are no JSON list ({problem}): {listed[1]:.100}") from problem
+        raise ConfigError(f"{where} has choices that are not a JSON list ({problem}): {listed[1]:.100}") from problem
     return {**_json_type(hint, where=where), "enum": values, "description": description[: listed.start()]}
 
 

@@ -161,7 +161,7 @@ class HttpService:
         try:
             return ServiceReply(status="ok", data=answer.json(), num_tries=number), True
         except ValueError:
-            return ServiceReply(status="bad_reply", error=f"the reply is no JSON: {text}", num_tries=number), True
+            return ServiceReply(status="bad_reply", error=f"the reply is not JSON: {text}", num_tries=number), True
 
 
 class _ServiceBusyError(Exception):

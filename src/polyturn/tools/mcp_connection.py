@@ -30,7 +30,7 @@ SessionMode = Literal["run", "episode"]
 Turn = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 
 MAX_STARTS = 16
-"""Sessions of a server that are begun at once; the others wait, which is no part of their time to connect."""
+"""Sessions of a server that are begun at once; the others wait, which is not part of their time to connect."""
 MAX_FAILURES = 3
 """After so many in a row a call does not wait for the next try."""
 MAX_SILENT = 3

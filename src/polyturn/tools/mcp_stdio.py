@@ -130,7 +130,7 @@ async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail
                         message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     except ValueError as problem:
                         if (message := _misshapen(line, problem)) is None:
-                            logger.debug("an MCP server wrote a line that is no message: %r", line[:200])
+                            logger.debug("an MCP server wrote a line that is not a message: %r", line[:200])
                             await asyncio.sleep(0)  # a flood of them must not keep the event loop
                             continue
                 await to_session.send(SessionMessage(message))

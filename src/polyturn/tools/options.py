@@ -32,10 +32,10 @@ class ToolOptions:
     truncate_side: TruncateSide = "middle"
     """The side on which a longer result is cut: left keeps its end, right its beginning, middle both."""
     max_concurrency: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
-    """Tool -> its calls at once; others wait, which is no part of their `timeout_s`. Goes before `max_concurrency` in a
+    """Tool -> its calls at once; others wait, which is not part of their `timeout_s`. Goes before `max_concurrency` in a
     tool's own config."""
     max_per_host: Annotated[int, Field(ge=1)] | None = None
-    """Calls at once to one host, of all tools that ask it; null is no limit."""
+    """Calls at once to one host, of all tools that ask it; null means no limit."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     unreachable: Literal["observation", "failure"] = "observation"
     """The outcome of a call whose tool is gone (`connection`, `circuit_open`): an observation, which the model reads and is

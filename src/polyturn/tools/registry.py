@@ -52,7 +52,7 @@ def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Pat
     """Check the class of every tool of a file, or of a mapping with the same content, and make none.
 
     Raises:
-        ConfigError: an item cannot be read, or its class is no tool.
+        ConfigError: an item cannot be read, or its class is not a tool.
     """
     file = _read(source, base=base)
     for entry in file.entries:

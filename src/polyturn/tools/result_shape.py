@@ -38,7 +38,7 @@ def normalize(returned: Any) -> ToolOutcome:
     """Return the result of `execute` or of a function in one shape.
 
     Raises:
-        TypeError: a tuple that is empty or longer than three, or metrics that are no mapping.
+        TypeError: a tuple that is empty or longer than three, or metrics that are not a mapping.
         RewardError: a step reward that is not a finite number.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)

@@ -66,7 +66,7 @@ class SandboxFusionTool(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """Number of its calls that run at once; others wait for their turn, which is no part of their deadline."""
+        """Number of its calls that run at once; others wait for their turn, which is not part of their deadline."""
         return self._max_concurrent
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

@@ -263,4 +263,4 @@ async def _text(box: BaseSandbox, path: str) -> str:
     try:
         return (await box.read(path, max_bytes=MAX_EDITED)).decode()
     except UnicodeDecodeError as problem:
-        raise ToolError(f"{path} is no text in UTF-8") from problem
+        raise ToolError(f"{path} is not UTF-8 text") from problem

@@ -164,7 +164,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Return the call, and whether its arguments were no JSON object (they are then empty)."""
+        """Return the call, and whether its arguments were not a JSON object (they are then empty)."""
         try:
             arguments = json.loads(parsed_schema.arguments)
         except json.JSONDecodeError:

@@ -136,7 +136,7 @@ class Toolbox:
             return finite(value, what="calc_reward")
         if f"{name}: texts" not in self._warned:
             self._warned.add(f"{name}: texts")
-            logger.warning("tool %r: calc_reward returned a list of texts, which is no reward; none is counted", name)
+            logger.warning("tool %r: calc_reward returned a list of texts, which is not a reward; none is counted", name)
         return None
 
     def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
@@ -176,7 +176,7 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     try:
         schema = dict(tool.schema)
         problem = excess(schema, max_count=MAX_SCHEMA_PARTS)
-    except RecursionError:  # it is written out by recursion where it is no plain dictionary
+    except RecursionError:  # it is written out by recursion where it is not a plain dictionary
         problem = "it is nested without end, or refers to itself"
     if problem is not None:
         raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {problem}; write it flatter")

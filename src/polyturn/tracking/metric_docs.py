@@ -58,7 +58,7 @@ MEANINGS: dict[str, str] = {
     "whole conversation again gives; see the page on token exactness.",
     "tokens/mismatch_<kind>": "Trajectories with a difference of this kind.",
     "tokens/dropped_cut": "Sampled tokens that a scheduler cut away before the history went on.",
-    "tokens/asides": "Sampled tokens that are no turns: continuations that a scheduler looked at, words for another agent.",
+    "tokens/asides": "Sampled tokens that are not turns: continuations that a scheduler looked at, words for another agent.",
     "tokens/dropped_masked": "Sampled tokens whose weight is 0 in the segment that owns them.",
     "tokens/dropped_loss_scale": "Weighted tokens that the loss scale took the weight from.",
     "tokens/observed": "Tokens that tools and users wrote, where the loss reads them.",

@@ -82,7 +82,7 @@ class WeightChecksums:
             EngineError: it holds others; the message names the tensors.
         """
         composition = self._made_of.get(engine)
-        # Nothing to compare with is no failure: the probe of logprobs looks at every engine too.
+        # Nothing to compare with is not a failure: the probe of logprobs looks at every engine too.
         if composition is None or not composition.parts or version != self._version or not isinstance(engine, Checked):
             return
         checksums = await engine.checksums()

@@ -327,7 +327,7 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
     try:
         try:
             data = to_json(values) + b"\n"  # four times as quick as the standard library's
-        except ValueError:  # which also writes halves of a pair, that are no UTF-8, and says what it cannot write
+        except ValueError:  # which also writes halves of a pair, that are not UTF-8, and says what it cannot write
             data = json.dumps(values).encode() + b"\n"
     except (TypeError, ValueError) as problem:
         raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem

@@ -87,7 +87,7 @@ def _draw_again(model: nn.Module) -> None:
         pairs = [part[ADAPTER] for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
         if not all(isinstance(part, nn.Linear) for part in pairs) or not pairs:
             raise ConfigError(
-                f"model.lora adapts {name}, which is no linear layer, and on many ranks a model is read in parts, which "
+                f"model.lora adapts {name}, which is not a linear layer, and on many ranks a model is read in parts, which "
                 "goes with adapters of linear layers alone; leave it out of model.lora.target_modules, or use one process"
             )
         dtypes = [part.weight.dtype for part in pairs]

@@ -104,7 +104,7 @@ class Objective:
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
         """Return the error message for a loss that is not finite: the first target whose term is not, with its inputs."""
-        # With its coefficient, as the loss sums it: 0 times infinity is no 0.
+        # With its coefficient, as the loss sums it: 0 times infinity is not 0.
         bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
         s = bad[0] if bad else 0
         arrays = {

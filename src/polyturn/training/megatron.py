@@ -198,7 +198,7 @@ class MegatronOptimizer(Optimizer):
 
     Each of them sums the gradient of its own samples. A step adds these up, to each rank its rows, and gives the new rows to
     all (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's own optimizer cuts one buffer of all weights into ranges,
-    which are no boxes of tensors as checkpoints hold them. The norm is that of all ranks.
+    which are not the tensor boxes of checkpoints. The norm is that of all ranks.
     """
 
     def __init__(self, network: MegatronNetwork, settings: OptimSettings) -> None:

@@ -204,7 +204,7 @@ class ModelBackend:
         else:
             raise ConfigError("this policy was built without a reference; pass reference=True")
         batches = self.lay_out(samples, [s.loss_weights for s in samples])
-        # Without dropout, as the engine samples: an adapter's noise is no part of the policy that is compared.
+        # Without dropout, as the engine samples: an adapter's noise is not part of the policy that is compared.
         self.network.eval()
         try:
             with torch.no_grad():

@@ -60,7 +60,7 @@ class Optimizer:
         self._masters = {n: nn.Parameter(p.detach().float()) for n, p in own.items() if p.dtype.itemsize < 4}
         self._copies = [(own[n], master) for n, master in self._masters.items()]
         self._named = [(n, self._masters.get(n, p)) for n, p in own.items()]
-        # Decay pulls towards 0, which is no neutral value of a norm's scale; biases are left alone with it, as is usual.
+        # Decay pulls towards 0, which is not a neutral value of a norm's scale; biases are left alone with it, as is usual.
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
         self._adamw = torch.optim.AdamW(

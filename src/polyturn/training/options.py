@@ -145,7 +145,7 @@ class SftOptions:
     min_reward: float = 1.0
     """From a run's trajectories, those with at least this reward are kept (rejection sampling)."""
     steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps; 0 is no supervised training."""
+    """Optimizer steps; 0 means no supervised training."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Conversations per step."""
     max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096

@@ -80,7 +80,7 @@ def _joined(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
 
 
 def _on_sampled(trajectory: Trajectory, mine: dict[int, int], values: Sequence[Floats]) -> Floats:
-    """Return the numbers of a trajectory's samples on its sampled tokens, 0 where a segment is no sample."""
+    """Return the numbers of a trajectory's samples on its sampled tokens, 0 where a segment is not a sample."""
     masks = [segment.sampled_mask for segment in trajectory.segments]
     parts = [values[mine[n]][mask] if n in mine else np.zeros(int(mask.sum()), np.float32) for n, mask in enumerate(masks)]
     return np.concatenate(parts)

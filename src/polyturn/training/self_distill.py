@@ -162,7 +162,7 @@ def text_of_row(task: Task, options: SelfDistillOptions) -> str | None:
     """Return the text of the row's privileged column in its template; None where there is none and that is allowed.
 
     Raises:
-        DataError: there is none, or it is no text.
+        DataError: there is none, or it is not text.
     """
     column = str(options.privileged)
     return _in_template(task.ground_truth if column == "ground_truth" else task.extra.get(column), task, options)

@@ -67,7 +67,7 @@ class ShardReader(FileSystemReader):
         """Read the file `.metadata`.
 
         Raises:
-            CheckpointError: it is no metadata of a checkpoint.
+            CheckpointError: it is not metadata of a checkpoint.
             pickle.UnpicklingError: it names anything but records of shapes and files.
         """
         with self._metadata.open("rb") as file:

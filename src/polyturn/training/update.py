@@ -131,7 +131,7 @@ class Update:
         """Whether some of a step's optimizer steps are taken and others are not: no state to go on from."""
         self._settings = settings or UpdateSettings()
         self._has_scored = False
-        """Whether a step has brought what the estimator needs of turns; one that does not is no mistake afterwards."""
+        """Whether a step has brought what the estimator needs of turns; one that does not is not a mistake afterwards."""
         self._estimator_state: dict[str, Any] = {}
 
     @property

@@ -206,7 +206,7 @@ class WeightSync:
             if self._pool is None or set(differences) <= set(wrong):
                 raise EngineError(f"{name}: {problem}") from problem
             self._exclude(name, problem)
-        if recorded.result() in wrong:  # its answers are no record of the right weights
+        if recorded.result() in wrong:  # its answers are not a record of the right weights
             await self._take_record(version)
         return max(value for name, value in differences.items() if name not in wrong)
 

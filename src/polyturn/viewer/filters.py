@@ -28,7 +28,7 @@ NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "n
 PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
 """Columns of single values, which can be compared and sorted by."""
 _WHOLE_RUN = ("text", "regex", "where", "label", "note")
-"""Filters that are no comparison of one column."""
+"""Filters that are not a comparison of one column."""
 MAX_VALUES = 12
 """Values of one kind that are counted, the most frequent ones."""
 MAX_EXPORT = 20_000

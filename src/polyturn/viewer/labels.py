@@ -62,7 +62,7 @@ class Labels:
         """Add a line and return its label.
 
         Raises:
-            DataError: it is no label, or cannot be written.
+            DataError: it is not a label, or cannot be written.
         """
         (id, step, split), label = _parsed(value)
         line = {"id": id, "step": step, "split": split, **label._asdict(), "at": round(time.time(), 3)}

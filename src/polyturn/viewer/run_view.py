@@ -187,7 +187,7 @@ class RunView:
         """Return the run's configuration as it was written; "" if it is not there.
 
         Raises:
-            DataError: it is no file of the run's folder, or larger than any.
+            DataError: it is not a file of the run's folder, or larger than any.
         """
         return read_contained(self.folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES) or ""
 
@@ -289,7 +289,7 @@ class RunView:
         """Write a label or note on a trajectory, beside the run.
 
         Raises:
-            DataError: it is no label, there is no such trajectory, or it cannot be written.
+            DataError: it is not a label, there is no such trajectory, or it cannot be written.
         """
         self._store.refresh()
         id, step = value.get("id"), value.get("step")
@@ -395,7 +395,7 @@ def _alarm(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         return _damaged(f"this line is damaged: {one_line(problem)}")
     if not isinstance(read, dict) or type(read.get("step")) not in (int, type(None)):
-        return _damaged("this line is damaged: it is no alarm of a step")
+        return _damaged("this line is damaged: it is not an alarm of a step")
     texts = {name: str(read.get(name, "")).encode(errors="replace").decode() for name in ("alarm", "message")}
     return {"step": read.get("step"), **texts}
 

@@ -116,7 +116,7 @@ def why(trajectory: Trajectory, segment: Segment, span: Span, trained: Trained, 
         return f"sampled, not trained: {DROPPED.get(trained.dropped, trained.dropped)}"
     if _is_aside(trajectory, span):
         is_trained = span.weights is None or bool(span.weights.any())
-        reason = f"an aside, of {segment.agent!r}, which is no turn of the conversation"
+        reason = f"an aside, of {segment.agent!r}, which is not a turn of the conversation"
         return f"sampled and trained: {reason}" if is_trained else f"sampled, not trained: {reason}"
     if span.weights is not None and not span.weights.any():
         return "sampled, not trained: the scheduler gave it the weight 0"

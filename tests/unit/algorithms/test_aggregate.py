@@ -17,7 +17,7 @@ def sample(trajectory: str, weights: list[float], segment: int = 0) -> TrainSamp
     return sample_of(("g", trajectory, segment), np.zeros(n, np.int32), np.array(weights, np.float32))
 
 
-# Trajectory a: 3 weighted tokens in two segments; b: 1 weighted token; c: none, so it is no trajectory of the loss.
+# Trajectory a: 3 weighted tokens in two segments; b: 1 weighted token; c: none, so it is not a trajectory of the loss.
 BATCH = [sample("a", [0, 1, 1]), sample("a", [0, 1], 1), sample("b", [0, 0, 0, 1]), sample("c", [0, 0])]
 
 

@@ -209,7 +209,7 @@ def found_by_id(groups: Any, samples: Any, name: str, **kwargs: Any) -> dict[str
 
 @pytest.mark.parametrize("name", [n for n in ALL if n not in WITHOUT_BASELINE])
 def test_last_member_of_a_group_has_no_advantage(name: str) -> None:
-    """Three of four failed: the raw reward of the fourth is no advantage, and in no statistic of the batch."""
+    """Three of four failed: the raw reward of the fourth is not an advantage, and in no statistic of the batch."""
     found = found_by_id(*with_survivors(0, (4, 1, 4)), name)
     without = found_by_id(*with_survivors(0, (4, 0, 4)), name)
     assert set(found.pop("g1/0")) == {0.0}

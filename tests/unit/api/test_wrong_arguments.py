@@ -172,12 +172,12 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "class without a base": ({"interaction": Alone}, ["`start_interaction`", "polyturn.BaseInteraction"]),
     "function for a scheduler": ({"scheduler": undescribed}, ["scheduler", "scheduler=MyScheduler"]),
     "object for an environment": ({"env": Game()}, ["object of Game"]),
-    "class that is no environment": ({"env": Game}, ["`guess`", "`reset`"]),
+    "class that is not an environment": ({"env": Game}, ["`guess`", "`reset`"]),
     "async callback": ({"on_step": load}, ["on_step is async", "def on_step(step, metrics)"]),
     "callback without arguments": ({"on_step": lambda: None}, ["on_step", "def on_step(step, metrics)"]),
     "text for a callback": ({"on_step": "print"}, ["on_step is 'print'"]),
     "no conversation": ({"warm_start": {"conversations": []}}, ["warm_start.conversations has no row"]),
-    "row that is no conversation": (
+    "row that is not a conversation": (
         {"warm_start": {"conversations": [{"prompt": 3}]}},
         ["warm_start.conversations[0]", "messages"],
     ),
@@ -409,8 +409,8 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a and WORLD_SIZE=2, which are no rank and number of ranks"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=3 .*which are no rank"),
+        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a and WORLD_SIZE=2, which are not a rank and a number of ranks"),
+        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=3 .*which are not a rank"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; begin with torchrun"),
     ],
 )

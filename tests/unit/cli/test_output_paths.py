@@ -1,4 +1,4 @@
-"""What a command cannot write it refuses before anything is computed, and what is no regular file it leaves alone."""
+"""What a command cannot write it refuses before anything is computed, and what is not a regular file it leaves alone."""
 
 from __future__ import annotations
 

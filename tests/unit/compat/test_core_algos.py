@@ -185,7 +185,7 @@ def test_policy_loss_of_sequences_gets_a_row_per_sample() -> None:
     logprobs = torch.tensor([0.5, 0.25, 0.0])
     found = native(logprobs, torch.zeros(3), torch.ones(3), sequence_T=torch.tensor([7, 3, 7]), scale=2.0)
     expected = [-2 * math.exp(0.5), -2 * math.exp(0.25), -2 * math.exp(0.5)]
-    assert found.loss_T.tolist() == pytest.approx(expected), "what is only logged is no part of the loss"
+    assert found.loss_T.tolist() == pytest.approx(expected), "what is only logged is not part of the loss"
 
 
 def test_policy_loss_reads_the_clips_of_the_run() -> None:

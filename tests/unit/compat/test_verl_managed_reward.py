@@ -220,7 +220,7 @@ async def test_manager_of_neither_kind_is_refused(file: Path) -> None:
     given = imported("Neither", file.parent / "neither.py", f"actor_rollout_ref.model.path={file.parent / 'model'}")
     trajectory = await finished()
     del given["name"]
-    with pytest.raises(ConfigError, match="is no reward manager; inherit"):
+    with pytest.raises(ConfigError, match="is not a reward manager; inherit"):
         await asyncio.to_thread(lambda: score(trajectory, **given))
 
 

@@ -25,7 +25,7 @@ from polyturn.tokens.parsers import HermesParser
 
 
 class Race:
-    """Two players name numbers in turn, two each; whoever's sum is higher wins. What is no number counts as none."""
+    """Two players name numbers in turn, two each; whoever's sum is higher wins. What is not a number counts as none."""
 
     def reset(self, *, seed: int) -> Seated:
         self.named: list[int] = []

@@ -236,7 +236,7 @@ async def test_own_model_as_the_user_is_not_trained() -> None:
     found = await run_episode(context, about_goal(), id="e", seed=3)
     assert found.error is None and found.stop_reason is StopReason.ENV_DONE
     assert [m.text for m in found.messages] == ["A table, please.", "How many?", "Two.", "How many?", "Two."]
-    assert len(found.turns) == 2, "its words are no turns of the model"
+    assert len(found.turns) == 2, "its words are not turns of the model"
     agents = {segment.agent for segment in found.segments}
     assert agents == {"assistant", "guest"}
     for segment in found.segments:

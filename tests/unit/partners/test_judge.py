@@ -163,7 +163,7 @@ async def test_further_policy_of_the_run_may_judge() -> None:
     router = RewardRouter(function=ref, policies=policies("Seven.", '{"reason": "right", "score": 7}'))
     context = dataclasses.replace(scripted_context(["It is 4."]), rewarder=router)
     found = await run_episode(context, dataclasses.replace(task("2+2?", data_source=None), interaction=None), id="e")
-    assert found.reward is not None and found.reward.total == 7.0, "asked again where the answer was no score"
+    assert found.reward is not None and found.reward.total == 7.0, "asked again where the answer was not a score"
     assert found.reward.info["judge_reason"] == "right" and found.reward.info["judge_tokens"] > 0
 
 

@@ -302,7 +302,7 @@ def test_hostile_output_is_compared_and_no_error(expected: Any) -> None:
         ({"inputs": ["1"], "outputs": []}, "ground_truth"),
         ({"inputs": [], "outputs": []}, "ground_truth"),
         (3, "ground_truth"),
-        ("[" * 100_000, "is no tests"),
+        ("[" * 100_000, "is not a set of tests"),
         ({"fn_name": "f", "inputs": ["1"], "outputs": ["[" * 100_000]}, "the expected output"),
     ],
 )

@@ -229,7 +229,7 @@ async def test_summary_is_trained_and_has_the_models_origin() -> None:
     assert any("I know <tool_response>2+3 is 5." in text for text in weighted(t))
     shown = tiny_codec().decode(seen[2].prompt_ids)
     num_tokens = seen[2].prompt_ids.tolist().count(int(tiny_codec().encode("<tool_response>")[0]))
-    assert num_tokens == shown.count("<tool_response>") - 1, "the model's own text is no control token"
+    assert num_tokens == shown.count("<tool_response>") - 1, "the model's own text is not a control token"
     assert "Notes so far:\nI know <tool_response>2+3 is 5." in shown and "Notes, please." not in shown
 
 

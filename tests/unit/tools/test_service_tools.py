@@ -78,7 +78,7 @@ async def test_every_query_is_answered_with_titled_passages() -> None:
         ((302, "see there"), "api_error", "refused", "Search error: HTTP 302: it redirects, which is not followed"),
         ((400, "no such index"), "api_error", "refused", "Search error: HTTP 400: no such index"),
         ((500, "down"), "api_error", "server_error", "Search error: HTTP 500: down"),
-        ("<html>", "api_error", "bad_reply", "Search error: the reply is no JSON: <html>"),
+        ("<html>", "api_error", "bad_reply", "Search error: the reply is not JSON: <html>"),
         ({"result": ["x" * 2000]}, "api_error", "bad_reply", "Search error: HTTP 200: the answer is larger than 1000 bytes"),
         ({"result": [[{"text": "?"}]]}, "processing_error", "bad_reply", "Search error: the service's reply cannot be read"),
     ],

@@ -115,7 +115,7 @@ def test_tracker_may_be_a_class_in_a_file(tmp_path: Path):
     )
     trackers = Trackers([tracker_spec("mine.py:Mine", base=tmp_path, to="out.txt")], run_info(tmp_path))
     trackers.log(3, {"a": 1.0})
-    trackers.record(3, "train", [])  # it has no table, which is no failure
+    trackers.record(3, "train", [])  # it has no table, which is not a failure
     trackers.close()
     assert (tmp_path / "out.txt").read_text() == "3 {'a': 1.0}"
     assert trackers.lost == {"mine.py:Mine": 0}
@@ -156,7 +156,7 @@ async def test_tensorboard_has_curves_and_samples_and_resumes(tmp_path: Path):
     second.close()
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(e.step, round(e.value, 3)) for e in found.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 0.9)]
-    assert "loss/total" not in found.Tags()["scalars"], "a number that is not finite is no point"
+    assert "loss/total" not in found.Tags()["scalars"], "a number that is not finite is not a point"
     written = b"".join(contents(tmp_path, "events*"))
     assert b"samples/train" in written and b"<script>" not in written
 

@@ -45,7 +45,7 @@ def assign_advantages(
         min_members: How many members a group needs to teach anything (`members_needed`); the trajectories of a smaller one,
             also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
         has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which no member
-            happened to earn one is no mistake, and its turns are taken as not scored.
+            happened to earn one is not a mistake, and its turns are taken as not scored.
         state: What an estimator that declares `keeps_state` has kept so far, and changes; None begins anew.
 
     Raises:

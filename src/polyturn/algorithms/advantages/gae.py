@@ -1,6 +1,6 @@
 """Generalised advantage estimation with a critic, over tokens, over turns, and over both.
 
-    stream of trained tokens    a0 a1 | a2 a3 a4 |       observations stand between the turns and are no part of it
+    stream of trained tokens    a0 a1 | a2 a3 a4 |       observations stand between the turns and are not part of it
     rewards                      .  r0   .  .  r1        on the last trained token of each turn
     values                      v0 v1   v2 v3 v4         v_t is the value of the state that token t is sampled in
 

@@ -80,7 +80,7 @@ def cispo(
 ) -> TokenLoss:
     """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: the weight is clipped, and no token loses its gradient.
 
-    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5; a clip_low of 1 is no lower bound, as there.
+    Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5; a clip_low of 1 means no lower bound, as there.
 
     Args:
         clip_low: How far below 1 the weight may go.

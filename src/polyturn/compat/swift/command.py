@@ -172,7 +172,7 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     """Translate the arguments of `rlhf`. Batch sizes of `swift` are those of one process, Megatron's are of all.
 
     Raises:
-        ConfigError: NPROC_PER_NODE or NNODES is no number.
+        ConfigError: NPROC_PER_NODE or NNODES is not a number.
     """
     variables = {name: os.environ[name] for name in ("NPROC_PER_NODE", "NNODES") if os.environ.get(name)}
     for name, value in variables.items():

@@ -98,6 +98,6 @@ def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, 
 loss_scale_map = LossScaleDict("loss_scale_map")
 for _name in ("default", "last_round", "all", "ignore_empty_think", "ignore_think_prefix"):
     dict.__setitem__(loss_scale_map, _name, LossScale)
-for _name in ("base", "hermes", "qwen", "agentflan", "alpha_umi"):  # weights above 1, which are no masks
+for _name in ("base", "hermes", "qwen", "agentflan", "alpha_umi"):  # weights above 1, which are not masks
     loss_scale_map[_name] = LossScale
 loss_scale_map["react"] = REACTLossScale

@@ -153,7 +153,7 @@ class ReactORM(ORM):
 
 
 class MathORM(ORM):
-    """The scorer of ms-swift's sampling tool, which is no reward of a run."""
+    """The scorer of ms-swift's sampling tool, which is not a reward of a run."""
 
     def __call__(self, infer_requests: Any, ground_truths: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Score the last message of each request."""

@@ -138,7 +138,7 @@ class _Loop:
         target = str(kwargs.pop("_target_", ""))
         target_object = import_attr(target)
         if not isinstance(target_object, type):
-            raise ConfigError(f"the agent loop {name!r} names {target!r}, which is no class; inherit AgentLoopBase")
+            raise ConfigError(f"the agent loop {name!r} names {target!r}, which is not a class; inherit AgentLoopBase")
         check_class(target_object, AGENT_LOOP, where=f"the agent loop {name!r}")
         return _Loop(target_object, kwargs)
 

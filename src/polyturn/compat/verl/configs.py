@@ -41,7 +41,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
     """Return a config as an object of a dataclass, by default of the class that its `_target_` names.
 
     Raises:
-        ConfigError: it names none, or the type is no dataclass.
+        ConfigError: it names none, or the type is not a dataclass.
     """
     if not config:
         return None if dataclass_type is None else dataclass_type()

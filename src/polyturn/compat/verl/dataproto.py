@@ -94,7 +94,7 @@ class _Row:
     reward: float
     reward_info: Mapping[str, Any]
     other: Mapping[str, Any]
-    """The columns that are no tensors."""
+    """The columns that are not tensors."""
 
 
 def _row(group: TrajectoryGroup, trajectory: Trajectory, index: int) -> _Row:

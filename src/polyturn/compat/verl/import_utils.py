@@ -35,7 +35,7 @@ def load_module(module_path: str | None, module_name: str | None = None) -> Modu
         raise FileNotFoundError(f"the module file {str(file)!r} is not there")
     spec = importlib.util.spec_from_file_location(module_name or f"custom_module_{abs(hash(file.resolve()))}", file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{str(file)!r} is no Python file")
+        raise ImportError(f"{str(file)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

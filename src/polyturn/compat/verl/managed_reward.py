@@ -77,7 +77,7 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
     cls, compute_score = _imported(name, function, function_kwargs)
     if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
-        raise ConfigError(f"{name!r} is no reward manager; inherit RewardManagerBase or AbstractRewardManager of verl")
+        raise ConfigError(f"{name!r} is not a reward manager; inherit RewardManagerBase or AbstractRewardManager of verl")
     if issubclass(cls, AbstractRewardManager):
         return functools.partial(_in_processes(f"{__name__}:judge_batch"), described=described)
     if function is not None and not inspect.iscoroutinefunction(compute_score):

@@ -160,7 +160,7 @@ class SamplerOrder(Curriculum):
             return sampler_class.maker(tasks, seed=seed, shuffle=shuffle, **kwargs)
         if not isinstance(sampler_class, type) or not issubclass(sampler_class, AbstractSampler):
             raise ConfigError(
-                f"data.sampler.class_name names {sampler!r}, which is no sampler; inherit "
+                f"data.sampler.class_name names {sampler!r}, which is not a sampler; inherit "
                 "verl.experimental.dataset.sampler.AbstractSampler, or polyturn.data.sampler.Curriculum"
             )
         try:

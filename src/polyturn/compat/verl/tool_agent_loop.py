@@ -287,7 +287,7 @@ def _problem(text: str) -> tuple[ToolResponse, float, dict[str, Any]]:
 
 
 def _call_of(call: FunctionCall) -> dict[str, Any]:
-    """Return a call as messages hold it; arguments that are no JSON object stay the text that they are."""
+    """Return a call as messages hold it; arguments that are not a JSON object stay the text that they are."""
     try:
         read = json.loads(call.arguments)
     except (ValueError, TypeError):

@@ -124,7 +124,7 @@ def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
             more.append(Path(value).expanduser())
     for argument in more:
         if not argument.is_dir():
-            raise ConfigError(f"--config-dir is {str(argument)!r}, which is no folder; check the path")
+            raise ConfigError(f"--config-dir is {str(argument)!r}, which is not a folder; check the path")
     return HydraArguments(folder, name, overrides, more)
 
 
@@ -151,5 +151,5 @@ def config_path(path: Path) -> Path:
     if path == Path("config"):
         return own
     raise ConfigError(
-        f"--config-path is {str(path)!r}, which is no folder, neither below {own.parent} nor here; check the path"
+        f"--config-path is {str(path)!r}, which is not a folder, neither below {own.parent} nor here; check the path"
     )

@@ -118,7 +118,7 @@ def correction(s: Source) -> None:
 
 def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:
     if name not in ("token", "sequence"):
-        s.refuse(key, f"{name!r} is no level of importance weights; use token or sequence")
+        s.refuse(key, f"{name!r} is not a level of importance weights; use token or sequence")
     if isinstance(threshold, str) and "_" in threshold:
         s.refuse(f"{key}_threshold", "weights have an upper bound alone; bound ratios from both sides with rollout_rs")
         return {}
@@ -145,7 +145,7 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
         try:
             ends = [float(e) for e in (low, high) if e]
         except ValueError:
-            s.refuse(key, f"{bound!r} is no bound; write 2.0 or 0.5_2.0")
+            s.refuse(key, f"{bound!r} is not a bound; write 2.0 or 0.5_2.0")
             return {}
         if name.endswith("k1") and lower is not None:
             ends = [float(lower), ends[-1]]

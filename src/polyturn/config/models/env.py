@@ -29,7 +29,7 @@ class EnvConfig(Section):
     tasks: int = Field(1024, ge=1)
     """Tasks to train on: one for each seed from `seed` on."""
     eval_tasks: int = Field(64, ge=0)
-    """Tasks to evaluate with, of the seeds after those; 0 is no evaluation."""
+    """Tasks to evaluate with, of the seeds after those; 0 means no evaluation."""
     seed: int = Field(0, ge=0)
     """The first seed."""
     prompt: str | None = None
@@ -57,5 +57,5 @@ class EnvConfig(Section):
         try:
             re.compile(action or "")
         except re.error as problem:
-            raise ValueError(f"{action!r} is no regular expression ({problem})") from problem
+            raise ValueError(f"{action!r} is not a regular expression ({problem})") from problem
         return action

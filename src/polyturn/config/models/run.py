@@ -125,7 +125,7 @@ class RunConfig(Section):
     def _names(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
         for name in policies:
             if name in TAKEN or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-                what = "means something else where players are named" if name in TAKEN else "is no name"
+                what = "means something else where players are named" if name in TAKEN else "is not a name"
                 raise ValueError(f"a policy is called {name!r}, which {what}; call it something like 'opponent'")
         return policies
 

@@ -7,7 +7,7 @@
 
 Of the trainer's own environment it has a few names (`core.secrets.PASSED_ON`) and none of its secrets. Exit code 0 is an
 agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode.
-The key for that is no variable, because programs that the agent starts for the model inherit those: it can be read once,
+The key for that is not a variable, because programs that the agent starts for the model inherit those: it can be read once,
 from a pipe. However the episode ends, the process and its session are gone behind it; a program that it started and that
 left the session may live on, and holds up nothing.
 """

@@ -102,7 +102,7 @@ def normal_messages(value: Any) -> list[dict[str, Any]]:
     """Return checked messages: roles that templates know, text as a string, media as data URIs.
 
     Raises:
-        BadRequest: something is not as the chat API has it, or a medium is no data URI.
+        BadRequest: something is not as the chat API has it, or a medium is not a data URI.
     """
     if not isinstance(value, list) or not value:
         raise BadRequest(f"messages is {_short(value)}; give a list of at least one message", param="messages")
@@ -192,7 +192,7 @@ def normal_tools(value: Any) -> list[dict[str, Any]]:
     """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
 
     Raises:
-        BadRequest: one is no function, or two have one name.
+        BadRequest: one is not a function, or two have one name.
     """
     if value is None:
         return []
@@ -256,7 +256,7 @@ def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above
     """Return a number of a request, None where it is not given.
 
     Raises:
-        BadRequest: it is no number, or outside the range.
+        BadRequest: it is not a number, or outside the range.
     """
     value = body.get(name)
     if value is None:
@@ -282,7 +282,7 @@ def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 3
     """Return the first of some whole numbers of a request that is given, None where none is.
 
     Raises:
-        BadRequest: it is no whole number, or outside the range.
+        BadRequest: it is not an integer, or outside the range.
     """
     for name in names:
         value = body.get(name)

@@ -179,7 +179,7 @@ class ModelEndpoint:
             raise ConfigError(f"the endpoint {problem}") from problem
         host, port = bound.getsockname()[:2]
         host = self.options.reach_as or host
-        # What is no HTTP is answered with 400, and no news for the log.
+        # What is not HTTP is answered with 400, and no news for the log.
         options = {"timeout_keep_alive": KEEP_ALIVE_S, "log_level": "critical"}
         await self._server.enter_async_context(serving(self._app(more), self._rules, bound, **options))
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

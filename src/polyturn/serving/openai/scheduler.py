@@ -347,7 +347,7 @@ def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, .
     """Return which of `TOLD` a function has parameters for.
 
     Raises:
-        ConfigError: it is no function, or has a parameter that nothing fills.
+        ConfigError: it is not a function, or has a parameter that nothing fills.
     """
     if not inspect.isroutine(function):
         kind = type(function).__name__

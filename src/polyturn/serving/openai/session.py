@@ -333,7 +333,7 @@ class AgentSession:
         else:
             reply.set_result(response)
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
-            # A cut that the request asked for is no limit of the run: an agent that fails behind it has failed.
+            # A cut that the request asked for is not a limit of the run: an agent that fails behind it has failed.
             own = conversation.ask.max_tokens
             most = min(self._sampling.max_tokens, episode.limits.max_tokens_per_turn or self._sampling.max_tokens)
             is_own = turn.cut_by is StopReason.LENGTH and own is not None and own < most

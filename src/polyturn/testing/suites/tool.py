@@ -71,7 +71,7 @@ def _check_schema(tool: Tool, findings: Findings) -> None:
     try:
         json.dumps(schema)
     except (TypeError, ValueError):
-        findings.expect(False, "its schema is no JSON; use plain values")
+        findings.expect(False, "its schema is not JSON; use plain values")
         findings.stop()
     function = schema.get("function")
     if not findings.expect(

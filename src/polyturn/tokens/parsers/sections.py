@@ -2,7 +2,7 @@
 
 SECTION-BEGIN CALL-BEGIN head SEPARATOR {json} CALL-END CALL-BEGIN … CALL-END SECTION-END
 
-The marks of the section carry no meaning of their own, so a missing end mark (the turn was cut, or ended there) is no error.
+The marks of the section carry no meaning of their own, so a missing end mark (the turn was cut, or ended) is not an error.
 """
 
 from __future__ import annotations

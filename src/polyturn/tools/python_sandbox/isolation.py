@@ -115,13 +115,13 @@ def interpreter_folders(python: str) -> Sequence[str]:
     """Return the folders an interpreter needs beside /usr: its own, and its virtual environment's where it is in one.
 
     Raises:
-        ConfigError: it is no interpreter that starts.
+        ConfigError: it is not an interpreter that starts.
     """
     code = "import sys; print(sys.base_prefix, sys.prefix, sep='\\n')"
     try:
         completed = subprocess.run([python, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
-        raise ConfigError(f"python is {python!r}, which is no interpreter that starts: {problem}") from problem
+        raise ConfigError(f"python is {python!r}, which is not an interpreter that starts: {problem}") from problem
     folders = {*completed.stdout.split("\n"), *_environment(python)} - {""}
     return tuple(sorted(f for f in folders if not Path(f).is_relative_to("/usr")))
 

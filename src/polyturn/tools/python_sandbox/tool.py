@@ -5,7 +5,7 @@
 
 A sandbox belongs to one episode and is killed with everything in it at the end. One that dies on the way (a limit, a crash)
 is replaced at the next call, and the model is told that its variables are gone. Where none can be started, which no code can
-bring about, the trajectory fails: what is ours to answer for is no observation and earns no reward.
+bring about, the trajectory fails: what is ours to answer for is not an observation and earns no reward.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PythonSandbox(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """Number of its calls that run at once; others wait for their turn, which is no part of their deadline."""
+        """Number of its calls that run at once; others wait for their turn, which is not part of their deadline."""
         return self._num_workers
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

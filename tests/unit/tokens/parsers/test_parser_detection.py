@@ -209,7 +209,7 @@ def test_template_without_reasoning_leaves_the_parser_its_own():
 
 
 def test_tag_that_begins_like_another_turn_is_read_whole():
-    """Calls, the generation prompt and other turns all begin with "<t", which is no part of their opening."""
+    """Calls, the generation prompt and other turns all begin with "<t", which is not part of their opening."""
     source = template("hermes").replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     source = source.replace("{{ m.content }}", "{{ m.content if m.tool_calls else '<text>' + m.content + '</text>' }}")
     assert detect(codec_of(source.replace("\n<tool_call>", "<tool_call>"))) == "hermes"

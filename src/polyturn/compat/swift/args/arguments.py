@@ -190,7 +190,7 @@ def _joined(one: Any, other: Any, key: str) -> Any:
     """Return two values of a key as one.
 
     Raises:
-        ConfigError: both say something, and one of them is no section.
+        ConfigError: both say something, and one of them is not a section.
     """
     if one is None:
         return other
