@@ -142,6 +142,8 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
     from polyturn.serving.rollout_service import RolloutService
 
     quiet_transformers()
+    if loaded.config.rollout.min_concurrent is not None:
+        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")
     parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))
 
     async def serve_parts() -> None:

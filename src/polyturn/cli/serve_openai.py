@@ -59,6 +59,8 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
             "%s: not used here, for an agent brings its own tools and loop; polyturn serve --mcp TOOLS offers tools",
             ", ".join(unused),
         )
+    if loaded.config.rollout.min_concurrent is not None:
+        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")
     quiet_transformers()
     base = Path() if config is None else base_of(config)
     read: Any = loaded.config
