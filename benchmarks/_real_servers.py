@@ -56,18 +56,28 @@ def write_model(folder: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def server(engine: str, *, cores: Iterable[int] | None = None, args: tuple[str, ...] = ()) -> AsyncIterator[str]:
+async def server(
+    engine: str,
+    *,
+    cores: Iterable[int] | None = None,
+    args: tuple[str, ...] = (),
+    model: Path | None = None,
+    max_context: int = MAX_CONTEXT,
+) -> AsyncIterator[str]:
     """Start a server and yield its URL.
 
     Args:
         engine: "vllm" or "sglang".
         cores: The cores that it may use; None for all.
         args: More of its flags.
+        model: The folder that it serves; None for a small random model.
+        max_context: The longest prompt plus completion.
     """
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
+        if model is None:
+            write_model(model := Path(folder))
         spec = getattr(serve_commands, f"{engine}_command")(
-            python=str(python_of(engine)), model=Path(folder), max_context=MAX_CONTEXT, device="cpu", args=args
+            python=str(python_of(engine)), model=model, max_context=max_context, device="cpu", args=args
         )
         if cores is not None:
             listed = ",".join(map(str, sorted(cores)))

@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     "rae": {"advantage": "rae"},
     "kl_importance": {"kl": {"coef": 0.01, "importance": True}},
-    "entropy_target": {"entropy_target": 0.3, "entropy_step": 0.002},
+    "entropy_target": {"entropy_target": 1.0, "entropy_step": 0.005},
 }
 """Family -> its `algorithm` section."""
 GROUPS_OF_NUMBER, GROUP_SIZE, STEPS, TEACHER_STEPS, GAMES = 2, 8, 60, 180, 400
@@ -211,7 +211,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     lines = arguments.out / "runs.jsonl"
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     table = Table()
-    table.teacher = (await train(table, {}, seed=200, steps=TEACHER_STEPS))[0]
+    if "teacher" in arguments.only:
+        table.teacher = (await train(table, {}, seed=200, steps=TEACHER_STEPS))[0]
     for seed in arguments.seeds:  # seed by seed, so that what is there when it is cut off compares all families
         for family in arguments.only:
             if any(row["family"] == family and row["seed"] == seed for row in found):

@@ -69,7 +69,7 @@ async def test_later_records_are_found_and_damaged_parts_skipped(run: StoredRun,
 
 def test_search_has_bounds(run: StoredRun, monkeypatch: pytest.MonkeyPatch):
     for wrong in ("(", "(" * 400, "a{1000}{1000}{1000}"):
-        with pytest.raises(DataError, match="no regular expression"):
+        with pytest.raises(DataError, match="not a regular expression"):
             run.search(wrong, is_expression=True)
     with pytest.raises(DataError, match="characters"):
         run.search("a" * 501)
