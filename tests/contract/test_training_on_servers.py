@@ -194,7 +194,7 @@ ON_A_CLUSTER = ("--ray", "auto", "--dry-run")
         ((*ON_A_CLUSTER, "engine.update=wait"), "weights arrive in flight"),
         ((*ON_A_CLUSTER, "engine.update=sleep"), "set cluster.rank_resources to GPU: 1"),
         ((), "set engine.launch.python"),
-        (("rollout.sampling.top_p=0.9",), "vLLM's logprobs are then those after the cut"),
+        (("rollout.sampling.top_p=0.9",), "add keep_support: true"),
         pytest.param(
             *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU here"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake"),

@@ -85,7 +85,9 @@ def test_simulated_user_example_trains(tmp_path: Path) -> None:
 def judge() -> Iterator[str]:
     """Serve a judge that likes many different letters."""
 
-    def answer(path: str, asked: dict[str, Any]) -> dict[str, Any]:
+    def answer(path: str, asked: dict[str, Any]) -> Any:
+        if not asked:  # it is asked for its models first
+            return 404, {}
         talk = json.loads(asked["messages"][1]["content"])["conversation"]
         said = "".join(m["content"] for m in talk if m["role"] == "assistant")
         usage = {"prompt_tokens": 10, "completion_tokens": 1}

@@ -79,7 +79,7 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
     split = train.distributed
     wide = row_width(config)
     if num_ranks % wide:
-        named = {name: size for name, size in dataclasses.asdict(split).items() if name != "ranks" and size > 1}
+        named = {name: size for name, size in dataclasses.asdict(split).items() if name.endswith("_parallel") and size > 1}
         sizes = ", ".join(f"{name} {size}" for name, size in named.items()).replace(" ", " is ", 1)
         raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; it must divide them")
     if num_ranks // split.pipeline_parallel % split.expert_parallel:

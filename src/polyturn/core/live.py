@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from pydantic_core import PydanticSerializationUnexpectedValue
+
 _START, _END = "<live ", ">"
 
 
@@ -37,7 +39,7 @@ class LiveObject:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, Any]:
-        as_text = {"type": "function-plain", "function": str, "when_used": "json"}
+        as_text = {"type": "function-plain", "function": _written, "when_used": "json"}
         return {"type": "is-instance", "cls": cls, "serialization": as_text}
 
 
@@ -53,6 +55,13 @@ def names_code(value: NameOrObject) -> bool:
 def stands_for_object(value: Any) -> bool:
     """Return whether a configuration file has the text of a live object as this value."""
     return isinstance(value, str) and value.startswith(_START) and value.endswith(_END)
+
+
+def _written(value: Any) -> str:
+    """Return the text of a live object in JSON; of a union, another member writes any other value."""
+    if not isinstance(value, LiveObject):
+        raise PydanticSerializationUnexpectedValue(f"{value!r:.100} is not a live object")
+    return str(value)
 
 
 def _name_of(target: Any) -> str:
