@@ -24,7 +24,7 @@ class WarmSandboxes:
     def __init__(self, spec: SandboxSpec, start: Callable[[SandboxSpec], Awaitable[BaseSandbox]]) -> None:
         self._spec = spec
         self._start = start
-        self._waiting: deque[asyncio.Future[BaseSandbox]] = deque()
+        self._waiting: deque[asyncio.Task[BaseSandbox]] = deque()
         self._keeper = asyncio.create_task(self._keep())
 
     async def take(self) -> BaseSandbox:
@@ -48,7 +48,7 @@ class WarmSandboxes:
 
     def _fill(self) -> None:
         while len(self._waiting) < self._spec.warm:
-            self._waiting.append(asyncio.ensure_future(self._start(self._spec)))
+            self._waiting.append(asyncio.create_task(_started(self._start, self._spec)))
 
     async def _keep(self) -> None:
         """Wait for the end of the event loop, which cancels its tasks, and close what was not handed out."""
@@ -56,10 +56,16 @@ class WarmSandboxes:
             await asyncio.get_running_loop().create_future()
         finally:
             for starting in self._waiting:
-                starting.cancel()  # has no effect once it is open
+                # The end of the loop has cancelled it already; a second time would interrupt the removal of what it began.
+                if not starting.cancelling():
+                    starting.cancel()  # has no effect once it is open
             for sandbox in await asyncio.gather(*self._waiting, return_exceptions=True):
                 if isinstance(sandbox, BaseSandbox):
                     await sandbox.close()
+
+
+async def _started(start: Callable[[SandboxSpec], Awaitable[BaseSandbox]], spec: SandboxSpec) -> BaseSandbox:
+    return await start(spec)
 
 
 @functools.cache
