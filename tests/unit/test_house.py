@@ -23,9 +23,9 @@ FILES = {
     "tests/test_a.py": "import time\nbegan = time.time()\ntook = time.time() - began\nassert took < 1\n",
 }
 FOUND = """
-src/polyturn/core/a.py:2: core imports torch; it needs the standard library and NumPy only
+src/polyturn/core/a.py:2: core imports torch; it needs the standard library, NumPy and pydantic_core only
 src/polyturn/core/a.py:2: core imports torch when it is imported; import it where it is used
-src/polyturn/core/b.py:3: core imports jinja2; it needs the standard library and NumPy only
+src/polyturn/core/b.py:3: core imports jinja2; it needs the standard library, NumPy and pydantic_core only
 src/polyturn/rollout/a.py:1: rollout imports engines; use core.protocols
 src/polyturn/rollout/a.py:1: compat is reached by entry points only
 src/polyturn/rollout/a.py:1: rollout imports compat, which lies above it

@@ -61,3 +61,13 @@ def test_file_with_the_text_of_an_object_is_refused(tmp_path: Path) -> None:
 def test_wrong_value_of_a_key_for_objects_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.scheduler is 5\.5"):
         load_config(RunConfig, None, values={"model": {"path": "any"}, "rollout": {"scheduler": 5.5}})
+
+
+def test_section_that_may_be_a_live_object_is_written_as_a_section() -> None:
+    own = {"path": "any", "tokenizer": {"corpus": "file.py:texts", "vocab_size": 300}}
+    reward = {"function": LiveObject(price)}
+    config = load_config(RunConfig, None, values={"model": own, "env": {"name": "file.py:Env"}, "reward": reward}).config
+    written = config.model_dump(mode="json")
+    assert written["model"]["tokenizer"]["corpus"] == "file.py:texts"
+    assert written["env"]["name"] == "file.py:Env"
+    assert written["reward"]["function"]["name"] == f"<live {__name__}:price>"
