@@ -148,8 +148,8 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
             policy.forward_backward(samples)
             policy.optim_step()
         await engine.update_weights(step + 1)
-        if (step + 1) % 10 == 0:
-            print(f"step {step + 1:3d}   games won in the last ten steps: {sum(history[-10:]) / 10:.2f}")
+        if (step + 1) % 10 == 0 or step + 1 == steps:
+            print(f"step {step + 1:3d}   games won in the last ten steps: {sum(history[-10:]) / len(history[-10:]):.2f}")
     await engine.close()
     return history
 
@@ -161,4 +161,7 @@ if __name__ == "__main__":
     options.add_argument("--groups-per-step", type=int, default=32)
     options.add_argument("--group-size", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
-    asyncio.run(main(**vars(options.parse_args())))
+    arguments = options.parse_args()
+    if min(arguments.steps, arguments.groups_per_step) < 1 or arguments.group_size < 2:
+        options.error("--steps and --groups-per-step are at least 1, and --group-size at least 2")
+    asyncio.run(main(**vars(arguments)))

@@ -15,6 +15,7 @@ import torch
 from polyturn import build
 from polyturn.algorithms.advantages import grpo
 from polyturn.build.model import build_codec, build_outline
+from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
@@ -24,9 +25,10 @@ from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.tracking.jsonl import read_metrics
 from polyturn.training.observer import RunObserver
 from support.refusals import refuses
-from support.runs import write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 
 def place(folder: Path, *overrides: str) -> build.ConfigSource:
@@ -64,6 +66,12 @@ def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path
     pool = build.with_workers(dataclasses.replace(parts, source=several)).pool
     workers = [pickle.loads(worker._build).args[0].config for worker in pool._workers.values()]
     assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
+
+
+def test_run_without_workers_takes_min_concurrent(tmp_path: Path):
+    called = call_command(main, "train", write_tiny_run(tmp_path), "rollout.min_concurrent=2", "train.steps=1")
+    assert called.code == 0, called.err
+    assert any("rollout/concurrency" in row for row in read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl"))
 
 
 def test_rollout_workers_refuse_min_concurrent(parts: build.Parts, tmp_path: Path):

@@ -18,6 +18,7 @@ from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
+from polyturn.core.generation import MAX_SUPPORT
 from polyturn.core.live import names_code
 from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
@@ -112,6 +113,12 @@ def check_support(config: RunConfig) -> None:
     sampling, where = config.rollout.sampling, "rollout.sampling.keep_support is true"
     if not sampling.keep_support:
         return
+    if sampling.temperature == 0:
+        raise ConfigError(
+            f"{where}, and rollout.sampling.temperature is 0, which samples nothing; raise it, or leave both out"
+        )
+    if sampling.top_k > MAX_SUPPORT:
+        raise ConfigError(f"{where}, and top_k is {sampling.top_k}; at most {MAX_SUPPORT} tokens are recorded, so lower it")
     if not sampling.is_cut:
         raise ConfigError(
             f"{where}, and neither top_p nor top_k removes a token; set one of them, or leave keep_support out"

@@ -98,7 +98,9 @@ def check_workers(config: RunConfig) -> None:
     Raises:
         ConfigError: they would hold further policies, or their number of episodes would follow the engine's load.
     """
-    if config.policies and (config.cluster.address is not None or config.cluster.workers.count > 1):
+    if config.cluster.address is None and config.cluster.workers.count == 1:
+        return
+    if config.policies:
         raise ConfigError(
             f"policies names {', '.join(map(repr, config.policies))} and the run has rollout workers (cluster.address, or "
             "cluster.workers.count above 1), each of which would hold them again; serve them beside the run and give their "

@@ -85,8 +85,13 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         value = getattr(spec, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
+    if spec.max_alive is not None and spec.max_alive < 1:
+        raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_MEANT['max_alive']}")
     if spec.max_alive is not None and spec.max_alive <= spec.warm:
-        raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_MEANT['max_alive']}, above warm ({spec.warm})")
+        raise ConfigError(
+            f"{where}.max_alive is {spec.max_alive} and warm is {spec.warm}; max_alive must be larger, as warm ones "
+            "count too"
+        )
     if not 0 <= spec.warm <= MAX_WARM:
         raise ConfigError(f"{where}.warm is {spec.warm}; {_MEANT['warm']}")
     start = base or Path()

@@ -82,6 +82,8 @@ def test_run_trains_on_the_distribution_that_it_samples(tmp_path: Path):
     ("settings", "named"),
     [
         (["rollout.sampling={keep_support: true}"], "top_p"),
+        (["rollout.sampling={top_k: 65, keep_support: true}"], "65"),
+        (["rollout.sampling={temperature: 0, top_p: 0.9, keep_support: true}"], "temperature"),
         (["rollout.sampling={top_p: 0.9, keep_support: true}", "train.backend=megatron"], "megatron"),
         (
             ["rollout.sampling={top_p: 0.9, keep_support: true}", "engine.kind=scripted.py:build", "engine.num_slots=null"],
