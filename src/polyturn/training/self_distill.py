@@ -29,7 +29,7 @@ import numpy as np
 
 from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.algorithms.teacher_advantage import Score, taught, untaught
-from polyturn.core.arrays import Ids
+from polyturn.core.arrays import Ids, joined_support
 from polyturn.core.errors import DataError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.messages import Message, Origin
 from polyturn.core.metrics import Mean, Metrics, Sum
@@ -137,6 +137,10 @@ class SelfDistillation:
             loss_weights=np.concatenate([blank, sample.loss_weights[start:]]),
             turn_ids=np.concatenate([blank - 1, sample.turn_ids[start:]]),
             temperature=sample.temperature,
+            # Both sides of the gap are normalised over the same tokens.
+            support=None
+            if sample.support is None
+            else joined_support([(new_start, None), (len(sample) - start, sample.support[start:])]),
         )
 
     def _text(self, trajectory: Trajectory, group: TrajectoryGroup) -> str | None:

@@ -89,6 +89,22 @@ def test_gap_equals_two_whole_forward_passes() -> None:
     assert metrics["buffer/samples_taught"].value == len(samples)
 
 
+def test_both_sides_of_a_gap_are_over_the_kept_support() -> None:
+    made, group = policy(), played()
+    samples = [
+        s.replace(support=np.where(s.loss_weights != 0, s.token_ids, -1)[:, None])
+        for s in to_samples(group, temperature=1.0)
+    ]
+    halves = [np.where(s.loss_weights != 0, 0.5, 0.0) for s in samples]
+    samples = [
+        s.replace(old_logprobs=lp, advantages=a) for s, lp, a in zip(samples, made.score(samples), halves, strict=True)
+    ]
+    out, metrics = distillation(coef=0.5).apply([group], samples, score=made.score)
+    assert metrics["policy/teacher_gap"].value == 0, "each token was the only one that was kept"
+    for after, half in zip(out, halves, strict=True):
+        np.testing.assert_array_equal(after.advantages, half)
+
+
 def test_update_trains_where_rewards_are_equal() -> None:
     made, group = policy(), played()
     update = Update(
