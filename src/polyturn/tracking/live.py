@@ -2,7 +2,7 @@
 
     ── step 12/100 ━━━━━╸────────────────────── 12 %  eta 4m32s ──
     success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  8,120 tokens/s  turns 2.30  tool errors 1.2 %
-    rollout 120 of 256, 33.1/s; 90 generate, 12 call tools
+    rollout 120 of 256, 33.1/s; 90 generate, 12 call tools        or: training 12s
 
 Separate from the lines, which are what stays: this is drawn over and over, and gone when the run ends. It shares the
 console of the log lines, so that neither tears the other.
@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyturn.core.lifecycle import EpisodeState
-from polyturn.tracking.console import pace_of, states
+from polyturn.tracking.console import duration, pace_of, states
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 24
@@ -53,7 +53,8 @@ class LiveStatus:
         self._values: dict[str, float] = {}
         self._history: dict[str, list[float]] = {"rollout/success": [], "reward/mean": []}
         self._phase = ""
-        self._done, self._of, self._began = 0, 0, 0.0
+        self._done, self._began = 0, 0.0
+        self._of: int | None = 0
         self.running: Mapping[EpisodeState, int] = {}
         """Number of episodes in each state, read whenever it is drawn."""
         if console.is_jupyter:
@@ -78,8 +79,8 @@ class LiveStatus:
                     del past[:-HISTORY]
         self._live.start()
 
-    def begin(self, phase: str, total: int) -> None:
-        """Show that a phase has begun, of which nothing is done."""
+    def begin(self, phase: str, total: int | None) -> None:
+        """Show that a phase has begun; `total` is how many things it does, None where it does not count them."""
         with self._lock:
             self._phase, self._done, self._of, self._began = phase, 0, total, self._clock()
         self._live.start()
@@ -118,7 +119,8 @@ class LiveStatus:
                 seconds = self._clock() - self._began
                 pace = f", {pace_of(self._done / seconds)}" if self._done and seconds > 0 else ""
                 states_now = f"; {words}" if (words := states(self.running)) else ""
-                line = f"{self._phase} {self._done} of {self._of}{pace}{states_now}"
+                counted = duration(seconds) if self._of is None else f"{self._done} of {self._of}{pace}"
+                line = f"{self._phase} {counted}{states_now}"
                 lines.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
             return Group(*lines)
 

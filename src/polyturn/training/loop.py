@@ -205,6 +205,8 @@ class Trainer:
         replayed = self._replay.draw(train.replayed_groups, step=state.step)
         if self._engine.sleep is not None:
             await self._engine.sleep()
+        if train.max_staleness == 0:  # else the next step's rollout goes on meanwhile
+            self._observer.begin_phase("training", None)
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
         # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
         try:

@@ -159,8 +159,8 @@ class RunObserver(Observer):
         self._end_phase()
         logger.info("warm start: %s", self._sft_last)
 
-    def begin_phase(self, phase: str, total: int) -> None:
-        """The first of `total` groups or episodes of a phase have begun."""
+    def begin_phase(self, phase: str, total: int | None) -> None:
+        """A phase of `total` groups or episodes has begun; None where it does not count them."""
         if phase == "rollout" and not self._has_begun:
             self._has_begun, self._first_step = True, (time.monotonic(), 0)
         if self._live is not None:
@@ -292,7 +292,7 @@ class RunObserver(Observer):
         assert self._progress is not None
         self._progress.advance()
 
-    def _begin_progress(self, phase: str, total: int) -> None:
+    def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
         is_young = time.monotonic() - self._began < _OFTEN_S
         every_s = 1.5 if is_young else 10.0

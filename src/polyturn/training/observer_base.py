@@ -16,8 +16,8 @@ class Observer:
     def watch(self, running: Mapping[EpisodeState, int]) -> None:
         """Receive the table of how many episodes are in each state, before the first step; it changes while they run."""
 
-    def begin_phase(self, phase: str, total: int) -> None:
-        """The first of `total` groups or episodes of a phase have begun."""
+    def begin_phase(self, phase: str, total: int | None) -> None:
+        """A phase of `total` groups or episodes has begun; None where it does not count them."""
 
     def on_episode(self, *, total: int) -> None:
         """An episode of the `total` of a training step is done."""
