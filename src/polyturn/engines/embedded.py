@@ -137,11 +137,11 @@ class EmbeddedEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The requests that wait for a slot, and the share of the slots' room for tokens in use."""
+        """The requests that wait for a slot, and the share of the slots that answer a request."""
         return EngineLoad(self._queue.value, self._kv_use.value)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return the number of requests that waited for a slot, and the share of the slots' room for tokens in use."""
+        """Return the number of requests that waited for a slot, and the share of the slots that answered a request."""
         return {"engine/queue": self._queue.read(), "engine/kv_use": self._kv_use.read()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -255,7 +255,7 @@ class EmbeddedEngine:
                         break
                 self.stats.busy_s += elapsed
                 self._queue.set(len(self._waiting))
-                self._kv_use.set(float(self._slots.cached.sum()) / self._slots.ids.size)
+                self._kv_use.set(sum(one is not None for one in self._slots.running) / len(self._slots.running))
                 await self._yield(burst_s=elapsed)
         except Exception as problem:
             error = EngineError(f"the embedded engine broke: {one_line(problem)}")
