@@ -4,7 +4,8 @@
 #   make test      install, check, and the tests of the first tier: no second program, no network, no short limit
 #   make engines   environments for the real vLLM and SGLang servers, under the user's cache (about 2.5 minutes, once);
 #                  their tests are skipped without them; .ci/run builds them where it can
-#   make environments   verifiers and OpenEnv, command-line agents and Harbor (python3.12), each under the user's cache, for their tests
+#   make environments   verifiers and OpenEnv, command-line agents, Harbor and OpenHands (python3.12), each under the user's cache, for
+#                  their tests
 #   make browser   Chromium and playwright, for the tests of the viewer (Debian's packages, as root)
 #   make system    bubblewrap, for the Python sandbox and its tests (Debian's package, as root)
 #   make docs      the generated pages of docs/, and the documentation as a site, in site/; a broken link is an error
@@ -47,7 +48,7 @@ engines:
 	@failed=0; for engine in vllm sglang; do $(PYTHON) scripts/engines/build.py $$engine || failed=1; done; exit $$failed
 
 environments: $(STAMP)
-	@failed=0; for name in environments verifiers_v1 agents harbor; do \
+	@failed=0; for name in environments verifiers_v1 harbor openhands agents; do \
 		$(BIN)/python scripts/environments/build.py $$name || failed=1; done; exit $$failed
 
 browser: $(STAMP)

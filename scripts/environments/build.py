@@ -3,6 +3,7 @@
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
     python scripts/environments/build.py verifiers_v1    verifiers 0.4 and newer
     python scripts/environments/build.py agents          mini-swe-agent, and from npm Claude Code and Codex
+    python scripts/environments/build.py openhands       OpenHands' SDK, on Python 3.12
     python scripts/environments/build.py harbor          Harbor's own runner, on Python 3.12
     python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
     python scripts/environments/build.py ms_swift        ms-swift, for the same comparison
@@ -31,9 +32,9 @@ import venv_cache  # noqa: E402
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
 SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggingface-hub", "accelerate", "jinja2")
 COMPARED = ("trl", "ms_swift")
-NAMES = ("environments", "verifiers_v1", "agents", "harbor", *COMPARED)
-PYTHONS = {"harbor": "python3.12"}
-"""Environments that need another Python than this one; its program must be on PATH."""
+NAMES = ("environments", "verifiers_v1", "agents", "openhands", "harbor", *COMPARED)
+PYTHONS = {"openhands": "python3.12", "harbor": "python3.12"}
+"""Environments that need another Python than this one, on PATH or installed by pyenv."""
 
 
 def requirements(name: str) -> Path:
@@ -67,10 +68,19 @@ def folder(name: str) -> Path:
 
 def build(name: str) -> Path:
     """Build an environment unless it is there; return its interpreter."""
-    python = PYTHONS.get(name, sys.executable)
-    if shutil.which(python) is None:
-        sys.exit(f"{name} needs {python}, which is not on PATH; install it")
+    python = _find_python(PYTHONS[name]) if name in PYTHONS else sys.executable
+    if python is None:
+        sys.exit(f"{name} needs {PYTHONS[name]}, which is neither on PATH nor installed by pyenv; install it")
     return venv_cache.built(folder(name), functools.partial(_fill, name), python=python)
+
+
+def _find_python(program: str) -> str | None:
+    """Find an interpreter that runs: pyenv puts programs on PATH that fail unless their version is the chosen one."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for candidate in (shutil.which(program), *sorted(map(str, pyenv.glob(f"versions/*/bin/{program}")))):
+        if candidate and subprocess.run([candidate, "--version"], capture_output=True).returncode == 0:
+            return candidate
+    return None
 
 
 def interpreter(name: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Claude Code, Codex and mini-swe-agent themselves, against a scripted model that tells each to run a command."""
+"""Claude Code, Codex, mini-swe-agent and OpenHands themselves, against a scripted model that tells each to run a command."""
 
 from __future__ import annotations
 
@@ -21,24 +21,29 @@ from support.sandboxes import needs_bubblewrap
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
-PYTHON = Path(os.path.realpath(sys.executable)).parents[1]
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TOOLS = {
     "claude_code": ("Bash", "command"),
     "codex": ("exec_command", "cmd"),
     "mini_swe_agent": ("bash", "command"),
+    "openhands": ("terminal", "command"),
 }
 """Of each agent, the tool that runs a command, and the argument that holds it."""
 
 
-@pytest.fixture(scope="module")
-def programs() -> Path:
-    """Return the folder of the agents' programs."""
-    command = [sys.executable, str(ROOT / "scripts/environments/build.py"), "agents", "--where"]
+def programs(agent: str) -> Path:
+    """Return the folder of an agent's programs."""
+    name = "openhands" if agent == "openhands" else "agents"
+    command = [sys.executable, str(ROOT / "scripts/environments/build.py"), name, "--where"]
     python = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     if not (python.parents[1] / ".complete").exists():
-        pytest.skip("the agents are not installed: python scripts/environments/build.py agents")
+        pytest.skip(f"{agent} is not installed: python scripts/environments/build.py {name}")
     return python.parent
+
+
+def interpreter_of(folder: Path) -> Path:
+    """Return the folder of the Python that a virtual environment was made with."""
+    return Path(os.path.realpath(folder / "python3")).parents[1]
 
 
 def call(agent: str, command: str) -> str:
@@ -48,7 +53,7 @@ def call(agent: str, command: str) -> str:
 
 @pytest.mark.parametrize("is_inside", [False, pytest.param(True, marks=needs_bubblewrap)], ids=["here", "sandbox"])
 @pytest.mark.parametrize("agent", TOOLS)
-async def test_agent_runs_the_command_of_its_model(agent: str, is_inside: bool, programs: Path):
+async def test_agent_runs_the_command_of_its_model(agent: str, is_inside: bool):
     seen: list[str] = []
     context: Any = None
 
@@ -58,10 +63,12 @@ async def test_agent_runs_the_command_of_its_model(agent: str, is_inside: bool, 
             return call(agent, "echo $((40 + 2))-said > out; cat out")
         return call(agent, SUBMIT) if agent == "mini_swe_agent" else "Done."
 
-    folder = programs.parent
-    options: dict[str, Any] = {"kwargs": {"PATH": f"{programs}:{os.environ['PATH']}"}}
+    folder = programs(agent)
+    options: dict[str, Any] = {"kwargs": {"PATH": f"{folder}:{os.environ['PATH']}"}}
     if is_inside:
-        binds = [argument for path in (folder, PYTHON) for argument in ("--ro-bind", str(path), str(path))]
+        binds = [
+            argument for path in (folder.parent, interpreter_of(folder)) for argument in ("--ro-bind", str(path), str(path))
+        ]
         options["sandbox"] = {"run_args": binds, "memory_mb": 4096}
     made = BlackBox(agent=agent, **options)
     context = scripted_context(
