@@ -67,6 +67,14 @@ def test_status_shows_figures_and_time_left():
     assert "tool errors 1.2 %" in text and "rollout 1 of 256" in text
 
 
+def test_phase_that_counts_nothing_shows_its_seconds():
+    seconds = iter([3.0, 15.0])
+    live = LiveStatus(100, terminal()[0], clock=lambda: next(seconds))
+    live.begin("training", None)
+    live.stop()
+    assert "training 12s" in drawn(live)
+
+
 def test_status_shows_what_episodes_do_now():
     live = LiveStatus(100, terminal()[0])
     live.running = running = Counter({EpisodeState.GENERATING: 9, EpisodeState.TOOL_CALLING: 2})

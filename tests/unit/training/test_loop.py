@@ -82,6 +82,9 @@ class NotingObserver(Observer):
         self.metrics: dict[int, dict[str, float]] = {}
         self.groups: dict[int, list[TrajectoryGroup]] = {}
 
+    def begin_phase(self, phase: str, total: int | None) -> None:
+        self._events.append(("phase", phase, total))
+
     def on_episode(self, *, total: int) -> None:
         self._events.append(("episode", total))
 
@@ -220,6 +223,12 @@ def test_step_without_staleness_generates_trains_publishes(tmp_path: Path):
         assert all(s.old_logprobs is None for s in batch), "the policy is still the one that sampled: nothing to score"
     assert rig.of("score") == []
     assert [rig.observer.metrics[s]["buffer/staleness"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("max_staleness", "begins"), [(0, True), (1, False)])
+def test_training_is_a_phase_where_no_rollout_runs_beside_it(tmp_path: Path, max_staleness: int, begins: bool):
+    rig = Rig(tmp_path, max_staleness=max_staleness).run()
+    assert (("phase", "training", None) in rig.events) is begins
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
