@@ -104,7 +104,7 @@ def _policy_to_warm(
 ) -> ModelPolicy:
     """Return the policy of a warm start, from its checkpoint `latest` if there is one."""
     sft = parts.source.config.warm_start
-    policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+    policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
     if latest is not None:
         policy.load(latest / "policy")
         on_resume()

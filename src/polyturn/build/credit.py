@@ -210,7 +210,7 @@ def critic_options(source: ConfigSource) -> dict[str, Any]:
     config = source.config
     critic = config.algorithm.critic
     return {
-        "optim": critic.optim.over(config.train.steps),
+        "optim": critic.optim.over(config.train.steps, updates=config.train.updates_per_step),
         "settings": critic,
         "layout": LayoutSettings(
             max_tokens_per_batch=config.train.max_tokens_per_batch, packed=config.train.distributed.context_parallel > 1

@@ -38,8 +38,7 @@ class PolicySpec:
     """The settings in which the policies of a run differ: the warm start's and the trainer's."""
 
     optim: OptimSettings
-    steps: int
-    """Of the whole run, for the schedule of the learning rate."""
+    """Its warm-up and schedule counted in optimizer updates of the whole run (`OptimSettings.over`)."""
     max_tokens_per_batch: int
 
 
@@ -56,7 +55,7 @@ def policy_options(
     if source.config.model.gradient_checkpointing:
         checkpoint_activations(model)
     return {
-        "optim": spec.optim.over(spec.steps),
+        "optim": spec.optim,
         "loss": build_loss(source),
         "layout": LayoutSettings(
             max_tokens_per_batch=spec.max_tokens_per_batch,

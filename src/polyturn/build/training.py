@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from polyturn.training.update import Update
 
 
-def build_policy(parts: Parts, optim: OptimSettings, *, steps: int, max_tokens_per_batch: int) -> ModelPolicy:
+def build_policy(parts: Parts, optim: OptimSettings, *, max_tokens_per_batch: int) -> ModelPolicy:
     """Make the trainer's side of the model: over the same parameters, or over all ranks."""
     from polyturn.training.policy import ModelPolicy, policy_backend
     from polyturn.training.ranked import RankedBackend
 
-    spec = PolicySpec(optim=optim, steps=steps, max_tokens_per_batch=max_tokens_per_batch)
+    spec = PolicySpec(optim=optim, max_tokens_per_batch=max_tokens_per_batch)
     # A reference or a teacher of ranks is loaded by them.
     options = policy_options(parts.source, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
     if parts.rank_group is None:
@@ -80,7 +80,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
 
     source, config = parts.source, parts.source.config
     train = config.train
-    policy = build_policy(parts, train.optim, steps=train.steps, max_tokens_per_batch=train.max_tokens_per_batch)
+    optim = train.optim.over(train.steps, updates=train.updates_per_step)
+    policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     channel = _gated(parts, _channel(parts, policy))
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None

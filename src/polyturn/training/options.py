@@ -81,11 +81,16 @@ class OptimSettings:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {self.max_grad_norm}; it must be positive, or None for no clipping")
 
-    def over(self, steps: int) -> OptimSettings:
-        """Return the settings of a run of so many steps, its warm-up and the end of its schedule in steps."""
+    def over(self, steps: int, *, updates: int = 1) -> OptimSettings:
+        """Return the settings of a run of so many steps, its warm-up and the end of its schedule in optimizer updates.
+
+        Args:
+            steps: Of the run.
+            updates: Of the optimizer in each step.
+        """
         total = self.schedule.total_steps or steps
-        warmup = int(self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps)
-        schedule = dataclasses.replace(self.schedule, total_steps=max(total, warmup + 1))
+        warmup = int((self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps) * updates)
+        schedule = dataclasses.replace(self.schedule, total_steps=max(total * updates, warmup + 1))
         return dataclasses.replace(self, warmup_steps=warmup, schedule=schedule)
 
 
@@ -196,7 +201,7 @@ class TrainOptions:
     """The training loop."""
 
     steps: Annotated[int, Field(ge=0)] = 100
-    """Optimizer steps of the run."""
+    """Training steps of the run."""
     epochs: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
     groups_per_step: Annotated[int, Field(ge=1, le=2**20)] = 32
@@ -204,7 +209,9 @@ class TrainOptions:
     group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Trajectories of one task that are compared with one another."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer updates per step, each on its share of the step's trajectories."""
+    """Optimizer updates per pass, each on its share of the step's trajectories."""
+    passes: Annotated[int, Field(ge=1)] = 1
+    """Passes over a step's trajectories, which PPO calls epochs; ratios are to the policy before the first of them."""
     max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096
     """Tokens in one forward and backward, padding included."""
     layout: Annotated[LayoutOptions, BeforeValidator(by_name)] = field(default_factory=LayoutOptions)
@@ -254,6 +261,11 @@ class TrainOptions:
                 f"train.dynamic_sampling is {self.dynamic_sampling} and train.group_size is 1: the rewards of a group of "
                 "one are always equal; raise group_size, or set dynamic_sampling to 0"
             )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a step, at most."""
+        return self.minibatches * self.passes
 
     @property
     def extra_groups(self) -> int:

@@ -147,7 +147,7 @@ class Update:
         return has_signal(group, min_members=self._min_members, by_turns=by_turns, components=components)
 
     def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
-        """Take one optimizer step (or `minibatches` of them) on the groups of a step.
+        """Take the optimizer steps of a training step, `minibatches` in each of `passes`, on its groups.
 
         Raises:
             TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
@@ -243,13 +243,13 @@ class Update:
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
 
-        With one update per step and no staleness, the policy that is trained is the one that sampled, and the loss takes
+        With one update in each step and no staleness, the policy that is trained is the one that sampled, and the loss takes
         its own log-probabilities, detached, as the old ones.
         """
         settings = self._settings
         if not samples:
             return samples
-        is_on_policy = settings.train.minibatches == 1 and not settings.train.max_staleness
+        is_on_policy = settings.train.updates_per_step == 1 and not settings.train.max_staleness
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None or self._teacher is not None:
             # All are scored before the first optimizer step: the old policy is that of the start of the step.
@@ -307,28 +307,30 @@ class Update:
         return self._min_members if self._settings.drop_small_groups else 1
 
     def _train_critic(self, shares: Sequence[Sequence[TrainSample]]) -> list[Metrics]:
-        """Take the critic's optimizer steps, one for each share."""
+        """Take the critic's optimizer steps: one for each share, in each pass."""
         if self.critic is None:
             return []
         parts = [value_metrics([s for share in shares for s in share])]
-        for share in shares:
+        for share in [*shares] * self._settings.train.passes:
             parts += [self.critic.forward_backward(share), self.critic.optim_step()]
             self.is_half_done = True
         return parts
 
     def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[PassResult]]:
-        """Take the policy's optimizer steps, one for each share; return the results of each pass too."""
+        """Take the policy's optimizer steps: one for each share, in each pass; return the results of the first pass too."""
         parts: list[Metrics] = []
-        passes: list[PassResult] = []
-        for number, share in enumerate(shares):
-            passes.append(self.policy.forward_backward(share))
-            metrics = passes[-1].metrics
+        first: list[PassResult] = []
+        for number, share in enumerate([*shares] * self._settings.train.passes):
+            result = self.policy.forward_backward(share)
+            if number < len(shares):
+                first.append(result)
+            metrics = result.metrics
             if number and self._settings.algorithm.old_logprobs == "engine":
                 # Behind an update they say how far that went, and not whether trainer and engine agree.
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("policy/rollout_")}
             parts += [metrics, self.policy.optim_step()]
             self.is_half_done = True
-        return parts, passes
+        return parts, first
 
     def _engine_logprobs(self, samples: Sequence[TrainSample]) -> list[Floats]:
         missing = next((s.id for s in samples if s.rollout_logprobs is None), None)

@@ -81,6 +81,7 @@ class NotingObserver(Observer):
         self._events = events
         self.metrics: dict[int, dict[str, float]] = {}
         self.groups: dict[int, list[TrajectoryGroup]] = {}
+        self.trained: dict[int, Mapping[str, Trained]] = {}
 
     def begin_phase(self, phase: str, total: int | None) -> None:
         self._events.append(("phase", phase, total))
@@ -101,6 +102,7 @@ class NotingObserver(Observer):
         self._events.append(("step", step))
         self.metrics[step] = dict(metrics)
         self.groups[step] = list(groups)
+        self.trained[step] = trained or {}
 
     def on_failed_step(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         self._events.append(("failed", step, [group.id for group in groups]))
@@ -400,6 +402,16 @@ def test_minibatches_keep_the_segments_of_a_trajectory(tmp_path: Path):
     assert all(keys_of.count(key) == 3 for keys_of in keys for key in keys_of), "three segments each"
     assert sum(len(set(keys_of)) for keys_of in keys) == len({k for keys_of in keys for k in keys_of}) == 8
     assert all(s.old_logprobs is not None for batch in rig.policy.batches for s in batch)
+
+
+def test_each_pass_takes_the_same_minibatches_again(tmp_path: Path):
+    rig = Rig(tmp_path, minibatches=2, passes=3, steps=1).run()
+    keys = [[s.id for s in batch] for batch in rig.policy.batches]
+    assert keys == 3 * keys[:2] and rig.policy.steps == 6
+    old = [[s.old_logprobs for s in batch] for batch in rig.policy.batches]
+    assert all(a is b for first, later in zip(old[:2], old[4:], strict=True) for a, b in zip(first, later, strict=True))
+    assert [e[0] for e in rig.of("score", "train", "weights")] == ["weights", "score", *["train"] * 6, "weights"]
+    assert set(rig.observer.trained[1]) == {s.id.trajectory for batch in rig.policy.batches for s in batch}
 
 
 def test_reference_scores_only_where_the_loss_needs_it(tmp_path: Path):

@@ -138,3 +138,10 @@ def test_schedule_takes_the_length_of_the_run():
     assert OptimSettings(warmup_steps=9).over(3).schedule.total_steps == 10
     assert OptimSettings(warmup_steps=1, lr=0.0).over(50).warmup_steps == 1, "one step, not all of them"
     assert OptimSettings(schedule=ScheduleOptions(total_steps=80), warmup_steps=0.1).over(50).warmup_steps == 8
+
+
+def test_schedule_of_several_updates_a_step_ends_with_the_run():
+    run = OptimSettings(schedule=COSINE, warmup_steps=2).over(10, updates=4)
+    factors = [lr_factor(update, run) for update in range(41)]
+    assert factors[7] == factors[8] == 1.0 and factors[3] == 0.5, "two steps are eight updates"
+    assert 0.4 < factors[24] < 0.6 and factors[39] > 0 == factors[40]

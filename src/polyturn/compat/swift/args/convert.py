@@ -23,7 +23,7 @@ from polyturn.compat.swift.args.convert_loss import (
     resample,
     teacher,
 )
-from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron
+from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron, updates_per_rollout
 from polyturn.compat.verl_config.source import Source
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def batches(s: Source) -> None:
 def steps(s: Source) -> None:
     """Set how long the run is."""
     updates = s.whole("max_steps", -1)
-    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    per_rollout = updates_per_rollout(s)
     if updates > 0:
         s.put("train.steps", max(1, updates // per_rollout), by="max_steps")
         return
@@ -252,7 +252,7 @@ def steps(s: Source) -> None:
 
 def every(s: Source) -> None:
     """Set how often a run saves and is judged."""
-    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    per_rollout = updates_per_rollout(s)
     for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
         if s.get(key) is None:
             continue
@@ -280,6 +280,8 @@ def warmup(s: Source) -> None:
     steps, ratio = s.number("warmup_steps", 0), s.number("warmup_ratio", 0.0)
     if ratio >= 1 and not steps:
         s.refuse("warmup_ratio", "a share of the run's steps is below 1")
+    if steps >= 1:  # counted in optimizer updates there
+        steps = max(1, round(steps / updates_per_rollout(s)))
     s.put("train.optim.warmup_steps", steps or ratio, by="warmup_steps" if steps else "warmup_ratio")
 
 

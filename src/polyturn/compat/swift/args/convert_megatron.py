@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from polyturn.compat.verl_config.source import Source
 
 
+def updates_per_rollout(s: Source) -> int:
+    """Return how many optimizer updates a rollout is trained for, which count as steps there."""
+    return int(s.native.get("train", {}).get("minibatches", 1)) * s.whole("num_iterations", 1, least=1)
+
+
 def megatron(s: Source) -> None:
     """Set the backend, and over how many ranks it splits what: at least as many as that takes."""
     s.put("train.backend", "megatron", by="tensor_model_parallel_size")
@@ -29,7 +34,7 @@ def megatron(s: Source) -> None:
 
 def iterations(s: Source) -> None:
     """Set how long the run is; passes over the tasks go before a number of updates."""
-    per_rollout = int(s.native.get("train", {}).get("minibatches", 1))
+    per_rollout = updates_per_rollout(s)
     epochs, updates = s.get("num_train_epochs"), s.get("train_iters")
     if epochs is not None:
         s.put("train.epochs", s.whole("num_train_epochs", 1, least=1), by="num_train_epochs")
@@ -50,4 +55,5 @@ def decay(s: Source) -> None:
     if least := s.number("min_lr", 0.0):
         s.put("train.optim.schedule.min_lr_ratio", least / s.number("learning_rate", 1e-5), by="min_lr")
     if s.get("lr_decay_iters") is not None:
-        s.put("train.optim.schedule.total_steps", s.whole("lr_decay_iters", 1, least=1), by="lr_decay_iters")
+        iterations = s.whole("lr_decay_iters", 1, least=1)
+        s.put("train.optim.schedule.total_steps", max(1, iterations // updates_per_rollout(s)), by="lr_decay_iters")
