@@ -4,9 +4,8 @@
 
 Each engine answers the same questions of `examples/sums` at once, 8 and 32 of them, with 64 tokens each at temperature 1,
 in float32 on all cores. They run one after the other, because servers would compete for the cores: the embedded engine
-before and after each peer, so that a slower hour shows. Then the worth of drafting repeated text: the same questions, each
-answer to its end, with drafts and without, in turns. Prints one JSON line: tokens a second, medians. Goals: 0.8 times vLLM
-at 32 requests; 1.2 times for drafts.
+before and after each peer, so that a slower hour shows. Prints one JSON line: tokens a second, medians. Goal: 0.8 times
+vLLM at 32 requests.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from polyturn import models
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.core.seeds import derive_seed
-from polyturn.engines import batch_step
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.request_limits import ServedModel
@@ -53,14 +51,14 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
     ]
 
 
-def of_engine(engine: Engine, *, stop: tuple[int, ...] = ()) -> Answer:
+def of_engine(engine: Engine) -> Answer:
     """Return an engine's way of answering."""
     number = iter(range(10**9))
 
     async def answer(prompts: list[list[int]]) -> int:
         async def one(ids: list[int]) -> int:
             name = f"r{next(number)}"
-            params = SamplingParams(max_tokens=NUM_NEW, seed=derive_seed(name), stop_token_ids=stop)
+            params = SamplingParams(max_tokens=NUM_NEW, seed=derive_seed(name))
             request = GenerateRequest(request_id=name, session_id=name, prompt_ids=ids, sampling=params)
             completion = await engine.generate(request)
             await engine.end_session(name)
@@ -129,29 +127,12 @@ async def measure(model: PreTrainedModel, tokenizer: Any, folder: Path, peers: l
     return {"tokens_per_s": medians, "embedded_against": ratios}
 
 
-async def drafting(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
-    """Return the seconds of answering 32 questions to their end, with drafts and without."""
-    prompts, rates = questions(tokenizer, 32), dict[str, list[float]]()
-    drafts = batch_step.Drafts
-    for _ in range(REPEATS):
-        for name, make in (("drafts", drafts), ("none", lambda: None)):
-            batch_step.Drafts = make  # type: ignore[assignment,misc]
-            engine = EmbeddedEngine(model, num_slots=32, max_context=CONTEXT)
-            answer = of_engine(engine, stop=(tokenizer.eos_token_id,))
-            rates.setdefault(name, []).extend(await tokens_per_s(answer, prompts, repeats=1))
-            await engine.close()
-    batch_step.Drafts = drafts  # type: ignore[misc]
-    medians = {name: round(median(of), 1) for name, of in rates.items()}
-    return {"tokens_per_s": medians, "ratio": round(medians["drafts"] / medians["none"], 2)}
-
-
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure everything that was asked for."""
     folder = arguments.model or models.smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    result = await measure(model, tokenizer, folder, arguments.peers)
-    return {**result, "drafting": await drafting(model, tokenizer)}
+    return await measure(model, tokenizer, folder, arguments.peers)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     a quarter of the slots, or one that waited, has more than its last token to compute
                                         ->  prefill: a chunk of each of a few, nothing is sampled
-    otherwise                           ->  decode: feed that one and what is drafted, and sample the next
+    otherwise                           ->  decode: feed that one, and sample the next
 
 Separate from the engine, which knows requests and when to run: here are arrays and tensors, and nothing waits. Here and only
 here the model is called: where its tokens go in the cache, what each may look at, and at which positions they stand for the
@@ -29,13 +29,10 @@ from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.engines.sampling import sample
 from polyturn.engines.slot_allocator import PrefixCopy, SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
-from polyturn.engines.speculation import MAX_WIDTH, Drafts, Follower
 
 ROWS_PER_THREAD = 8
 """Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
 matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
-MAX_LOGITS = 2**24
-"""Drafts make a step no wider than this many logits, 64 MB of float32: a large vocabulary would take gigabytes else."""
 MAX_WAIT = 4
 """Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
 MIN_DENSITY = 0.75
@@ -78,9 +75,6 @@ class BatchStep:
         self._prefill_chunk = prefill_chunk
         self._is_alone = is_alone
         self._stats = stats
-        self._drafts = None if is_alone else Drafts()
-        config: Any = module.config
-        self._vocab: int = config.get_text_config().vocab_size
         self._num_waited = 0
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if is_alone else 1
         num_slots, self._max_context = slots.ids.shape
@@ -205,124 +199,77 @@ class BatchStep:
         self._forward(self._module.base_model, ids, positions, extent, rope, inputs)
 
     def _decode(self, rows: NDArray[np.int64]) -> list[Ended]:
-        """Feed the last known token of every running slot, and drafts of the next ones; sample what comes behind each."""
-        start = time.perf_counter()
+        """Feed the last known token of every running slot, and sample what comes behind each."""
         slots = self._slots
         extent_rows = int(rows[-1]) + 1
         if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
             rows = self._compact(rows)
             extent_rows = len(rows)
-        drafts = self._draft(rows)
-        cached, width = slots.cached[rows], drafts.shape[1] + 1
-        is_real = np.column_stack([np.ones(len(rows), np.bool_), drafts >= 0])
-        positions = np.where(is_real, cached[:, None] + np.arange(width), 0)
+        cached = slots.cached[rows]
         # Row i is slot i; what rows of slots that do not decode compute is thrown away.
-        shape = (_round_up(extent_rows, self._row_multiple), width)
-        fed, at, rope = (np.zeros(shape, np.int64) for _ in range(3))
-        write_slots = np.full(shape, self._cache.trash, np.int64)
-        fed[rows] = np.column_stack([slots.ids[rows, cached], np.maximum(drafts, 0)])
-        write_slots[rows] = np.where(is_real, rows[:, None], self._cache.trash)
-        at[rows], rope[rows] = positions, positions + slots.rope_offset[rows][:, None]
-        extent = self._extent(positions)
+        num_rows = _round_up(extent_rows, self._row_multiple)
+        fed, at, rope = (np.zeros((num_rows, 1), np.int64) for _ in range(3))
+        write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
+        fed[rows, 0], write_slots[rows, 0] = slots.ids[rows, cached], rows
+        at[rows, 0], rope[rows, 0] = cached, cached + slots.rope_offset[rows]
+        extent = self._extent(cached)
         self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(at), extent=extent)
         logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits
         self._stats.decode_steps += 1
-        tokens, logprobs, support = self._sample(rows, logits, is_real)
-        ended = self._keep(rows, drafts, tokens, logprobs, support)
-        if slots.routes is not None:  # of the drafts, those that were right
-            slots.note_routes(rows, cached, slots.cached[rows] - cached, self._routes[rows])
-        if self._drafts is not None:
-            self._drafts.took(is_real.size, time.perf_counter() - start)
+        ended = self._keep(rows, *self._sample(rows, logits[:, -1]))
+        if slots.routes is not None:
+            slots.note_routes(rows, cached, np.ones_like(cached), self._routes[rows])
         return ended
 
-    def _draft(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [n, k] what each of `rows` is expected to say next, -1 behind its end."""
-        if self._drafts is None:
-            return np.empty((len(rows), 0), np.int64)
-        room = (self._slots.limit[rows] - self._slots.known[rows] - 1).tolist()
-        drafts: list[list[int]] = []
-        for row, most in zip(rows.tolist(), room, strict=True):
-            running = self._slots.running[row]
-            assert running is not None
-            if running.follower is None:
-                running.follower = Follower(self._drafts, running.keys.tolist())
-            drafts.append(running.follower.drafted(min(most, MAX_WIDTH - 1)))
-        longest = self._drafts.width([len(draft) for draft in drafts])
-        width = min(longest, MAX_LOGITS // (self._vocab * len(rows)), 1 + max(map(len, drafts))) - 1
-        if width <= 0:
-            return np.empty((len(rows), 0), np.int64)
-        return np.array([(draft + [-1] * width)[:width] for draft in drafts], np.int64)
-
     def _sample(
-        self, rows: NDArray[np.int64], logits: Tensor, is_real: NDArray[np.bool_]
+        self, rows: NDArray[np.int64], logits: Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32] | None]:
-        """Sample behind each real position of `rows`; return [n, Q] tokens (-1 elsewhere), [n, Q] their logprobs, and
-        [n, Q, K] the tokens that each was drawn from."""
+        """Sample behind each of `rows`, of whose slots `logits` are [B, V]; return [n] tokens, [n] their logprobs, and
+        [n, K] the tokens that each was drawn from."""
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
             logits = logits[self._tensor(rows)]
-        which = np.nonzero(is_real)[0]
-        owners = rows[which]
         running = [r for row in rows.tolist() if (r := slots.running[row]) is not None]
-        uniform = [u for r, num in zip(running, is_real.sum(axis=1).tolist(), strict=True) for u in r.uniforms(num)]
         with torch.inference_mode():
             sampled = sample(
-                logits.flatten(0, 1) if is_real.all() else logits[self._tensor(is_real)],
-                temperature=self._tensor(slots.temperature[owners]),
-                top_p=self._tensor(slots.top_p[owners]),
-                top_k=self._tensor(slots.top_k[owners]),
-                uniform=self._tensor(np.array(uniform)),
-                keeps_support=self._tensor(keeps) if (keeps := slots.keeps_support[owners]).any() else None,
-                banned=self._banned([running[i] for i in which.tolist()], logits.shape[-1]),
+                logits,
+                temperature=self._tensor(slots.temperature[rows]),
+                top_p=self._tensor(slots.top_p[rows]),
+                top_k=self._tensor(slots.top_k[rows]),
+                uniform=self._tensor(np.array([r.uniform.random() for r in running])),
+                keeps_support=self._tensor(keeps) if (keeps := slots.keeps_support[rows]).any() else None,
+                banned=self._banned(running, logits.shape[-1]),
             )
-        tokens, logprobs = np.full(is_real.shape, -1, np.int64), np.zeros(is_real.shape, np.float32)
-        tokens[is_real], logprobs[is_real] = sampled.tokens.cpu().numpy(), sampled.logprobs.cpu().numpy()
-        support = None
-        if sampled.support is not None:
-            support = np.full((*is_real.shape, sampled.support.shape[1]), -1, np.int32)
-            support[is_real] = sampled.support.cpu().numpy()
+        tokens, logprobs = sampled.tokens.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        support = None if sampled.support is None else sampled.support.cpu().numpy().astype(np.int32)
         self._stats.sampling_s += time.perf_counter() - start
         return tokens, logprobs, support
 
     def _keep(
         self,
         rows: NDArray[np.int64],
-        drafts: NDArray[np.int64],
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
         support: NDArray[np.int32] | None,
     ) -> list[Ended]:
-        """Keep the samples before which every draft was right, up to a stop token; return the requests that end."""
+        """Keep the samples of `rows`; return the requests that end with them."""
         slots = self._slots
-        num_right = (tokens[:, :-1] == drafts).cumprod(axis=1).sum(axis=1)  # [n] up to the first wrong one
-        is_stop = (tokens[:, :, None] == slots.stop[rows][:, None]).any(axis=2)  # [n, Q]
-        first_stop = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), tokens.shape[1])
-        num_kept = np.minimum(num_right, first_stop) + 1
-        row, step = np.nonzero(np.arange(tokens.shape[1]) < num_kept[:, None])
         known = slots.known[rows]
-        slots.ids[rows[row], known[row] + step] = tokens[row, step]
-        slots.logprobs[rows[row], known[row] + step] = logprobs[row, step]
+        slots.ids[rows, known] = tokens
+        slots.logprobs[rows, known] = logprobs
         if support is not None:
-            slots.note_support(rows[row], known[row] + step, support[row, step])
-        slots.cached[rows] = known + num_kept - 1
-        slots.known[rows] = known + num_kept
-        self._stats.decoded_tokens += len(row)
-        self._stats.drafted_tokens += int((drafts >= 0).sum())
-        self._stats.accepted_tokens += len(row) - len(rows)
-        has_stopped = first_stop < num_kept
+            slots.note_support(rows, known, support)
+        slots.cached[rows] = known
+        slots.known[rows] = known + 1
+        self._stats.decoded_tokens += len(rows)
+        has_stopped = (tokens[:, None] == slots.stop[rows]).any(axis=1)
         has_ended = has_stopped | (slots.known[rows] >= slots.limit[rows])
         ended: list[Ended] = []
-        for index, num in enumerate(num_kept.tolist()):
+        for index in np.flatnonzero(has_ended).tolist():
             running = slots.running[rows[index]]
             assert running is not None
-            del running.unused[:num]  # those behind stay for the next tokens, which are drawn as without drafts
-            if running.follower is not None:
-                running.follower.extend(tokens[index, :num].tolist())
-            if has_ended[index]:
-                if running.follower is not None:
-                    running.follower.end()
-                ended.append((running, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH))
+            ended.append((running, FinishReason.STOP if has_stopped[index] else FinishReason.LENGTH))
         return ended
 
     def _banned(self, running: list[SlotRequest], vocab: int) -> Tensor | None:

@@ -8,8 +8,7 @@ event loop that also runs tools and interactions. Every session owns a slot of t
                                                             known - cached > 1: needs prefill, of all but the last token
 
 So prefill never samples and there is one place that does: a decoding step feeds the last known token of every slot that is
-ready, with what `speculation` drafts behind it, and samples the next. A weight update falls between two steps, because a
-step never awaits.
+ready, and samples the next. A weight update falls between two steps, because a step never awaits.
 """
 
 from __future__ import annotations
@@ -77,9 +76,9 @@ class EmbeddedEngine:
             max_context: The longest prompt plus completion; None takes the model's own limit.
             prefill_chunk: The longest piece of one prompt in one forward pass.
             deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a
-                time, decoding is padded to 8 rows a thread, nothing is drafted, nothing is copied between sessions. Set
-                torch's number of threads before, and give it as many slots as there are live sessions: a session whose
-                cache was dropped is computed in other pieces, and rounds differently.
+                time, decoding is padded to 8 rows a thread, nothing is copied between sessions. Set torch's number of
+                threads before, and give it as many slots as there are live sessions: a session whose cache was dropped
+                is computed in other pieces, and rounds differently.
             share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
             media: The model's processor, for requests that show images, videos or sounds; None for text.
             routes: Say of each completion which experts its tokens and those of its prompt went to.
@@ -248,6 +247,7 @@ class EmbeddedEngine:
                         self._drop_late()
                         self._waiting, copies = self._seating.admit(self._waiting)
                         self._steps.copy(copies)
+                    num_busy = sum(one is not None for one in self._slots.running)
                     for running, reason in self._steps.run():
                         self._finish(running, reason)
                     elapsed = time.perf_counter() - start
@@ -255,7 +255,7 @@ class EmbeddedEngine:
                         break
                 self.stats.busy_s += elapsed
                 self._queue.set(len(self._waiting))
-                self._kv_use.set(sum(one is not None for one in self._slots.running) / len(self._slots.running))
+                self._kv_use.set(num_busy / len(self._slots.running) if self._requests else 0.0)
                 await self._yield(burst_s=elapsed)
         except Exception as problem:
             error = EngineError(f"the embedded engine broke: {one_line(problem)}")

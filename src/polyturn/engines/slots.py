@@ -18,7 +18,6 @@ from polyturn.core.arrays import Ids, Support
 from polyturn.core.generation import MAX_SUPPORT, Completion, GenerateRequest
 from polyturn.core.routing import RouteShape
 from polyturn.engines.media import ShownPrompt
-from polyturn.engines.speculation import Follower
 
 MIN_SHARED_PREFIX = 8
 """Copying a shorter prefix costs more than computing it."""
@@ -36,10 +35,6 @@ class EngineStats:
     """Prompt tokens whose keys and values were copied from another slot."""
     decoded_tokens: int = 0
     """Tokens sampled."""
-    drafted_tokens: int = 0
-    """Tokens that were fed before they were sampled (see `speculation`)."""
-    accepted_tokens: int = 0
-    """Those that turned out to be what was sampled."""
     prefill_steps: int = 0
     decode_steps: int = 0
     forward_s: float = 0.0
@@ -65,20 +60,11 @@ class SlotRequest:
     prefilled: int = 0
     prompt_with_media: ShownPrompt | None = None
     """The prompt's media; None for text."""
-    follower: Follower | None = None
-    """The source of its drafts; None before its first token, and where nothing is drafted."""
-    unused: list[float] = field(default_factory=list)
-    """Uniform numbers that were drawn for drafts which did not stand; the next ones to use."""
 
     @property
     def keys(self) -> Ids:
         """[T] what tells the prompt from others: its ids, and media by what they show."""
         return self.request.prompt_ids if self.prompt_with_media is None else self.prompt_with_media.keys
-
-    def uniforms(self, num: int) -> list[float]:
-        """Return the next uniform numbers; `unused` then begins with them, until tokens were sampled with them."""
-        self.unused += [self.uniform.random() for _ in range(num - len(self.unused))]
-        return self.unused[:num]
 
     def before(self, index: int) -> int:
         """Return `index`, or where the medium starts that a cut there would divide."""
