@@ -96,7 +96,7 @@ def run_here(overrides: list[str]) -> dict[str, Any]:
         sft = place.config.warm_start
         samples = build.warm_start_samples(parts)
         start_s = time.perf_counter() - began
-        warm = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+        warm = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
         run_sft(warm, samples, SftOptions(steps=sft.steps, batch_size=sft.batch_size))
         with TimedObserver(folder, total_steps=place.config.train.steps) as observer:
             observer.record_s = []

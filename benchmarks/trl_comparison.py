@@ -128,7 +128,7 @@ def make_model(size: str, folder: Path) -> float:
     place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
     parts, sft = build.build_parts(place), place.config.warm_start
     if game.kind() != "sums":
-        policy = build.build_policy(parts, sft.optim, steps=sft.steps, max_tokens_per_batch=sft.max_tokens_per_batch)
+        policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
         run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
     if size in SIZES:
         with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
