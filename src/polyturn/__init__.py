@@ -20,8 +20,8 @@
     run.metrics, run.trajectories, run.model()
 
 A task becomes trajectories (the model speaks, a tool or a simulated user answers, again and again), each trajectory becomes
-training samples of exact tokens, and the samples become one optimizer step. help(polyturn.train) says what it takes;
-`polyturn --help` is the command line. The names load on first use: the import brings in neither torch nor transformers.
+training samples of exact tokens, and the samples become one optimizer step. help(polyturn.train) lists the arguments;
+`polyturn --help` is the command line. The names load on first use: the import loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     advantage: {name: grpo, norm_by_std: false}                          GroupOptions
     advantage: {name: gae, lam: 0.95}                                    GaeOptions
 
-A null argument is the default of the estimator's function, which alone says it. Separate from `advantages/`, whose functions
-take these as keywords.
+A null argument takes the default of the estimator's function. Separate from `advantages/`, whose functions take these as
+keywords.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DividedOptions(EstimatorOptions):
     """An estimator that divides by a spread."""
 
     eps: Annotated[float, Field(ge=0)] | None = None
-    """Added to what divides."""
+    """Added to the divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class NormOptions(DividedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions(NormOptions):
-    """A reward against those of its group."""
+    """A reward compared with those of its group."""
 
     name: Literal["grpo"] = "grpo"
     """A registered estimator, or `file.py:function`."""
@@ -70,7 +70,7 @@ class PlainEstimatorOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxRlOptions(DividedOptions):
-    """Rewards divided by the group's mean: the likelihood of success in place of its rate."""
+    """Rewards divided by the group's mean: log success instead of success."""
 
     name: Literal["maxrl"]
 
@@ -104,25 +104,25 @@ class GpgOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaeOptions(EstimatorOptions):
-    """A reward against the running mean of its game and role."""
+    """A reward compared with the running mean of its data source and agent."""
 
     name: Literal["rae"]
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The weight that the mean keeps when a reward comes in."""
+    """Weight of the old mean when rewards are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalGrpoOptions(EstimatorOptions):
-    """A reward against those of the agents that did the same work."""
+    """A reward compared with those of the agents that did the same work."""
 
     name: Literal["hierarchical_grpo"]
     within: tuple[str, ...] | None = None
-    """Names of agents, with wildcards, that are compared inside their trajectory; null takes solver*."""
+    """Names of agents, with wildcards, that are compared within their trajectory; null takes solver*."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GdpoOptions(NormOptions):
-    """Each score normalised apart."""
+    """Each score normalised by itself."""
 
     name: Literal["gdpo"]
     weights: Mapping[str, float] | None = None
@@ -138,7 +138,7 @@ class ValueOptions(EstimatorOptions):
     gamma: Share | None = None
     """Discount of later rewards, per token; of turn_gae per turn."""
     lam: Share | None = None
-    """Weight of later steps, counted alike."""
+    """Weight of later steps, per token or turn as `gamma`."""
     outcome: Outcome | None = None
     """The combination of the reward and the scores of turns."""
     whiten_batch: bool | None = None
@@ -177,7 +177,7 @@ class ReturnToGoOptions(TurnOptions):
 
     name: Literal["return_to_go"]
     norm_by_std: bool = False
-    """Divide the group's advantages by their standard deviation, which gives up that they are unbiased."""
+    """Divide the group's advantages by their standard deviation; they are then biased."""
     gamma: Share | None = None
     """Discount per turn."""
     baseline: bool | None = None
@@ -186,7 +186,7 @@ class ReturnToGoOptions(TurnOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtGrpoOptions(TurnOptions):
-    """The score of a turn and the outcome, each against the group's."""
+    """The score of a turn and the outcome, each compared with the group's."""
 
     name: Literal["mt_grpo"]
     outcome_weight: float | None = None
@@ -195,7 +195,7 @@ class MtGrpoOptions(TurnOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GigpoOptions(TurnOptions):
-    """Turns taken in one state against one another, beside trajectories."""
+    """Compares turns taken in the same state with each other, and trajectories."""
 
     name: Literal["gigpo"]
     step_weight: float | None = None
@@ -221,4 +221,4 @@ NamedEstimatorOptions = (
     | MtGrpoOptions
     | GigpoOptions
 )
-"""Those of our estimators; the first of them is what a configuration without a name has."""
+"""Options of the shipped estimators; a configuration without a name gets the first."""

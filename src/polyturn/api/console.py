@@ -1,8 +1,8 @@
 """The display of a run: log lines and progress bars on one console of stderr, as the command line does.
 
 Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it. Much of
-what is printed was written by models, environments and files of others: no console here reads markup in it, and none hands
-a terminal what it would obey.
+the output was written by models, environments and files of others: no console here interprets markup or passes control
+sequences to the terminal.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Switch off what transformers prints while it loads and builds models; downloads keep their bars."""
+    """Silence transformers while it loads and builds models; downloads keep their bars."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 

@@ -1,9 +1,9 @@
 """Running coroutines from synchronous code: in this thread, or beside the event loop that this thread already runs.
 
     a script      this thread                  SIGINT cancels the work, which leaves a checkpoint
-    a notebook    a thread of its own          the same, told by the thread that waits for it
+    a notebook    a thread of its own          the same, through the thread that waits for it
 
-A notebook runs its cells inside an event loop, in which no other can run, and where a long cell is interrupted by SIGINT.
+A notebook runs its cells inside an event loop, in which no second loop can run; SIGINT interrupts a long cell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
     """Return the result of `work`, which gets a function that makes the `Signals` of its run.
 
     Raises:
-        KeyboardInterrupt: it was interrupted where a loop runs; in a process of its own it exits, as a command does.
+        KeyboardInterrupt: it was interrupted inside a running loop; without one the process exits, as a command does.
     """
     if not _loop_runs():
         return work(Signals)
@@ -52,7 +52,7 @@ def _loop_runs() -> bool:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread of its own, which sees the context variables of this one."""
+    """Run `work` in a new thread with the context variables of this one."""
     result: Future[T] = Future()
     context = contextvars.copy_context()
 

@@ -297,7 +297,7 @@ class _Reader:
                     f"{where} is {brief(tool)}, which is not a function; write a function with annotations and a docstring, "
                     "and give it: tools=[price]"
                 )
-            FunctionTool(tool)  # what is missing in its signature or docstring is told now
+            FunctionTool(tool)  # reports now what its signature or docstring lacks
         return LiveObject(tool)
 
     def interaction(self, value: Any) -> dict[str, Any]:

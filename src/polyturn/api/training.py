@@ -95,13 +95,13 @@ class RunOptions:
     dry_run: DryRun | None = None
     """Check everything, show it, and stop."""
     signals: Callable[[], Signals] = Signals
-    """Makes what notes an interruption."""
+    """Makes the handler that records an interruption."""
     on_folder: Callable[[Path], object] = lambda folder: None
-    """Is told the run's folder, once it is chosen."""
+    """Called with the run's folder, once it is chosen."""
     revise: Callable[[int], Revise] | None = None
     """Given the number of token ids that the model knows, makes what may change each step."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
-    """Is told the numbers of each step."""
+    """Called with the metrics of each step."""
 
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):

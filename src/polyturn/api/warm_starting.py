@@ -52,7 +52,7 @@ def warm_start(
 
     Args:
         parts: Of the run.
-        observer: Is told every step.
+        observer: Records every step.
         signals: What notes an interruption.
         folder: The run's.
         again: The command that goes on with it.

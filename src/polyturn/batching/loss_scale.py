@@ -1,4 +1,4 @@
-"""Loss scale: which of the sampled tokens are trained, decided by the trainer and not by where a rollout ran.
+"""Loss scale: which of the sampled tokens are trained, decided by the trainer alone.
 
     default              every token that the model wrote, in all turns
     all                  the same: only sampled tokens are ever trained
@@ -8,8 +8,7 @@
     last_round+mine      several at once: their weights are multiplied
 
 A strategy is called once per training sample with the turns that were sampled into it, and gives each a weight, or one per
-token. Weights that a scheduler set itself (`episode.weigh`) are left as they are. A scale masks or weighs, it adds nothing:
-tokens of prompts and observations stay at 0.
+token. Weights that a scheduler set itself (`episode.weigh`) do not change. Tokens of prompts and observations stay at 0.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MAX_TOGETHER = 16
 
 @dataclass(kw_only=True)
 class SampledTurn:
-    """A turn, as it stands in one training sample."""
+    """A turn in one training sample."""
 
     turn: Turn
     ids: Ids
@@ -92,7 +91,7 @@ loss_scale: Registry[Strategy] = Registry("loss_scale")
 
 @loss_scale.register("default")
 def default(turns: Sequence[SampledTurn]) -> list[float]:
-    """Train all that the model wrote."""
+    """Train all sampled tokens."""
     return [1.0] * len(turns)
 
 
@@ -111,7 +110,7 @@ _THINK_PREFIX = re.compile(r"\A<think>\n*")
 
 @loss_scale.register("ignore_empty_think")
 def ignore_empty_think(turns: Sequence[SampledTurn]) -> list[Floats]:
-    """Leave out reasoning that says nothing."""
+    """Leave out empty reasoning."""
     return [t.weights_of([(m.start(), m.end(), 0.0) for m in _EMPTY_THOUGHT.finditer(t.text)]) for t in turns]
 
 

@@ -67,11 +67,11 @@ class PlannedBatch:
     samples: tuple[int, ...]
     """Indices into the list that was planned, in the order of their rows."""
     shared: tuple[int, ...] = ()
-    """For each sample how many tokens it takes from the one before it (kind "shared")."""
+    """For each sample, the number of tokens that it shares with the one before it (kind "shared")."""
     cost: int
     """The tokens that its forward pass computes, padding included."""
     is_padding: bool = False
-    """True where it only keeps the ranks in step: its targets have no weight, and nothing of it is counted."""
+    """True if it only keeps the ranks in step: its targets have no weight and are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

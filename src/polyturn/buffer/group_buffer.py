@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
 
 class GroupBuffer:
-    """Slots for groups that may start, and a queue of those that are done."""
+    """Slots for groups that may start, and a queue of finished groups."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class GroupBuffer:
 
     @property
     def num_waiting(self) -> int:
-        """Groups that are done and not yet taken."""
+        """Finished groups that no step has taken yet."""
         return sum(slot.group is not None for slot in self._slots.values())
 
     @property
     def tickets_per_step(self) -> int:
-        """Number of tickets that each step uses up."""
+        """Number of tickets of each step."""
         return self.groups_per_step if self._carries else self.groups_per_step + self._extra
 
     @property
@@ -108,7 +108,7 @@ class GroupBuffer:
             return ticket
 
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
-        """Hand in the group that was run on `ticket`; one that is no longer wanted is forgotten."""
+        """Add the finished group of `ticket`; one that no step needs any more is dropped."""
         async with self._changed:
             # Its wave may be over by now, and what was cut off has no slot any more.
             if (slot := self._slots.get(ticket)) is not None:

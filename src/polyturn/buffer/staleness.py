@@ -1,6 +1,6 @@
 """Staleness of each token: the number of weight versions between its sampling and its training.
 
-    step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token of theirs before version 6
+    step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token older than version 6
 
 Which groups are replayed is drawn by (seed, step), so that it does not depend on timing.
 """
@@ -41,7 +41,7 @@ def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_stalene
 
 
 class Replay:
-    """Groups of the last steps, trained on once more beside new ones, never at weights that are too old for it."""
+    """Groups of the last steps that are trained once more, within the bound of staleness."""
 
     def __init__(self, *, max_staleness: int, seed: int = 0) -> None:
         self._max_staleness = max_staleness

@@ -3,8 +3,8 @@
     RunConfig  ->  tokenizer, model  ->  Codec, engine, ModelPolicy  ->  RolloutContext  ->  Trainer
     place          model.py              engine.py, parts.py             tasks.py             training.py
 
-Everything that can be wrong with a configuration is found here, before any training time is spent. Each file imports only
-those to its left; nothing else in the library takes a config.
+Every mistake in a configuration is reported here, before any training time is spent. Each file imports only those to its
+left; the rest of the library takes no config.
 """
 
 from polyturn.build.checks import (

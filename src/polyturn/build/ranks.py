@@ -1,4 +1,4 @@
-"""Many ranks from one configuration: the leader builds everything, the others their share of the model and nothing else.
+"""Many ranks from one configuration: the leader builds everything, the others only their share of the model.
 
 leader     build_parts -> lead -> parts with a group        tools, rewards, engine, tasks exist here alone
 follower   follow_leader                                     tokenizer and shards of the model, then the leader's commands
@@ -69,7 +69,7 @@ def policy_options(
 
 
 def check_ranks(config: RunConfig, num_ranks: int) -> None:
-    """Refuse what `num_ranks` ranks cannot do.
+    """Refuse configurations that `num_ranks` ranks cannot run.
 
     Raises:
         ConfigError: the batch is too small, or something runs on one rank only.

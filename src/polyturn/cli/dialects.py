@@ -56,7 +56,7 @@ def described() -> str:
 def load_native(
     path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, tells: bool = True
 ) -> Loaded[RunConfig]:
-    """Read a config in polyturn's keys, as `load_config` does; one in another library's is told what can be done with it.
+    """Read a config in polyturn's keys, as `load_config` does. The error for another library's config says how to run it.
 
     Raises:
         ConfigError: it cannot be read.

@@ -1,7 +1,7 @@
-"""`polyturn doctor PROJECT`: the parts of a project, and the faults of each.
+"""`polyturn doctor PROJECT`: the parts of a project, and the mistakes in each.
 
-Separate from `doctor.py`, which looks at the machine. Each part is looked at on its own, so that one mistake hides no other;
-no weights are loaded.
+Separate from `doctor.py`, which checks the machine. Each part is checked by itself, so that one mistake does not hide
+another; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyturn.tokens.hub import only_cached
 
 
 def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield what each part of a project is, or the sentence that says what is wrong with it, and whether it is right.
+    """Yield (part, description or error, whether it is right) for each part of a project.
 
     Raises:
         ConfigError: there is no config, or it cannot be read.

@@ -1,10 +1,10 @@
-"""The one pool of a run on a cluster: an actor that leader and workers ask, so that order and load are the cluster's.
+"""The one pool of a run on a cluster: an actor for leader and workers, so that its queue covers the whole cluster.
 
     worker, leader   ClusterEngine.generate     ->  PoolActor  ->  EnginePool  ->  a server on a node, or an EngineActor
     leader           update_weights, exclude    ->             references to weights, no tensors
-    leader           ClusterEngine._listen      <-  news       what is to be verified, and what the pool logs: a long poll
+    leader           ClusterEngine._listen      <-  news       servers to verify, and the pool's log lines: a long poll
 
-Tokens go from server to worker through this actor, never through the leader, whose process it is not.
+Tokens go from server to worker through this actor, which is not in the leader's process.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class ReplicaState(NamedTuple):
 
 
 class News(NamedTuple):
-    """Something that the pool has to say to the leader."""
+    """A message of the pool to the leader."""
 
     level: int = 0
     message: str = ""
     """To be logged."""
     question: int = 0
-    """Its number, where a server is to be verified."""
+    """The number of the server to verify, if any."""
     replica: str = ""
     version: int = 0
 
 
 def shifted(request: GenerateRequest, seconds: float) -> GenerateRequest:
-    """Return a request with its deadline moved: it is sent as the time that is left, because nodes' clocks differ."""
+    """Return a request with its deadline as remaining time, because nodes' clocks differ."""
     return request if request.deadline is None else dataclasses.replace(request, deadline=request.deadline + seconds)
 
 
 class PoolActor(Actor):
-    """Holds the pool; calls run side by side on its event loop."""
+    """Owns the pool; calls run concurrently on its event loop."""
 
     def __init__(self) -> None:
         self._pool = EnginePool()
@@ -61,7 +61,7 @@ class PoolActor(Actor):
         self._numbers = itertools.count(1)
 
     async def start(self, build: Callable[[], Awaitable[EnginePool]]) -> tuple[EngineCapabilities, list[ReplicaState]]:
-        """Make the pool, and return its servers' capabilities, once they are ready."""
+        """Make the pool; return its servers' capabilities once they are ready."""
         loop = asyncio.get_running_loop()
         handler = _ToLeader(lambda news: loop.call_soon_threadsafe(self._say, news))
         logging.getLogger("polyturn").addHandler(handler)
@@ -91,15 +91,15 @@ class PoolActor(Actor):
         return self.states()
 
     async def sleep(self) -> None:
-        """Let every server give its memory back until the next weights."""
+        """Let every server free its memory until the next weights."""
         await self._pool.sleep()
 
     async def exclude(self, name: str, problem: EngineError) -> None:
-        """Send a server nothing before it was given the pool's weights again."""
+        """Send a server no requests until it has the pool's weights again."""
         self._pool.exclude(self._replica(name), problem)
 
     async def at(self, name: str, method: str, *arguments: Any) -> Any:
-        """Call a method of one server's engine, whichever others there are."""
+        """Call a method of one server's engine."""
         return await getattr(self._replica(name).engine, method)(*arguments)
 
     async def verified_by_leader(self) -> None:
@@ -166,7 +166,7 @@ class _ToLeader(logging.Handler):
 
 
 class ActorEngine(BaseEngine):
-    """An engine in an actor on a node, as one of the pool's; it is not started again."""
+    """An engine in an actor on a node, for the pool; it is not restarted."""
 
     num_restarts = 0
 

@@ -76,7 +76,7 @@ def _read(stored: tuple[np.ndarray[Any, Any], str, tuple[int, ...]]) -> Tensor:
 
 
 class WeightHolder(Protocol):
-    """A server that runs on a node, as far as weights go there."""
+    """A server on a node: the methods for weights."""
 
     node: str
 
@@ -86,7 +86,7 @@ class WeightHolder(Protocol):
 
 
 class NodeWeights(WrittenWeights):
-    """Weights of which each node with servers has one checkpoint in its memory, written when a server asks for it."""
+    """Weights with one checkpoint per node in its memory, written when the first server asks for it."""
 
     def __init__(self, stored: StoredWeights, adapter: Mapping[str, Any] | None) -> None:
         super().__init__(Path("on its node"), is_adapter=adapter is not None)
@@ -113,25 +113,26 @@ class NodeStore:
         self._adapter = adapter
 
     def write(self, weights: Mapping[str, Any]) -> NodeWeights:
-        """Take weights that are in the object store."""
+        """Store a reference to weights in the object store."""
         assert isinstance(weights, StoredWeights)
         return NodeWeights(weights, self._adapter)
 
     def close(self) -> None:
-        """Leave it to the servers, which remove what they wrote."""
+        """Do nothing: each server removes the files that it wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """A model's folder as every node can get it: under one path, or as files in the object store."""
+    """A model's folder for every node: under one path, or as files in the object store."""
 
     path: Path | None
     files: Mapping[str, Any]
-    """Name -> reference to the bytes, where it has no path that every node sees."""
+    """Name -> reference to the bytes, if no path is visible on every node."""
 
     @classmethod
     def of(cls, folder: ModelFolder) -> ModelFiles:
-        """Take a folder; one that was written for this run is read, for no other node has it, and removed."""
+        """Take a folder; one that was written for this run exists on this node only: its files are read, and it is
+        removed."""
         if not folder.is_temporary:
             return cls(path=folder.path.resolve(), files={})
         paths = sorted(path for path in folder.path.rglob("*") if path.is_file())

@@ -1,6 +1,6 @@
 """The entry points of verl and ms-swift: the stand-ins of both, and their configs.
 
-Everything of theirs is imported when it is first needed, so that asking who stands in for what costs nothing.
+Their modules are imported on first use, so that listing the stand-ins is cheap.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
       ->  Loaded(config=RunConfig(...), resolved={"train": {"steps": 5, ...}, "model": {"path": "${oc.env:MODEL,tiny}"}})
 
 Separate so that nothing else reads configuration files. Two promises: every problem is one sentence that names the key,
-shows the value and says where it came from; and what `resolved` holds can be written to disk, because whatever depends on
-an environment variable stays the expression that was configured, also when it got there through another key.
-`sources.py` merges, `references.py` resolves `${…}`, `explain.py` says what is wrong.
+shows the value and says where it came from; and `resolved` can be written to disk, because a value that depends on an
+environment variable stays an expression, also if it refers to it through another key.
+`sources.py` merges, `references.py` resolves `${…}`, `explain.py` writes the messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Look into sections: which keys they know, which variant of a union is meant, and a table of every key.
+"""Inspect sections: their keys, the variant of a union that a value means, and a table of every key.
 
     meant(SomeEngine | Another, {"kind": "vllm"})  ->  Another
     schema_table(RunConfig)  ->  [KeyInfo(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
@@ -42,7 +42,7 @@ class KeyInfo(NamedTuple):
     """As YAML; "required" where there is none, "" for a section."""
     doc: str
     of: str = ""
-    """The kinds of a plug-in that take it, for a key that others of the section do not have."""
+    """The kinds of a plug-in that have this key, if not all of the section do."""
     declared: str = ""
     """The class and field that declare it, the same in all places where such a section stands."""
 
@@ -156,7 +156,7 @@ def meant(annotation: Any, value: Any) -> Any:
 
 
 def child(annotation: Any, key: str | int) -> Any:
-    """Return the annotation of what stands under `key`; Any where it is not known."""
+    """Return the annotation of the value under `key`; Any if it is unknown."""
     if is_model(annotation):
         keys = keys_of(annotation).get(str(key))
         return Any if keys is None else keys.annotation
@@ -199,7 +199,7 @@ def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tupl
 
 
 def takes_more(section: type) -> bool:
-    """Return whether a section takes keys that it does not declare."""
+    """Return whether a section accepts keys that it does not declare."""
     return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
 
 

@@ -42,7 +42,7 @@ class Env(Protocol):
     def step(self, action: str) -> Any:
         """Take what the model wrote; return (observation, reward of this turn, whether it is done, info).
 
-        Or (observation, reward, terminated, truncated, info), where a limit of its own is told from an end; or `Seated`.
+        Or (observation, reward, terminated, truncated, info), where `truncated` marks a limit of its own; or `Seated`.
         """
         ...
 

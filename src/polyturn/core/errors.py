@@ -190,7 +190,7 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
 
 
 MAX_LINE = 10_000
-"""Characters of an exception's message that are told: it may quote megabytes of what a server or a policy wrote."""
+"""Characters of an exception's message that are shown: it may quote megabytes from a server or a policy."""
 
 
 def one_line(error: BaseException) -> str:

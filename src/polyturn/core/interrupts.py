@@ -3,7 +3,7 @@
     Ctrl-C while a plug-in runs             SIGINT raises it, between two instructions     the run ends
     raise KeyboardInterrupt in a plug-in    a statement raises it                          the plug-in failed
 
-SystemExit is the same: `sys.exit()` in a plug-in ends nothing. Separate from `errors.py`, which is about what is told.
+SystemExit is the same: `sys.exit()` in a plug-in does not end the run. Separate from `errors.py`, which is about messages.
 """
 
 from __future__ import annotations

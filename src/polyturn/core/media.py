@@ -52,7 +52,7 @@ def normal_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message part with its media as a source; a part without media is returned as it is.
 
     Raises:
-        DataError: the part names a medium and holds nothing that can be read as one.
+        DataError: the part names a medium but has no readable source.
     """
     kind = kind_of(part)
     if kind is None:

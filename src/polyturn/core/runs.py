@@ -1,9 +1,9 @@
-"""Per-token arrays as runs of equal neighbours, which is how the arrays of a sample travel to the ranks that train it.
+"""Per-token arrays as runs of equal neighbours: the form in which a sample's arrays travel to the ranks.
 
     weights [ 0 0 0 0 1 1 1 0 0 ]   ->   values [ 0 1 0 ], last [ 3 6 8 ]
 
-Weights, turns, versions and most advantages change a few times in a conversation, and log-probabilities are 0 where nothing
-was sampled: of about 24 bytes a token 4 to 6 are left.
+Weights, turns, versions and most advantages change only a few times in a conversation, and log-probabilities are 0 outside
+sampled tokens. This shrinks about 24 bytes a token to 4 to 6.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Runs(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """Return the runs of an array if they take less than half of its bytes, else `value`, whatever that is."""
+    """Return the runs of an array if they take less than half of its bytes, else `value` unchanged."""
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.itemsize != 4 or len(value) < _MIN_TOKENS:
         return value
     bits = value.view(np.int32)  # compared by its bits: -0.0 is not 0.0, and a NaN is itself
@@ -40,7 +40,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Return the array of which `packed` made runs, read-only; anything else as it is."""
+    """Undo `packed`: return the read-only array of runs; any other value unchanged."""
     if not isinstance(value, Runs):
         return value
     array = np.repeat(value.values, np.diff(value.last, prepend=-1))

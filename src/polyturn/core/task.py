@@ -20,7 +20,7 @@ takes."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InteractionRef:
-    """Which interaction a task talks to, and what the interaction is told about the task."""
+    """The interaction of a task, and its arguments from the row."""
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)

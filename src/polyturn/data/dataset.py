@@ -218,7 +218,7 @@ class TaskDataset(TaskSequence):
         source = self._parts[part]
         row = source.row(number)
         if self._columns and isinstance(row, Mapping):
-            # Not under both names: what is left over of a row is told to interactions and rewards.
+            # Not under both names: interactions and rewards get the remaining columns of a row.
             others = {key: value for key, value in row.items() if key not in self._columns.values()}
             row = others | {key: row[own] for key, own in self._columns.items() if own in row}
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)

@@ -1,4 +1,4 @@
-"""Options of the order of tasks: the division of a run's visits among data sources.
+"""Options of the order of tasks: the share of each data source in a run's visits.
 
 data: {sampler: {name: mix, weights: {gsm8k: 2, search: [[0, 0], [100, 1]]}}}        MixOptions
 """
@@ -23,9 +23,9 @@ class MixOptions:
     name: Literal["mix"] = "mix"
     """`mix`, or `file.py:Class` of a Curriculum."""
     weights: Mapping[str, float | list[tuple[int, float]]]
-    """data_source to a weight, or to [step, weight] pairs with straight lines between them."""
+    """data_source to a weight, or to [step, weight] pairs that are interpolated linearly."""
     by_success: Annotated[float, Field(ge=0)] = 0.0
-    """The preference for sources in which about half of the episodes succeed; 0 is none."""
+    """How strongly sources with a success rate near one half are preferred; 0 is not at all."""
 
     def __post_init__(self) -> None:
         for name, points in self.points.items():

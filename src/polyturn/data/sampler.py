@@ -137,7 +137,7 @@ class TaskSampler:
 
 
 class Curriculum(TaskSampler):
-    """A sampler that is told the tasks, so that a subclass can choose those of each epoch.
+    """A sampler with access to the tasks, so that a subclass can choose those of each epoch.
 
     Whatever `choose` returns may depend on the epoch, the tasks and constants only: an epoch that is chosen again after a
     resume must be the same one. A task may be chosen more than once, or never.

@@ -69,7 +69,7 @@ class WithSystem(Changed):
 
 
 class WithInteraction(Changed):
-    """Tasks, each with an interaction, which is told the rest of the row where the row names none."""
+    """Tasks in which a row without an interaction talks to `name`, with the rest of the row as its arguments."""
 
     def __init__(self, tasks: Sequence[Task], name: str) -> None:
         self._name = name

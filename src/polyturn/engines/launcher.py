@@ -5,7 +5,7 @@
     await server.stop()
 
 A server gets a session of its own, so that stopping it reaches every process that it started and nothing else. Where the
-kernel offers it, the server is told to end when this process dies, however it dies. Shared memory that its processes leave
+kernel offers it, the server ends when this process dies, however it dies. Shared memory that its processes leave
 behind, as they do when they are killed, is removed. A server that does not come up fails with the last lines of its log,
 which is where the reason is.
 """

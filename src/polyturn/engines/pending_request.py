@@ -128,7 +128,7 @@ class PendingRequest:
                     timer.cancel()
         grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
-            if self._is_refused:  # it sleeps before it is sent again, and the server holds nothing of it
+            if self._is_refused:  # it waits to be sent again; the server has no part of it
                 sent.cancel()
                 return None
             if loop.time() > grace:

@@ -60,7 +60,7 @@ class ScriptedEngine(BaseEngine):
         self.num_requests = 0
         """Number of requests so far."""
         self.ended_sessions: list[str] = []
-        """The sessions that `end_session` was told about, in order."""
+        """The sessions that `end_session` was called with, in order."""
 
     @property
     def capabilities(self) -> EngineCapabilities:

@@ -1,14 +1,14 @@
-"""New weights on their way to a server: a folder with safetensors files, in memory where the system offers that.
+"""New weights for a server: a folder with safetensors files, in shared memory if the system has it.
 
     with WeightFolder(model_folder) as files:
         files.write({"model.embed_tokens.weight": tensor, …}).folder      the server reads it
 
-The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
-and removes the one before it, so that a server which is still reading never sees half of the next one.
+The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a new folder and
+removes the previous one, so a server that is still reading never sees half of the next one.
 
-A killed process removes nothing, so the next one that makes such a folder removes those whose owner is gone. An
-owner holds a lock on a file in its folder, which the system takes back with the process; ids of processes are used again,
-and mean nothing in another container.
+A killed process leaves its folder behind, and the next process that makes one removes folders without an owner. The owner
+holds a lock on a file in the folder, which the system releases with the process. Process ids would not do: they are reused,
+and differ between containers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OWNER = "owner"
 
 
 class FolderServer(Protocol):
-    """A server, as far as a folder of weights goes."""
+    """A server that loads weights from a folder."""
 
     @property
     def process(self) -> RunningServer | None:
@@ -61,10 +61,10 @@ class FolderServer(Protocol):
 
 
 class ServerWeights(ABC):
-    """Weights on their way to servers."""
+    """One set of weights for servers."""
 
     is_all_or_nothing: ClassVar[bool] = True
-    """Whether a server on which loading failed still has the weights that it had."""
+    """Whether a server keeps its old weights if loading fails."""
 
     def given_to(self, server: Any) -> AbstractContextManager[None]:
         """Enter before the first wait of a server's update, and leave at its end."""
@@ -72,19 +72,19 @@ class ServerWeights(ABC):
 
     @abstractmethod
     async def load(self, server: Any) -> None:
-        """Let a server that is held load them.
+        """Let a paused server load them.
 
         Raises:
             EngineError: it cannot.
         """
 
     def settle(self) -> None:
-        """Forget the trainer's own tensors, which are about to change."""
+        """Drop references to the trainer's tensors, which are about to change."""
         return
 
 
 class WrittenWeights(ServerWeights):
-    """Weights that lie in a checkpoint, or an adapter that lies in peft's format."""
+    """Weights in a checkpoint, or an adapter in peft's format."""
 
     def __init__(self, folder: Path, *, is_adapter: bool = False) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class WrittenWeights(ServerWeights):
 
 
 def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, name: str = "model") -> None:
-    """Write the weights of a checkpoint as they come, each piece into a file of its own, and the index that names these."""
+    """Write the weights of a checkpoint as they arrive, each piece into a file of its own, and the index of the files."""
     from safetensors.torch import save_file
 
     # The number of files stands in each one's name and is known only at the end, so that they are renamed then.
@@ -129,10 +129,10 @@ class WeightStore(Protocol):
     """The transport of a pool's weights to all of its servers."""
 
     keeps: ClassVar[bool]
-    """Whether a server that comes back can be given them again."""
+    """Whether a server that comes back can get them again."""
 
     def write(self, weights: Mapping[str, Tensor]) -> ServerWeights:
-        """Write `weights` in place of those before, or make them ready to be sent."""
+        """Write `weights`, replacing the previous ones, or prepare them for sending."""
         ...
 
     def close(self) -> None:

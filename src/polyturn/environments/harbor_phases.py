@@ -3,13 +3,12 @@
     phases = HarborPhases(task, boxes, …)
     await phases.begin(episode_id)       the sandbox is started, files are copied in, the health check passes
     …the agent acts…
-    await phases.verify()                what the agent left running is killed, tests/ is copied to /tests, test.sh runs
+    await phases.verify()                the agent's processes are killed, tests/ is copied to /tests, test.sh runs
     await phases.next_step()             True if the reward is enough for a further step, which is then set up
     phases.score()                       the reward of the episode
 
-Separate from the schedulers because the agent between the phases is either the run's own loop or a command-line agent. A
-verifier that is late, that leaves no reward or cannot be run gives no reward at all, and the trajectory is dropped: a broken
-test is not a 0.
+Separate from the schedulers because the agent between the phases is either the run's own loop or a command-line agent. If a
+verifier is late, leaves no reward or cannot run, the trajectory is dropped: a broken test is not a 0.
 """
 
 from __future__ import annotations

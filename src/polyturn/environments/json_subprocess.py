@@ -4,9 +4,9 @@
     worker.ask("load", env="my_env")               a plain call, before a run
     await worker.call("rollout", input={…})        many at once; a caller that is cancelled cancels it over there
 
-Nothing but JSON crosses over. The process is started with the first request and again when it has died, ends when its input
-does, and is told to end when this process dies. What it prints is kept for the message of what went wrong. Of the trainer's
-environment it has a few names (`core.secrets.PASSED_ON`, and where caches lie), and none of its secrets.
+Nothing but JSON crosses over. The process starts with the first request, and again if it has died. It ends when its input
+ends or this process dies. Its output is kept for error messages. Of the trainer's environment it gets a few names
+(`core.secrets.PASSED_ON`, and the folders of caches), and none of its secrets.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _FENCE = {"type": "state"}
 """Sent behind every question. Answers come in the order of what was asked, and name no question; so one that belongs to an
 earlier question stands where the answer to this is expected, and no other sign tells the two apart."""
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Error codes of an action that the environment does not take: the model is told, and the episode goes on."""
+"""Error codes of an action that the environment does not accept: the model reads the error, and the episode continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

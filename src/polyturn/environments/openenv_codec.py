@@ -6,7 +6,7 @@
 
     {"echoed": "hello"}  ->  "hello"         {"board": [0, 1], "turn": "x"}  ->  the same, as JSON
 
-Separate from the session because it is all text, and what a model gets wrong here is told to the model.
+Separate from the session because it handles text only; the model reads its errors.
 """
 
 from __future__ import annotations

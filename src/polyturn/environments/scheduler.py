@@ -247,7 +247,7 @@ class EnvScheduler(EnvironmentLoop):
         self._opponents = {n: make(_seat(episode, self._stage, n)) for n, make in players if make is not None}
 
     async def act(self, action: str) -> StopReason | None:
-        """Take an action, and count what it brought each seat; a limit of the environment's own is told from an end."""
+        """Take an action, and add its rewards to each seat; the environment's own limit counts as truncation."""
         self._ended = await super().act(action)
         if self._ended is not None and self._answer.is_truncated:
             self._ended = StopReason.MAX_TURNS

@@ -2,9 +2,9 @@
 
     {"prompt": […], "reward_spec": {"method": "rule", "ground_truth": "72"}, "max_turns": 3}        a row, as it is there
 
-Its constructor is given the row as `extras`, its `init` the row's prompt, its `step` what the model wrote. So it needs rows
-(`data.train.files`), not seeds. What it is configured with (the address of a search service, the folder of the databases)
-is `env.kwargs.env_config`; all other kwargs are told beside the row's columns.
+Its constructor gets the row as `extras`, its `init` the row's prompt, its `step` the model's text. So it needs rows
+(`data.train.files`), not seeds. Its configuration (the address of a search service, the folder of the databases) is
+`env.kwargs.env_config`; all other kwargs join the row's columns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Skyrl(Adapter):
         )
 
     def of_rows(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Return rows as tasks that the environment scores, whatever their data_source; it is told the data_source."""
+        """Return rows as tasks that the environment scores, whatever their data_source; it gets the data_source."""
         rows = [dataclasses.replace(t, data_source=None, extra={"data_source": t.data_source, **t.extra}) for t in tasks]
         return super().of_rows(rows)
 

@@ -3,8 +3,8 @@
     {"all": {"num_tasks": 200, "success": {"mean": 0.61, "low": 0.55, "high": 0.67}, "pass@k": {"1": …, "4": …},
              "maj@k": {"4": …}, "within_turns": {"1": …, "2": …}}, "openai/gsm8k": {…}}
 
-Tasks are what was drawn from a population, the samples of one task are not independent of one another: every interval is a
-percentile bootstrap over tasks (Efron 1979). A trajectory that failed has not solved its task.
+Tasks are drawn from a population; the samples of one task are not independent. So every interval is a percentile bootstrap
+over tasks (Efron 1979). A failed trajectory has not solved its task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyturn.evaluation.report import is_success
 
 NUM_RESAMPLES = 2000
 MAX_SUBSETS = 1000
-"""Votes of k among n are counted over all subsets up to this many, and over this many drawn ones beyond."""
+"""Up to this many subsets of k among n, all are counted; of more, this many are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Statistics:
     reward: Estimate | None
     """None where nothing was scored."""
     pass_at: dict[int, Estimate]
-    """k -> that at least one of k samples succeeds."""
+    """k -> the probability that at least one of k samples succeeds."""
     maj_at: dict[int, Estimate]
-    """k -> that the answer most of k samples give is right; empty where reward functions return no `pred`."""
+    """k -> the probability that the most common answer of k samples is right; empty if reward functions return no `pred`."""
     within_turns: dict[int, Estimate]
-    """t -> that a sample succeeds within t turns; what a smaller turn budget would have shown of these same episodes."""
+    """t -> the share of samples that succeed within t turns: the result of a smaller turn budget on the same episodes."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as data for JSON."""

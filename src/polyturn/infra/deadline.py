@@ -174,7 +174,7 @@ class CallWithDeadline:
             work: The function; `functools.partial` gives a method its arguments.
             timeout_s: Its deadline; None is the usual one.
             stretch: The deadline is for each stretch that it works by itself, between what it asks of the library.
-            on_late: Is told the result of a plain function that ends after all.
+            on_late: Called with the result of a plain function that ends after its deadline.
             is_owed: A plain function runs even if its turn comes too late.
 
         Raises:

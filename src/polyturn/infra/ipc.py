@@ -4,9 +4,9 @@
 
     Peer    (3, "generate", arguments)  ->    <-  (3, None, answer)      both ends call, and both answer
 
-What a peer's calls carry is pickled by itself, and with classes of the program's own file, which the other end lacks; what
-cannot be read there is the failure of one call. Separate because both ends speak it. It is for a socket that no one else can
-connect to: its writer is trusted.
+The arguments of a call are pickled by themselves, with classes of the program's own file, which the other end lacks; if the
+other end cannot read them, only that call fails. Separate because both ends use it. The writer is trusted, so no other
+process may be able to connect to the socket.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MessageSocket(asyncio.Protocol):
 
 
 class Peer:
-    """One end of a socket over which two processes call each other's methods; what an end is asked runs side by side."""
+    """One end of a socket over which two processes call each other's methods; calls run concurrently."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]], *, on_end: Callable[[], BaseException]) -> None:
         """Offer `methods` to the other end; `on_end` returns what calls raise that wait when it is gone."""

@@ -4,7 +4,7 @@
     process.is_alive, process.tail()
     process.end(grace_s=5)               asked, then killed; every process that it started, too
 
-Where the kernel offers it, the child is told to end when this process dies, however it dies. Because the kernel asks which
+Where the kernel offers it, the child ends when this process dies, however it dies. Because the kernel asks which
 thread started it, all children are started by one thread, which never ends.
 """
 

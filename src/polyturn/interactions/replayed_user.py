@@ -23,7 +23,7 @@ from polyturn.interactions.roles import UserTurns, text_of
 
 
 class ReplaySettings(Settings):
-    """A recording, and how a conversation goes on after it."""
+    """A recording, and how the conversation continues after it."""
 
     name: str = ""
     file: Text | None = None
@@ -47,7 +47,7 @@ class Recorded(Settings):
 
 
 class ReplayedUser(ViewInteraction):
-    """A user that is replayed."""
+    """Replays a recorded user."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None) -> None:
         """Read the config and the file.

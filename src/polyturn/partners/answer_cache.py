@@ -1,9 +1,9 @@
-"""AnswerCache: answers of endpoints, on disk, so that the same question is asked once.
+"""AnswerCache: endpoints' answers on disk, so that the same request is sent once.
 
     key = everything that is sent, the address and the seed included   ->   the answer, as JSON
 
-One SQLite file, which any number of processes may share. The first answer that is stored stands: a process that asked the
-same at the same time reads it too, so a second run sees the answers of the first. Calls run in a thread.
+One SQLite file, which any number of processes may share. The first stored answer counts: a process that sent the same
+request meanwhile uses it too, so a second run sees the answers of the first. Calls run in a thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AnswerCache:
 
     @property
     def num_answers(self) -> int:
-        """Number of answers that it holds."""
+        """Number of stored answers."""
         return int(self._do("select count(*) from answers")[0])
 
     async def get(self, request: Mapping[str, Any]) -> Any:
@@ -54,7 +54,7 @@ class AnswerCache:
         return None if row is None else json.loads(row[0])
 
     async def put(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
-        """Keep an answer, unless there is one already; return the one that stands."""
+        """Store an answer unless there is one already; return the stored one."""
         text = json.dumps(answer, ensure_ascii=False)
         await self._threads.run(
             self._do, "insert or ignore into answers (key, answer) values (?, ?)", _key_of(request), text

@@ -1,9 +1,9 @@
-"""Searcher: an index asked from an event loop; what the search tool and the search server have in common.
+"""Searcher: searches an index from an event loop; shared by the search tool and the search server.
 
     hits = await searcher.search(["oslo", "rome"], topk=3)      a list of hits for each query
 
-Words in a small index are found within half a millisecond, so that is done on the spot; a large index, and vectors, are
-searched in threads, so that nothing else waits for them.
+A word search in a small index takes less than half a millisecond and runs on the event loop; a large index, and vectors, are
+searched in threads.
 """
 
 from __future__ import annotations

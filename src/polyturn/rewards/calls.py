@@ -4,7 +4,7 @@
     await batch(item)               its result, from one call for many items
     with running.one(): ...         an episode runs, and may still bring an item
 
-Separate from `function.py`, which knows what a function is told and what it may return.
+Separate from `function.py`, which knows the arguments and results of reward functions.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     turns of two players      seat 0: 0.0, 1.0    seat 1: -1.0
                               ->  {"score": 0.0, "agents": {"seat 0": 1.0, "seat 1": -1.0}}
 
-Players are told apart, because in a game one reward for all would teach the loser what it teaches the winner. The score of
-such an episode is the players' mean; what each is trained on is its own.
+Each player of a game has its own reward, because one reward for all would teach the loser what it teaches the winner. The
+episode's score is the players' mean.
 """
 
 from __future__ import annotations

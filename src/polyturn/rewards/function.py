@@ -255,7 +255,7 @@ def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any]
         return frozenset(known if takes_any else set(parameters) & set(known))
     if fixed and fixed[0].name not in kwargs and (hint := _misread(fixed[0].name)) is not None:
         raise ConfigError(
-            f"reward {name!r}: it takes ({', '.join(parameters)}), and nothing is told under the name {fixed[0].name!r}"
+            f"reward {name!r}: it takes ({', '.join(parameters)}), and no argument has the name {fixed[0].name!r}"
             f"{hint}; write it as (trajectory), as (data_source, solution_str, ground_truth, extra_info=None), or for many "
             "at once as (data_sources, solution_strs, ground_truths, extra_infos=None), which returns a list"
         )

@@ -1,8 +1,8 @@
-"""A penalty for long responses that grows before the limit instead of striking at it (DAPO, arXiv 2503.14476, eq. 13).
+"""A penalty for long responses that grows before the limit (DAPO, arXiv 2503.14476, eq. 13).
 
     Overlong(max_tokens=100, buffer=20, penalty=1)     80 tokens -> 0     90 -> -0.5     100 and more -> -1
 
-Separate from the reward functions, because it looks at tokens and not at what they say.
+Separate from the reward functions, because it reads the number of tokens and not the text.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Aside(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView:
-    """The facts that an interaction is told beyond the messages; a `ConversationView`."""
+    """The facts that an interaction gets beside the messages; a `ConversationView`."""
 
     id: str
     seed: int

@@ -58,7 +58,7 @@ class LiveGroup:
 
     episodes: list[Episode] = field(default_factory=list)
     on_end: Callable[[Trajectory], None] | None = None
-    """Is told each trajectory of this process as it ends, before the group is whole."""
+    """Called with each trajectory of this process as it ends, before the group is complete."""
     abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
     """Of a group whose episodes run in another process: aborts them there, and returns their lengths."""
     is_cut: bool = False
@@ -101,7 +101,7 @@ class RolloutPool:
 
         Args:
             spec: The group.
-            live: Is told the episodes as they start, and may cut them off, which counts as no failure.
+            live: Gets the episodes as they start, and may cut them off, which does not count as a failure.
 
         Raises:
             RolloutError: too large a share of the latest trajectories failed.

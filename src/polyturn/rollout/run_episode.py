@@ -73,7 +73,7 @@ async def run_episode(
         id: Unique among live episodes; the engine's session id.
         seed: Every random choice of the episode follows from it.
         sampling: Overrides the context's sampling.
-        on_start: Is told the episode before anything else happens.
+        on_start: Called with the episode before anything else happens.
     """
 
     def make() -> Episode:

@@ -1,4 +1,4 @@
-"""From the words of a configuration to sandboxes, one for each episode.
+"""From a configuration to sandboxes, one for each episode.
 
     read_spec({"backend": "podman", "image": "python:3.12"}, where="env.kwargs.sandbox")  ->  SandboxSpec(...)
     boxes.join("train-7/2") … await boxes.of("train-7/2") … await boxes.leave("train-7/2")     closed with the last
@@ -51,11 +51,11 @@ _MEANT = {
     "max_alive": "write how many sandboxes may live at once, 1 or more",
     "warm": f"write how many sandboxes are kept started, 0 to {MAX_WARM}",
 }
-"""Key of a sandbox to what it takes, for messages."""
+"""Key of a sandbox to the values that it accepts, for messages."""
 
 
 def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxSpec:
-    """Return the sandbox that a mapping of a configuration describes.
+    """Return the sandbox that a mapping in a configuration describes.
 
     Args:
         options: Its keys are the fields of `SandboxSpec`.
@@ -180,7 +180,7 @@ class EpisodeSandboxes:
         self._opening: dict[str, asyncio.Task[BaseSandbox]] = {}
 
     def join(self, episode_id: str, spec: SandboxSpec | None = None) -> None:
-        """Count a user of the episode's sandbox; the first one that has a `spec` says which it is."""
+        """Count a user of the episode's sandbox; the first `spec` chooses the sandbox."""
         self._users[episode_id] = self._users.get(episode_id, 0) + 1
         if spec is not None:
             self._specs.setdefault(episode_id, spec)
@@ -199,7 +199,7 @@ class EpisodeSandboxes:
             return await asyncio.shield(self._opening[episode_id])
 
     async def leave(self, episode_id: str) -> None:
-        """Count a user out; the last one closes the sandbox."""
+        """Count one user less; the last one closes the sandbox."""
         self._users[episode_id] -= 1
         if self._users[episode_id]:
             return

@@ -60,8 +60,8 @@ class RolloutClient:
 
         Args:
             urls: Their addresses.
-            token: What they demand.
-            timeout_s: A reply that takes longer is an error; the servers are told the same deadline.
+            token: The token that they require.
+            timeout_s: A reply that takes longer is an error; the servers get the same deadline.
         """
         self.urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
         if not self.urls:

@@ -32,7 +32,7 @@ _TEXTS: dict[int, tuple[str, ...]] = {1: ("payload",), 2: older_versions.COLUMNS
 
 
 def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]) -> list[StoredTrajectory]:
-    """Return rows of a part in this order, without those that are damaged, each of which `damaged` is told.
+    """Return rows of a part in this order, without damaged ones; `damaged` is called for each of these.
 
     Raises:
         DataError: the part is of a newer version.

@@ -1,4 +1,4 @@
-"""Rows that earlier versions of the store wrote, as the JSON that the present one keeps.
+"""Rows of earlier versions of the store, as the JSON of the present one.
 
     version 1    payload: the whole trajectory, arrays included, as JSON
     version 2    lists of structs: segments, media, spans, messages [(turn, …)], tool_calls [(message, …)], tool_results, …

@@ -102,7 +102,7 @@ def task(
     interaction: str | None = None,
     **fields: Any,
 ) -> Task:
-    """Return a task with one user message; `interaction` names the interaction, which is told the ground truth."""
+    """Return a task with one user message; the interaction named `interaction` gets the ground truth."""
     ref = None
     if interaction is not None:
         ref = InteractionRef(name=interaction, kwargs={"name": interaction, "ground_truth": ground_truth})

@@ -3,8 +3,8 @@
     folder = tiny("Qwen/Qwen3-0.6B")          a folder like the published one, with half a million parameters
     polyturn train config.yaml model.path=$(python -c "import polyturn.testing as t; print(t.tiny('Qwen/Qwen3-0.6B'))")
 
-What a run reads of the real model, it reads here in the same form, so that a script, a template or a config can be tried
-without a download. What is in `qwen/`, and under which licence, is in its README.
+A run reads the same files as of the real model, so a script, a template or a config can be tried without a download. The
+README of `qwen/` lists its files and their licence.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
 """Name on the hub -> the fields of the published config.json that say what the model computes."""
 
 TURN_TOKENS = 24
-"""About how many tokens the model of random weights says before it ends its turn."""
+"""About how many tokens the random model samples before it ends its turn."""
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 _SPECIAL = (
@@ -92,7 +92,7 @@ def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int =
     Args:
         name: The model's name on the hub, one of `PUBLISHED`.
         folder: Where to write it; None keeps it in the cache of the Hugging Face libraries, made once.
-        turn_tokens: About how many tokens it says before it ends a turn, so that conversations have several.
+        turn_tokens: About how many tokens it samples before it ends a turn, so that conversations have several turns.
         seed: Of the weights.
 
     Raises:

@@ -1,7 +1,7 @@
 """Delimiters: the control tokens that open or close turns, roles and media, found by rendering.
 
-Separate from control tokens at large, because a prompt's owner may mean the others: a system prompt that explains <think>
-or <tool_call> wants the token the model knows, and no prompt means to end its own turn.
+Separate from other control tokens, because the owner of a prompt may want those: a system prompt that explains <think> or
+<tool_call> needs the token that the model knows, but no prompt wants to end its own turn.
 """
 
 from __future__ import annotations

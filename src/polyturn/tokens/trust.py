@@ -1,13 +1,13 @@
 """TrustRule: which control tokens a text may become, decided by who wrote it and by nothing else.
 
-    owner          what their setting `escape_prompts` says: all but what opens and closes turns and media; none; all
-    model          none; its reasoning and its calls stand in the tags that the template, or this library, writes around them
-    environment    none, whatever it says and wherever it stands: contents, names, keys of a schema, a role
+    owner          as `escape_prompts` says: all but those that open and close turns and media; none; all
+    model          none; the template, or this library, writes the tags around its reasoning and its calls
+    environment    none, in contents, names, keys of a schema and roles alike
 
-All that `DeltaEncoder` encodes follows it: prompts, answers, histories, schemas, and texts that a message goes on with.
-The template sees words in the place of text that must not become a control token, and that text is encoded by itself where
-the words stand then; all other text is encoded in one go with what stands around it, so the ids are those of a render in
-which barred text is ordinary.
+`DeltaEncoder` applies it to everything that it encodes: prompts, answers, histories, schemas, and continuations of a
+message. The template gets placeholder words for text that must not become a control token; that text is encoded by itself
+where the words stand in the result. All other text is encoded together with its surroundings, so the ids are those of a
+render in which the escaped text is ordinary.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TrustRule:
         Args:
             codec: The tokenizer and template.
             escape_prompts: One of `ESCAPES`: which control texts of an owner are ordinary text.
-            escape_observations: All control texts of anybody else are.
+            escape_observations: Whether control texts of all other authors are ordinary text.
 
         Raises:
             ConfigError: `escape_prompts` is not one of `ESCAPES`.

@@ -121,7 +121,7 @@ class A2AAgent:
 
         Raises:
             ToolError: the agent refused, failed or wants credentials.
-            ToolTimeoutError: it did not answer in time; it is told to stop.
+            ToolTimeoutError: it did not answer in time; the task is cancelled.
             ToolConnectionError: it cannot be reached.
         """
         _sdk()

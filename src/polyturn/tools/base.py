@@ -37,7 +37,7 @@ class BaseTool:
     """Whether its calls wait for something with a deadline of its own, such as the start of a sandbox (`Stretch.paused`),
     which does not count for the deadline of the call."""
     base_key: ClassVar[str | None] = None
-    """Key of its config under which it is told the folder that relative paths start from; None for a tool without paths."""
+    """Key of its config that gets the folder from which relative paths start; None for a tool without paths."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
@@ -86,7 +86,7 @@ class BaseTool:
             kwargs: The row's `create_kwargs` for this tool.
 
         Returns:
-            (the id that is used from then on, what the model is told at the start, empty for nothing).
+            (the id that is used from then on, the text for the model at the start, empty for none).
             Just the id is fine too.
         """
         return (str(uuid4()) if instance_id is None else instance_id), ToolResponse()

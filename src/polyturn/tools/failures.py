@@ -1,13 +1,13 @@
 """Why a tool call failed: one list of kinds, and the one place that sorts what a tool raised into them.
 
-    unknown_tool  bad_json  schema  skipped        the call never reached a tool: the model's to mend
-    tool_error                                     the tool refused, and says why: the model's to mend
-    exception  too_large                           the tool broke, or answered more than anybody can read
-    timeout  connection                            what the tool needs is slow or gone
-    circuit_open                                   it was gone so often that it was not asked
+    unknown_tool  bad_json  schema  skipped        the call never reached a tool: the model can correct it
+    tool_error                                     the tool refused, and says why: the model can correct it
+    exception  too_large                           the tool broke, or answered more than the limit
+    timeout  connection                            the tool's service is slow or gone
+    circuit_open                                   it was gone so often that it was not called
 
-Separate because the executor, the circuit breaker, the metrics and the documentation must agree. What the model's own words
-can bring about never counts for a circuit breaker: else a policy could switch off a tool that pays or charges it.
+Separate because the executor, the circuit breaker, the metrics and the documentation must agree. Failures that the model can
+cause never count for the circuit breaker: else a policy could switch off a tool that rewards or penalises it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class FunctionTool(BaseTool):
         functools.update_wrapper(self, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process as the function and what the model is told; threads and episodes stay here."""
+        """Pickle the function and its schema; threads and episodes stay in this process."""
         return _arrived, (self.function, self.name, self.tool_schema, self.stateless)
 
     @property

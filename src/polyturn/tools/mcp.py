@@ -7,8 +7,8 @@
     servers.json   {"mcpServers": {"files": {"command": "python", "args": ["server.py"], "env": {…}},
                                    "web": {"url": "https://…/mcp", "auth_token": "…"}}}
 
-One item of the file becomes one tool object per tool of its servers. A server is connected to when it is first called; what
-goes wrong is told apart for the model: the tool said no, the server is gone, the deadline passed.
+One item of the file becomes one tool object per tool of its servers. A server is connected to when it is first called. The
+model reads which failure occurred: the tool refused, the server is gone, or the deadline passed.
 """
 
 from __future__ import annotations

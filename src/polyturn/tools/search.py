@@ -6,8 +6,8 @@
     POST {"queries": ["…"], "topk": 3, "return_scores": true}
     <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        a list per query
 
-The model reads {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"}, queries parted by a line of dashes; the
-same from both. How a service failed is told apart in the metrics: `status` and `cause` say it, `failed` is a share.
+The model reads {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"}, queries separated by a line of dashes; the
+same from both. The metrics `status` and `cause` say how a service failed; `failed` is a share.
 """
 
 from __future__ import annotations

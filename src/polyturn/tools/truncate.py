@@ -2,8 +2,8 @@
 
     left    (truncated)...the end        right   the beginning...(truncated)        middle   the beg...(truncated)...he end
 
-A cut never parts a character from the accents and joiners that belong to it, nor leaves half of a control token's text. Only
-what is kept is ever copied or encoded, however long the text is.
+A cut never separates a character from its accents and joiners, and never leaves half of a control token's text. Only the
+kept part is copied or encoded, however long the text is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_side(side: str) -> None:
     """Check the name of a side.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the name is unknown.
     """
     if side not in _SIDES:
         raise ConfigError(f"truncate_side is {side!r}; use 'left' (keeps the tail), 'right' (keeps the head) or 'middle'")
@@ -69,7 +69,7 @@ WHOLE = ResultLimit()
 
 
 def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle", codec: Codec | None = None) -> str:
-    """Return `text` with at most `max_chars` of its characters, and a mark where the rest was.
+    """Return `text` with at most `max_chars` of its characters, and a mark in place of the rest.
 
     Args:
         text: The text.
@@ -84,7 +84,7 @@ def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle",
 
 
 def truncate_tokens(text: str, *, max_tokens: int | None, codec: Codec, side: TruncateSide = "middle") -> str:
-    """Return `text` with at most `max_tokens` of its tokens, and a mark, which is not counted, where the rest was."""
+    """Return `text` with at most `max_tokens` of its tokens, and an uncounted mark in place of the rest."""
     if max_tokens is None or 4 * len(text) <= max_tokens:
         return text  # no token is shorter than a byte
     tail = {"left": max_tokens, "right": 0, "middle": max_tokens // 2}[side]
@@ -108,7 +108,7 @@ def truncate_tokens(text: str, *, max_tokens: int | None, codec: Codec, side: Tr
 
 
 def well_formed(text: str) -> str:
-    """Return `text` as text that has a UTF-8 form: halves of a pair are joined, those that stand alone are replaced."""
+    """Return `text` in a form that UTF-8 can encode: surrogate pairs are joined, single surrogates are replaced."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,13 +1,13 @@
-"""Alarms: a policy that goes wrong shows it in a few numbers, some steps before the reward does.
+"""Alarms: a few metrics show that training goes wrong, some steps before the reward does.
 
     alarms.feed(31, {"policy/entropy": 0.04, ...})
       ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20 % of ... 0.9: ...")]
 
-One more alarm is absolute: trainer and engine disagree on the log-probabilities of sampled tokens. Where the disagreement
-starts says where it comes from (`diagnose`).
+One more alarm is absolute: trainer and engine disagree on the log-probabilities of sampled tokens. The position at which the
+disagreement starts shows its cause (`diagnose`).
 
-Separate and pure: it is fed metrics and returns warnings, and the run decides what to do with them. A resumed
-run is brought up to date by feeding it the metrics that are already written down.
+Separate and pure: metrics go in, warnings come out, and the run decides what to do with them. A resumed run feeds it the
+metrics that are already recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AlarmThresholds:
     patience: int = 3
     """An alarm is raised after this many steps in a row past its threshold."""
     silent_steps: int = 10
-    """So many steps in a row in which all rewards of each group are equal are an alarm."""
+    """An alarm is raised after this many steps in a row in which all rewards of each group are equal."""
     entropy_share: float = 0.2
     """Entropy below this share of the early one."""
     shortest_share: float = 0.3
@@ -183,7 +183,7 @@ def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | 
 
     Args:
         metrics: Those of one step, policy/rollout_… and buffer/staleness.
-        thresholds: When to speak.
+        thresholds: When to warn.
     """
     t = thresholds or AlarmThresholds()
 

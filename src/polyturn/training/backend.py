@@ -120,7 +120,7 @@ class Backend(Stored, Protocol):
         ...
 
     def free_cache(self) -> None:
-        """Give memory of the GPU back that holds nothing now, to a server on the same one."""
+        """Return cached, unused GPU memory, so that a server on the same GPU can have it."""
         ...
 
     def close(self) -> None:

@@ -23,14 +23,14 @@ OUTSIDE = -1e30
 
 
 class HeadScores(NamedTuple):
-    """What the head says of each target."""
+    """The head's results for each target."""
 
     logprobs_S: Tensor
     entropy_S: Tensor | None
 
 
 def is_plain(head: nn.Module | None) -> bool:
-    """Return whether a head is a linear map with whole weights and without an adapter, so that its weights say all."""
+    """Return whether a head is a linear map with whole weights and without an adapter, so that its weights define it."""
     return type(head) is nn.Linear and not isinstance(head.weight, DTensor)
 
 

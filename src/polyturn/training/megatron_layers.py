@@ -88,7 +88,7 @@ class Rotary(RotaryEmbedding):
 
 
 class ToldChoice(RouterReplay):
-    """The choice of one router: what it is told, and its own where it is told nothing.
+    """The choice of one router: the recorded experts, or its own where none are recorded.
 
     megatron-core's class keeps every instance in one list, for one model a process, and replays all tokens or none; here a
     reference may stand beside the policy, and a token may have no route.

@@ -373,7 +373,7 @@ class ModelBackend:
         return {name: tensor.detach() for name, tensor in self.network.backbone.state_dict().items()}
 
     def free_cache(self) -> None:
-        """Give memory of the GPU back that holds nothing now."""
+        """Return cached, unused GPU memory."""
         self._placement.release(self.network)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

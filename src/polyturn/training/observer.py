@@ -4,7 +4,7 @@
                     trajectories/part-*.parquet    every trajectory of training and evaluation
                     alarms.jsonl                   what looked wrong, and when
 
-It decides nothing. What it is told while a run goes on is on disk by the end of the step.
+It decides nothing. Everything that it records is on disk by the end of the step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AlsoRecord:
     has_many_sets: bool = False
     """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
-    """Is told the numbers of each step once they are written."""
+    """Called with each step's metrics once they are written."""
     eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = lambda name, groups: {}
     """Further numbers of an evaluation set, from its name and its groups."""
 

@@ -34,7 +34,7 @@ class PolicySnapshot:
     model: PreTrainedModel
     """Its own memory; `frozen_copy` makes it."""
     engine: Engine
-    """Samples from `model`, and takes its weights over when it is told a version."""
+    """Samples from `model`; loads its weights when it gets a new version."""
     refresh_every: int | None = None
     """In steps; None keeps the weights of step 0."""
     version: int | None = None

@@ -59,7 +59,7 @@ class Producer:
             pool: Runs groups.
             tasks: What the sampler's visits count.
             sampler: At the first visit that no step was trained on.
-            drops: Is told what is not trained on.
+            drops: Counts the trajectories and tokens that are not trained on.
             settings: The loop's: the size of a group, the seed, how often a group without signal is replaced.
             update: Says what a group must have, and whether it has something to learn from.
             on_episode: Is called for every finished episode of groups that a step may train on.

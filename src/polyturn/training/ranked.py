@@ -171,7 +171,7 @@ class RankedBackend:
         self._all("shift_weights", group, scale)
 
     def free_cache(self) -> None:
-        """Let every rank give memory of its GPU back that holds nothing now."""
+        """Let every rank return cached, unused GPU memory."""
         self._all("free_cache")
 
     def close(self) -> None:

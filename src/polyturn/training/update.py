@@ -112,8 +112,8 @@ class Update:
             policy: What is trained.
             estimator: From rewards to advantages, its options bound.
             settings: What else a step computes.
-            kl: Is told each step's KL to the reference, and steers the weight that the policy gives it.
-            entropy: Is told each step's entropy, and steers the weight of the bonus for it.
+            kl: Gets each step's KL to the reference, and adapts its weight.
+            entropy: Gets each step's entropy, and adapts the weight of the bonus.
             critic: Gives the estimator values, and is trained on the returns that it answers with.
             reward_kl: Takes a KL penalty off the rewards; `policy` needs a reference then.
             teacher: Adds its judgement of the sampled tokens to advantages.

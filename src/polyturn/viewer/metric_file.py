@@ -1,8 +1,8 @@
-"""A file of metrics that is read while a run writes it: every whole line so far, and what of it cannot be read.
+"""A file of metrics that is read while a run writes it: all complete lines so far, and the problems in them.
 
-    {"step": 12, "reward/mean": 0.5}\n{"step": 13, "rew       ->  one line now, the next one once it is whole
+    {"step": 12, "reward/mean": 0.5}\n{"step": 13, "rew       ->  one line now, the next one once it is complete
 
-Separate from the run that it belongs to, because a warm start has a file of its own.
+Separate from the run, because a warm start has a file of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MetricFile:
         self._read_to = self._bad_lines = self._file = 0
 
     def refresh(self) -> None:
-        """Read the lines that are whole by now."""
+        """Read the lines that are complete by now."""
         try:
             self._refresh()
         except (DataError, OSError) as problem:
@@ -77,7 +77,7 @@ class MetricFile:
         return [steps[step] for step in sorted(steps)]
 
     def problems(self) -> list[str]:
-        """Return a sentence for each thing of the file that cannot be read."""
+        """Return a sentence for each unreadable part of the file."""
         damaged = f"{self._bad_lines} lines of {self._name} are damaged and were skipped" if self._bad_lines else ""
         first = f"the first begins with {min(self._long_names)!r}" if self._long_names else ""
         long = f"{self._name} has names of more than {MAX_NAME} characters, which are not shown; {first}" if first else ""

@@ -31,7 +31,7 @@ DROPPED = {
     "rejected": "the off-policy correction rejected all of its tokens",
     "not_taken": "its group was not among those that the step trained on",
 }
-"""`Trained.dropped` -> what a reader is told; another reason is shown as it is."""
+"""`Trained.dropped` -> the text that the viewer shows; any other reason is shown unchanged."""
 
 STOPPED = {
     StopReason.STOP: "the model finished, and nothing answered",
@@ -44,7 +44,7 @@ STOPPED = {
     StopReason.ERROR: "it failed, and is left out of the loss",
     StopReason.ABORTED: "it was cut off, and is left out of the loss",
 }
-"""Why a trajectory ended -> what a reader is told."""
+"""Why a trajectory ended -> the text that the viewer shows."""
 
 
 class TokenTexts:

@@ -305,7 +305,7 @@ def test_reward_with_other_arguments_is_refused() -> None:
     def of_trl(completions: list[str], **kwargs: Any) -> list[float]:
         return [0.0 for _ in completions]
 
-    with pytest.raises(polyturn.ConfigError, match=r"nothing is told under the name 'completions' .*'solution_strs'"):
+    with pytest.raises(polyturn.ConfigError, match=r"no argument has the name 'completions' .*'solution_strs'"):
         RewardRouter(function=of_trl)
 
 

@@ -37,9 +37,9 @@ class TokenLoss(NamedTuple):
 
 
 PolicyLoss = Callable[..., TokenLoss]
-"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. One that has a parameter `sequence_T` is also told
-which tokens belong together: equal numbers for the tokens of one sample (a segment, never cut by a micro-batch). One with
-`marks_T` is told which tokens its selection chose (`marks`)."""
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. A parameter `sequence_T` gets
+equal numbers for the tokens of one sample (a segment, never cut by a micro-batch). A parameter `marks_T` gets the tokens
+that the loss's selection chose (`marks`)."""
 
 policy_losses: Registry[PolicyLoss] = Registry("losses")
 

@@ -1,10 +1,10 @@
-"""Policy losses that treat the few tokens apart which drive entropy down: those of the largest covariance.
+"""Policy losses with a special treatment of the few tokens that reduce entropy most: those of the largest covariance.
 
     c_t = (A_t - mean A) (logprob_t - mean logprob)       means over all trained tokens of the optimizer step
 
 Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models), equations 10 to 13.
-A micro-batch knows neither mean nor rank, so tokens are chosen before the step is cut, from the log-probabilities that it
-starts with. On fresh rollouts those are the policy's own.
+A micro-batch does not know the mean or the ranking, so tokens are chosen before the step is split, by the log-probabilities
+at its start. On fresh rollouts those are the policy's own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def kl_cov(
 
     Args:
         marks_T: [T] 1 at the tokens that `choose_largest` marked.
-        ppo_kl_coef: How strongly a marked token is held where it was.
+        ppo_kl_coef: Weight of the penalty that keeps a marked token near its old probability.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     loss_T = -advantages_T * log_T.exp() + marks_T * ppo_kl_coef * log_T.abs()

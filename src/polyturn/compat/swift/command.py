@@ -131,7 +131,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     for name in named.get("names", ()):
         orms.find(name)
     options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
-    make(tuple(named.get("names", ())), options)  # one that cannot be made, or does not reach its judge, is told now
+    make(tuple(named.get("names", ())), options)  # fails now if it cannot be built or does not reach its judge
     scheduler = config.rollout.scheduler
     if isinstance(scheduler, str) and ":" not in scheduler:
         from polyturn.rollout.schedulers import schedulers

@@ -3,7 +3,7 @@
     multi_turns["mine"] = Mine        a class of `multi_turn.RolloutScheduler`
     orms["mine"] = Mine               a class of `rewards.ORM`, or a function
 
-A plug-in may replace what is shipped; what another plug-in registered stays, and the second one is told.
+A plug-in may replace a shipped entry. It cannot replace another plug-in's: that is an error.
 """
 
 from __future__ import annotations

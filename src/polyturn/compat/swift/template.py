@@ -27,7 +27,7 @@ class TemplateMeta:
     """Facts about a template."""
 
     is_thinking: bool = False
-    """Whether it writes reasoning of its own accord."""
+    """Whether the chat template has reasoning."""
 
 
 @dataclass

@@ -59,7 +59,7 @@ def settle(
         )
         if not turn_weights:
             raise SchedulerError(
-                f"an output of trajectory {episode.id!r} holds nothing that was sampled in it; return the response of an "
+                f"an output of trajectory {episode.id!r} has no tokens that were sampled in it; return the response of an "
                 "infer_async, its token_ids, or its text in messages"
             )
         for i, mine in turn_weights.items():

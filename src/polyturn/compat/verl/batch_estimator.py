@@ -24,7 +24,7 @@ AdvFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Options(dict[str, Any]):
-    """Options that are read like verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; what is not there is None."""
+    """Options that are read like verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; a missing key is None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,7 +35,7 @@ class Options(dict[str, Any]):
 def as_estimator(fn: AdvFn) -> Estimator:
     """Return a native estimator that calls `fn` with all groups of a step as one padded batch.
 
-    `index` holds the group of each row, `reward_baselines` what its task's greedy rollout earned, `values` the critic's;
+    `index` holds the group of each row, `reward_baselines` the reward of its task's greedy rollout, `values` the critic's;
     a greedy rollout and a critic are there where `fn` has such a parameter. One that reads `index` compares the members
     of a group.
     """

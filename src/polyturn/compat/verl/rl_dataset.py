@@ -221,7 +221,7 @@ def custom_tasks(
 
     Args:
         cls: `file.py:Class` or `package.module:Class`, called as verl does it.
-        files: What the class is told as `data_files`.
+        files: The class's argument `data_files`.
         split: Starts the ids of tasks that have none.
         config: The section `data`.
         model: Names the tokenizer, and the processor where the model has one.

@@ -212,7 +212,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Return a tool's answer, its reward and its metrics; the model is told of errors."""
+        """Return a tool's answer, its reward and its metrics; the model reads errors."""
         name = tool_call.name
         if (tool := self.tools.get(name)) is None:
             return _problem(f"Unknown function {name!r}; there are {', '.join(sorted(self.tools)) or 'none'}.")

@@ -1,4 +1,4 @@
-"""Lookahead: a turn is worth what comes of it, so the conversation is continued from each turn, and judged.
+"""Lookahead: scores a turn by its consequences: the conversation is continued from each turn, and judged.
 
     conversation   turn 0 ── turn 1 ── turn 2 ── end
                      │         └┬─ user ── turn ── user ──▸ judge 0.9 ┐
@@ -40,7 +40,7 @@ REWARDS = ("turns", "run")
 
 
 class BranchPoint(NamedTuple):
-    """A turn, and where the episode stood right behind it."""
+    """A turn, and the state of the episode after it."""
 
     turn: OpenTurn
     mark: Mark
@@ -49,7 +49,7 @@ class BranchPoint(NamedTuple):
 @schedulers.register("lookahead")
 @keeps_deadlines
 class Lookahead(MultiTurnScheduler):
-    """Runs the conversation, then looks what might have come of each of its turns."""
+    """Runs the conversation, then continuations from each of its turns."""
 
     gives_reward = True
     scores_turns = True
@@ -111,11 +111,11 @@ class Lookahead(MultiTurnScheduler):
         self._judge.require()
 
     def on_trajectory_start(self, episode: Episode) -> None:
-        """Begin to remember places."""
+        """Start an empty list of branch points."""
         self._places, self._is_looking = [], False
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
-        """Remember where a turn that speaks to the user stands."""
+        """Record a branch point at a turn that addresses the user."""
         # Continuations run through this method, too, and are not continued themselves.
         if not self._is_looking and not turn.message.tool_calls:
             self._places.append(BranchPoint(turn, episode.mark()))

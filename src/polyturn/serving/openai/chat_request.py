@@ -52,7 +52,7 @@ class ChatRequest:
     goes_on: bool = False
     """The last message is an assistant's, and the answer continues it."""
     wants_texts: bool = False
-    """Whether each token is told as text, beside its logprob."""
+    """Whether the response has the text of each token beside its logprob."""
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     temperature: float | None = None
@@ -63,7 +63,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatResponse:
-    """One completion, as the agent is told it."""
+    """One completion, as the agent gets it."""
 
     content: str
     reasoning: str | None

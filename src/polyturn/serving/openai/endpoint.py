@@ -60,7 +60,7 @@ REWARD_KEY = "a reward needs the episode's reward key, and not the API key, whic
 SERVER_TOKEN = "this server demands its token as the API key: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
 """The answer to a request that belongs to no episode."""
 MAX_ENDED = 4096
-"""Episodes whose end is remembered, so that a late request is told so."""
+"""Ended episodes to remember, so that a late request gets the reason."""
 
 
 class Answerer(Protocol):
@@ -113,19 +113,19 @@ class EndpointOptions:
     port: int = 0
     """0 takes a free one."""
     reach_as: str | None = None
-    """The host that agents are told, where it is another than the one that is listened on, as seen from a container."""
+    """The host in the addresses that agents get, if it is not `host`: this machine as a container sees it."""
     models: tuple[str, ...] = ("polyturn",)
     any_model: bool = True
     """Whether a request may name a model that is not listed, as agents do that were written for another."""
     ignore: frozenset[str] = frozenset()
     """Parameters that cannot be done here and are ignored instead of refused."""
     rules: ServerRules = field(default_factory=lambda: ServerRules(max_requests=MAX_REQUESTS))
-    """The rules of every request. Its token opens every episode, and is demanded for what belongs to none; None lets
-    everyone ask that."""
+    """The rules of every request. Its token opens every episode, and is required for requests that belong to none; without
+    a token these are open."""
 
 
 class ModelEndpoint:
-    """Serves while anybody holds it: it starts with the first `serving` and stops behind the last."""
+    """The HTTP server: it starts with the first `serving` context and stops after the last."""
 
     def __init__(self, options: EndpointOptions | None = None, *, plain: Answerer | None = None) -> None:
         self.options = options or EndpointOptions()
@@ -200,7 +200,7 @@ class ModelEndpoint:
         return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key, reward_key=reward_key)
 
     def dismiss(self, name: str, why: str) -> None:
-        """Take an address back; who asks there later is told why."""
+        """Close an address; later requests get `why`."""
         if self._tenants.pop(name, None) is not None:
             self._ended[name] = why
             if len(self._ended) > MAX_ENDED:

@@ -131,10 +131,10 @@ def read_reward(value: Any) -> tuple[float, dict[str, Any]]:
 
 
 def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
-    """Refuse a request that has none of `keys`; without keys, everyone may ask.
+    """Refuse a request that has none of `keys`; without keys, every request passes.
 
     Raises:
-        BadRequest: it has none of them; `wants` is what it is told.
+        BadRequest: it has none of them; `wants` is the message.
     """
     if not keys:
         return

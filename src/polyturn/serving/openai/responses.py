@@ -3,8 +3,8 @@
     {"instructions": "…", "input": [{"role": "user", …}, {"type": "function_call_output", …}]}
       ->  Ask with chat messages  ->  {"output": [{"type": "message", …}, {"type": "function_call", …}]}
 
-Items become chat messages: what one turn wrote (reasoning, text, calls) is several items and one assistant message.
-`previous_response_id` is looked up in what the episode has been answered so far.
+Items become chat messages: the reasoning, text and calls of one turn are several items and one assistant message.
+`previous_response_id` is looked up among the episode's earlier responses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TEXTS = "message.output_text.logprobs"
 
 
 class ResponseCache:
-    """The latest responses of an episode, for requests that go on from one by its id."""
+    """The latest responses of an episode, for requests that continue one by its id."""
 
     def __init__(self) -> None:
         self._messages: OrderedDict[str, list[Mapping[str, Any]]] = OrderedDict()

@@ -85,7 +85,7 @@ class SessionScheduler(MultiTurnScheduler):
         return await self.session.answered(episode, turn)
 
     async def check_finished(self, episode: Episode, turn: OpenTurn) -> None:
-        """Leave it to the agent, which is told that a completion was cut."""
+        """Let the agent decide: it learns that the completion was cut."""
 
 
 @keeps_deadlines
@@ -130,7 +130,7 @@ class BlackBox(SessionScheduler):
     port: int = 0
     """The port; 0 takes a free one."""
     reach_as: str | None = None
-    """The host that agents are told, where it is not `host`."""
+    """The host in the addresses that agents get, if it is not `host`."""
     base: Path | None = None
     """The folder that relative paths start from."""
 
@@ -282,7 +282,7 @@ class BlackBox(SessionScheduler):
 
         Args:
             box: The sandbox that it runs in; None is this machine.
-            task: The task that it is told.
+            task: The task that it gets.
             address: Of its model.
             id: Of the episode.
             timeout_s: Seconds after which it is ended; None is the agent's own `timeout_s`.

@@ -75,7 +75,7 @@ def _is_short(ask: ChatRequest, limits: Limits) -> bool:
 
 
 def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
-    """Return a turn as the agent is told it, and the message that the agent's next request repeats if it goes on."""
+    """Return a turn as the agent gets it, and the message that the agent's next request repeats if it continues."""
     message, text = turn.message, turn.text
     if turn.stopped_by is not None:
         text = text[: text.index(turn.stopped_by)]

@@ -30,7 +30,7 @@ class BadArgumentsError(Exception):
 
 
 def read_values(text: str, head: re.Pattern[str], end: re.Pattern[str], form: str) -> dict[str, str]:
-    """Return the texts of named values in a text that holds nothing else.
+    """Return the texts of named values, by name. The text has values only.
 
     Args:
         text: The values.

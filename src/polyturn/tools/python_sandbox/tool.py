@@ -4,8 +4,8 @@
     execute({"code": "x * 7"})   ->  "42\\n"
 
 A sandbox belongs to one episode and is killed with everything in it at the end. One that dies on the way (a limit, a crash)
-is replaced at the next call, and the model is told that its variables are gone. Where none can be started, which no code can
-bring about, the trajectory fails: what is ours to answer for is not an observation and earns no reward.
+is replaced at the next call, and the model reads that its variables are gone. If no sandbox can be started, which no code in
+one can cause, the trajectory fails: the model must neither see nor be scored with our failure.
 """
 
 from __future__ import annotations
