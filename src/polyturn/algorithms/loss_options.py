@@ -3,8 +3,8 @@
     loss: {name: ppo_clip, clip_high: 0.28, correction: {cap: 2.0}}      PpoOptions
     loss: {name: sapo, tau_neg: 1.1}                                     SapoOptions
 
-A null argument is the default of the loss's function, which alone says it. Separate from `losses/`, because a configuration
-is read where torch is not.
+A null argument takes the default of the loss's function. Separate from `losses/`, because a configuration is also read
+without torch.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ index t describes token t; the shift to targets happens once, here.
     row         input    [ p0 p1 a2 a3 o4 ]            cut before the last weighted token: what follows changes nothing
                 targets        a2 a3    a5             read off at columns 1, 2 and 4
 
-Rows are sorted by length and padded on the right, so a batch needs no mask at all: attention is causal, padding stands
-after every real token, and no target is read off at a padded position. Packed, they stand end to end as one row, and who
-sees whom is said beside them (`packing.py`). Only positions with a weight become targets (axis S), so the vocabulary
-projection and everything after it costs nothing for prompts and observations. A run with an observation loss predicts the
-tokens of observations in the same forward pass (axis R, `ReadTargets`); they are not targets of the policy's loss.
+Rows are sorted by length and padded on the right, so a batch needs no mask: attention is causal, padding follows every real
+token, and no target is read at a padded position. Packed samples form one row end to end; `packing.py` describes which
+tokens attend to which. Only positions with a weight become targets (axis S), so prompts and observations skip the vocabulary
+projection and everything after it. A run with an observation loss predicts the tokens of observations in the same forward
+pass (axis R, `ReadTargets`); they are not targets of the policy's loss.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""From a group to training samples: one per segment in which the model wrote anything.
+"""From a group to training samples: one per segment with sampled tokens.
 
     trajectory with segments [PROMPT SAMPLED OBS SAMPLED] and [PROMPT SAMPLED]  ->  two samples
 
-A segment owns the tokens that were sampled into it; a later segment that replays them holds them as its prompt. So every
-sampled token is in exactly one sample (I4), and no array is computed here that the segment does not already have.
+A segment owns the tokens that were sampled into it; in a later segment that replays them they are part of the prompt. So
+every sampled token is in exactly one sample (I4). All arrays come from the segment.
 """
 
 from __future__ import annotations

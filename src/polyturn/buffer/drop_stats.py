@@ -1,9 +1,9 @@
 """DropStats: lengths of samples that are dropped before training, to show whether long answers are left out.
 
-    buffer/dropped_decile_0 ... _9    trajectories that were dropped, by where their length lies among all of the step
+    buffer/dropped_decile_0 ... _9    dropped trajectories, by the decile of their length within the step
 
-Without a bias the ten numbers are about equal. Over-sampling that cuts off the rest drops the long ones, and shows as
-numbers that rise. The length of a trajectory that was cut off is what it had reached.
+Without a bias the ten numbers are about equal. Over-sampling that cuts off the rest drops long trajectories, so the numbers
+rise. A trajectory that was cut off counts with the length that it had reached.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     of the rewards 0, 1, 0, …
 
 Separate from the checks of signatures in `credit.py` and `loss.py`: this one runs the code, so that a missing field or a
-wrong shape costs no rollout. What polyturn brings itself is not called.
+wrong shape costs no rollout. Shipped estimators and losses are not called.
 """
 
 from __future__ import annotations

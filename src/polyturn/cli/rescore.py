@@ -1,4 +1,4 @@
-"""`polyturn rescore`: recorded trajectories under another reward function, beside what they got."""
+"""`polyturn rescore`: recorded trajectories under another reward function, beside their recorded rewards."""
 
 from __future__ import annotations
 

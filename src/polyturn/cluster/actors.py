@@ -4,10 +4,10 @@
     loop, evaluation,       EngineActor x replicas       weights for sampling: the embedded engine
     checkpoints             ServerActor x replicas       or an inference server (`servers.py`)
                             PoolActor                    all replicas as one engine (`pool_actor.py`)
-                            RolloutActor x workers       episodes: tools, interactions, rewards; they ask the pool
+                            RolloutActor x workers       episodes: tools, interactions, rewards; they use the pool
 
-An actor is given what builds it, not a configuration: nothing here knows what is built. Each says where its
-log is, so that the driver can tell how it ended.
+An actor gets a function that builds its part, not a configuration: this file does not know the parts. Each actor names its
+log file, so that the driver can report how it ended.
 """
 
 from __future__ import annotations

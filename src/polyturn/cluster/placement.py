@@ -1,12 +1,12 @@
 """The placement of a run's actors: placement groups, one for each kind, and the actors in them.
 
-    ranks              PACK      they exchange gradients, so as near to each other as there is room; a server that shares
-                                 their GPUs is in their bundle
-    engines, servers   SPREAD    one does not wait for another
-    workers            SPREAD    as many nodes' processors as there are
-    pool               the node of the driver, whose end is the run's anyway
+    ranks              PACK      as close together as possible, because they exchange gradients; a server that shares their
+                                 GPUs is in their bundle
+    engines, servers   SPREAD    they do not depend on each other
+    workers            SPREAD    over the processors of all nodes
+    pool               the driver's node, because the run ends with the driver anyway
 
-A cluster without the room is a sentence that says what was asked and what there is, after `patience_s` and not never.
+If the cluster has no room, an error says after `patience_s` what was requested and what exists.
 """
 
 from __future__ import annotations

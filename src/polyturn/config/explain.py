@@ -2,7 +2,7 @@
 
     train.steps is 'many' (in run.yaml); it must be a valid integer, unable to parse string as an integer
 
-What the environment gave is shown as the expression that was configured, never as its value.
+A value from the environment is shown as the configured expression, never as the value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compact, read-only token arrays: int32 ids, float32 logprobs and weights.
 
-Separate because every core type holds such arrays and all of them must agree on three things: they cannot be written to
-after construction (also not after unpickling), two records compare by value through `same_as` (`==` on arrays is not a
-bool, so the dataclasses have `eq=False`), and thousands of live episodes fit in memory because no token is a Python object.
+Separate because every core type holds such arrays, and they must agree on three things: they are read-only (also after
+unpickling); two records compare by value through `same_as` (`==` on arrays is not a bool, so the dataclasses have
+`eq=False`); and thousands of live episodes fit in memory, because no token is a Python object.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     polyturn.train(tools=[price], …)     rollout.tools.functions == [LiveObject(price)]
     config.yaml of that run              rollout: {tools: {functions: ["<live __main__:price>"]}}
 
-The text tells a reader where the object came from. Nothing leads back from it: a run that began with objects goes on from
-the program that has them. An object reaches the run's other processes with the configuration, by pickle.
+The text tells a reader where the object came from. It cannot be turned back into the object: a run that began with objects
+continues from the program that has them. An object reaches the run's other processes with the configuration, by pickle.
 """
 
 from __future__ import annotations

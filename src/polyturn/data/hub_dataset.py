@@ -2,8 +2,8 @@
 
     open_hub_dataset("openai/gsm8k", split="train", part="train", subset="main", columns={"prompt": "question"})
 
-Separate from `dataset.py`, which reads files and needs no library for it. Rows become tasks by the same rules; `columns`
-gives those that have other names in the data set their names here.
+Separate from `dataset.py`, which reads files without a library. Rows become tasks by the same rules; `columns` maps our
+names to those in the data set.
 """
 
 from __future__ import annotations

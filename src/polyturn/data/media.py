@@ -1,11 +1,11 @@
-"""The media of a row: columns beside the prompt become parts of its messages, where the prompt points at them.
+"""The media of a row: columns beside the prompt become parts of its messages, at the prompt's markers.
 
     {"prompt": "<image>\\nWhich color?", "images": [{"bytes": b"…"}]}
       ->  content ({"type": "image", "image": "data:image/png;…"}, {"type": "text", "text": "\\nWhich color?"})
 
 `<image>`, `<video>` and `<audio>` in a message, and parts such as {"type": "image"} without an image, take the next item of
-their column. Items that nothing points at come first in the first user message, provided that nothing points at others of
-their kind. Without such a column, `<image>` is text.
+their column. If a kind has no marker, its items come first in the first user message. Without such a column, `<image>` is
+text.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     engine: {kind: mine, kwargs: {url: ...}}                            OwnEngineOptions
 
 A kind takes its own keys only: a server's key on the embedded engine is an error before anything starts. Separate from the
-engines, because a configuration is read where torch is not.
+engines, because a configuration is also read without torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The ways of new weights to a server, and the pieces in which tensors are sent.
+"""The transports of new weights to a server, and the buckets in which tensors are sent.
 
-folder       a checkpoint in this machine's memory, or in a folder that both see, which the server reads
-gloo, nccl   the server's own transfer: tensors are broadcast to all servers at once    a network between both, both ways
-adapter      as folder, of the adapter alone, which the server computes beside weights that stay
-ipc          the server's own transfer: it opens the trainer's memory                   the same GPU
+folder       the server reads a checkpoint in this machine's memory, or in a shared folder
+gloo, nccl   the server's own transfer: tensors are broadcast to all servers at once    needs a network in both directions
+adapter      as folder, of the adapter alone; the server adds it to its base weights
+ipc          the server's own transfer: it opens the trainer's memory                   needs the same GPU
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
             tests/test.sh           the verifier, which writes /logs/verifier/reward.txt or reward.json
             steps/NAME/…            the same again for each step of a task with several
 
-Separate from the adapter because it touches files alone. A field that is unknown is refused with the nearest known one, and
-a field that asks for what is not here, such as a GPU, is refused by name.
+Separate from the adapter because it handles files only. An unknown field is refused with the nearest known one; a field that
+needs something unsupported, such as a GPU, is refused by name.
 """
 
 from __future__ import annotations

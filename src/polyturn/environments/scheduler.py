@@ -2,14 +2,14 @@
 
     one seat        reset -> prompt;  turn -> step -> observation -> turn …
     several seats   the environment says who acts. Each seat that the policy plays is an agent with a history, a segment and
-                    a reward of its own; what another seat says is in it only as far as the game shows it.
+                    a reward of its own; it reads another seat's words only if the game shows them.
 
     seat 0   [ prompt 0 | turn 0 | observation | turn 2 ]        one trajectory, two training samples
     seat 1   [ prompt 1 | turn 1 | observation | turn 3 ]
 
-A reward belongs to the player who earned it, so it is the score "env" of that player's latest turn, also where the other
-player's move brought it about: the loser's too. A completion that a limit cut is an action as
-well and ends the episode all the same; a player whom a limit stops in a game of several has lost it.
+A reward is the score "env" of its player's latest turn, also if another player's move caused it, as for the loser of a
+game. A completion that a limit cut is an action too, and ends the episode; in a game of several players, the stopped one
+has lost.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Whether one evaluation is better than another on the same tasks: a paired test, task by task.
 
-    task      A     B     B - A          tasks that both solve, or neither, say nothing;
-    gsm8k-0   1.0   1.0    0             of the others, is it chance that B wins more?
+    task      A     B     B - A          tasks that both or neither solve carry no information;
+    gsm8k-0   1.0   1.0    0             on the others, does B win more often than by chance?
     gsm8k-1   0.0   1.0   +1
 
-Where each task was run once and success is yes or no, this is McNemar's test in its exact form (McNemar 1947), the sign test
-on the tasks that differ. Where tasks were run several times, or for rewards, the signs of the differences are flipped at
-random (Fisher's randomization test), which uses their sizes too. Data sources are tested beside the whole and their p-values
-are corrected for there being several (Holm 1979).
+For success with one sample a task, this is McNemar's exact test (McNemar 1947): the sign test on the tasks that differ. For
+several samples, or rewards, the signs of the differences are flipped at random (Fisher's randomization test), which uses
+their sizes too. Data sources are also tested one by one, with Holm's correction (Holm 1979).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     {"openai/gsm8k": {"reward": {"mean@4": 0.5, "std@4": 0.3, "best@2/mean": 0.7, "best@4/mean": 0.9, …}}}
 
-best@n is what the best of n samples is expected to reach, by the bootstrap: a thousand times n of a task's N samples are
-drawn, with replacement. maj@n is the value of the answer that most of the n give, where the reward function returned the
-answer as `pred`. The draws are those of a seed, the same for every task, so equal values give equal numbers.
+best@n is the expected best of n samples, by the bootstrap: n of a task's N samples are drawn a thousand times, with
+replacement. maj@n is the value of the most common answer among the n, if the reward function returned the answer as `pred`.
+All tasks use the same seeded draws, so equal values give equal numbers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     .lock    process 4711 on node3       the holder of the file's lock (flock) trains
              ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing
 
-Separate from what trains and from what shows runs, because both read what stands there.
+Separate because the training loop and the commands that show runs both read these lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The forms in which interactions are written, brought into one when the interaction joins a run.
+"""Adapts the forms in which interactions are written to one, when the interaction joins a run.
 
-`calculate_score` and `finalize_interaction` take the instance id, or nothing at all; some authors write them as plain
-methods. What already has the usual form is used as it is.
+`calculate_score` and `finalize_interaction` may or may not take the instance id, and may be plain methods. Interactions in
+the usual form are used unchanged.
 """
 
 from __future__ import annotations

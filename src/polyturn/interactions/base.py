@@ -1,8 +1,8 @@
-"""BaseInteraction: the base class for a conversation partner of one's own.
+"""BaseInteraction: the base class of conversation partners.
 
-One object serves every episode at once, so state of one episode lives under its instance id and is freed in
-`finalize_interaction`. The class is concrete: it may itself be named in a config, and then answers every turn alike. A
-method may also be a plain function; it then runs in a thread, beside those of other episodes, where it may take its time.
+One object serves all episodes at once, so the state of an episode is kept under its instance id and freed in
+`finalize_interaction`. The class is concrete: a config may name it, and it then gives every turn the same answer. A plain
+method runs in a thread, concurrently with those of other episodes, and may block.
 
     id = await partner.start_interaction(ground_truth="72")
     done, content, score, metadata = await partner.generate_response(id, messages)

@@ -1,11 +1,11 @@
-"""FrozenPolicy: a further policy of a run, which speaks and is not trained: an opponent, a simulated user, a judge.
+"""FrozenPolicy: a further policy of a run, which is not trained: an opponent, a simulated user, a judge.
 
     reply = await policies["opponent"].say([{"role": "user", "content": "Your move."}], seed=7, session="g0/1:seat 1")
     reply.message.text, reply.version          ->  "[4]", 12
 
-It has an engine, a tokenizer and a template of its own, so only text passes between it and the policy that is trained: its
-words are observations there, and none of its tokens are in a training sample. Every request holds the whole conversation;
-a session only lets its engine keep the KV cache of one.
+It has its own engine, tokenizer and template, so it exchanges only text with the trained policy: its text is an observation
+there, and none of its tokens are in a training sample. Every request has the whole conversation; a session only lets the
+engine keep its KV cache.
 """
 
 from __future__ import annotations

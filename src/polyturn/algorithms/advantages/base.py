@@ -3,9 +3,9 @@
     group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
     batch    (batch, **options) -> BatchAdvantages     a batch is a list of `GroupView`, a group a list of `MemberView`
 
-An estimator is a plain function. One that needs more than the rewards of a group says so with `declare`, so that the trainer
-makes what it needs (values, a greedy rollout), keeps what it can use (groups whose rewards are equal), and refuses what it
-cannot work on (groups of one) before anything is sampled.
+An estimator is a plain function. One that needs more than the rewards of a group says so with `declare`. The trainer then
+provides its inputs (values, a greedy rollout), keeps groups that it can use (with equal rewards), and refuses configurations
+that it cannot work with (groups of one) before sampling.
 """
 
 from __future__ import annotations

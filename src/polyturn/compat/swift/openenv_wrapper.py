@@ -4,8 +4,8 @@
     observation, metadata = wrapper.reset()
     observation, reward, done, metadata = wrapper.step({"message": "[1 2 3]"})
 
-An episode is one WebSocket connection, which is kept in a thread with an event loop of its own, because schedulers call the
-wrapper from plain and from async code alike. A step is never repeated: a connection that was lost took its episode with it.
+An episode is one WebSocket connection, in a thread with its own event loop, because schedulers call the wrapper from plain
+and from async code. A step is never repeated: a lost connection ends its episode.
 """
 
 from __future__ import annotations
