@@ -81,9 +81,10 @@ def test_each_config_dry_runs(step, tmp_path):
 SIZES = {"Qwen/Qwen3-8B": (4096, 12288, 36, 32), "Qwen/Qwen3-32B": (5120, 25600, 64, 64)}
 """Hidden width, that of the feed-forward layers, layers and heads, as their configs on the hub have them."""
 PLANS = re.findall(r"```console\n\$ polyturn (plan .*)\n([^`]*)```", GUIDE.read_text())
+"""Commands and their output; the guide leaves out lines of two of them."""
 
 
-@pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 GPUs", "8 shared GPUs", "32 GPUs"])
+@pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 shared GPUs", "32 GPUs", "8 GPUs"])
 def test_plans_print_the_lines_of_the_guide(command, printed, tmp_path, monkeypatch):
     (name,) = re.findall(r"model\.path=(\S+)", command)
     width, inner, layers, heads = SIZES[name]
@@ -94,7 +95,8 @@ def test_plans_print_the_lines_of_the_guide(command, printed, tmp_path, monkeypa
     monkeypatch.chdir(GUIDE.parents[2] / "examples" / "recipes")
     done = call_command(main, *command.replace(name, str(tmp_path)).split())
     assert done.code == 0, done.err
-    assert first_words(done.out) == first_words(printed)
+    lines = iter(first_words(done.out))
+    assert [line for line in first_words(printed) if line not in lines] == []  # in this order
 
 
 def first_words(text):
