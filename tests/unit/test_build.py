@@ -76,8 +76,9 @@ def test_run_without_workers_takes_min_concurrent(tmp_path: Path):
 
 def test_rollout_workers_refuse_min_concurrent(parts: build.Parts, tmp_path: Path):
     several = place(tmp_path, "cluster.workers.count=3", "rollout.min_concurrent=8")
-    with pytest.raises(ConfigError, match=r"rollout\.min_concurrent is 8"):
-        build.with_workers(dataclasses.replace(parts, source=several))
+    refuses(
+        lambda: build.with_workers(dataclasses.replace(parts, source=several)), ConfigError, "rollout.min_concurrent is 8"
+    )
 
 
 def test_engine_samples_from_the_trainers_tensors(parts: build.Parts, tmp_path: Path):
@@ -133,8 +134,11 @@ async def test_rewards_are_those_of_the_config(tmp_path: Path):
     made = Trajectory(id="t/0", task=user("?", data_source="any"), segments=(), turns=(), stop_reason=StopReason.STOP)
     assert (await router.score(made)).components == {"outcome": 0.5, "tool_step": 0.0, "overlong": 0.0}
     assert router.route("tiny") == "tools"
-    with pytest.raises(ConfigError, match=r"set reward\.overlong\.max_tokens"):
-        build.build_rewarder(place(tmp_path, "reward.overlong.buffer=10"))
+    refuses(
+        lambda: build.build_rewarder(place(tmp_path, "reward.overlong.buffer=10")),
+        ConfigError,
+        "set reward.overlong.max_tokens",
+    )
 
 
 def test_estimators_get_their_options(tmp_path: Path):

@@ -149,8 +149,11 @@ def test_batch_without_trained_tokens_passes():
 
 
 def test_bad_settings_and_samples_are_refused():
-    with pytest.raises(TrainingError, match="has no old_logprobs"):
-        correct([sample("a", [0.1]).replace(old_logprobs=None)], CorrectionSettings())
+    refuses(
+        lambda: correct([sample("a", [0.1]).replace(old_logprobs=None)], CorrectionSettings()),
+        TrainingError,
+        "has no old_logprobs",
+    )
     refuses(lambda: CorrectionSettings(reject={"seq_meen_k1": Bounds(0.5, 2.0)}), UnknownNameError, "'seq_mean_k1'")
     refuses(lambda: CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)}), ConfigError, "must hold equal policies")
     refuses(lambda: CorrectionSettings(cap=0), ConfigError, "cap")

@@ -27,6 +27,7 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, TrajectoryGroup
 from polyturn.data.conversations import generate_conversations
 from polyturn.rewards.router import RewardRouter
+from support.refusals import refuses
 
 ROWS = [{"prompt": "What is 1 + 1?", "ground_truth": "2"}]
 
@@ -377,8 +378,7 @@ def test_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", [None, 3, b"runs/mine", ["runs/mine"], "runs/nowhere", __file__])
 def test_folder_without_a_run_is_refused(folder: Any) -> None:
-    with pytest.raises(polyturn.DataError, match=r"runs/NAME"):
-        polyturn.Run(folder)
+    refuses(lambda: polyturn.Run(folder), polyturn.DataError, "runs/NAME")
 
 
 def test_damaged_run_opens_and_each_read_says_what_is_wrong(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
+from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -285,8 +286,7 @@ def test_second_run_gets_a_folder_of_its_own(tmp_path: Path):
         made = list(threads.map(new_run_folder, [tmp_path / "runs" / "a"] * 4))
     assert {folder.name for folder in made} == {"a", "a-2", "a-3", "a-4"}
     (tmp_path / "gone").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match="cannot be made or written"):
-        new_run_folder(tmp_path / "gone" / "a")
+    refuses(lambda: new_run_folder(tmp_path / "gone" / "a"), ConfigError, "cannot be made or written")
 
 
 def test_file_system_without_locks_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any):
@@ -313,8 +313,7 @@ def test_checkpoint_is_named_by_run_folder_or_model(trained: tuple[Path, Called]
     model = run_of(config) / "checkpoints" / "step-000003" / "model"
     assert {model_folder(p) for p in (run_of(config), model.parent, model)} == {model}
     assert model_folder(None) is None
-    with pytest.raises(CheckpointError, match="there is no model in"):
-        model_folder(tmp_path)
+    refuses(lambda: model_folder(tmp_path), CheckpointError, "there is no model in")
 
 
 def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.MonkeyPatch):
@@ -351,8 +350,9 @@ def test_tokenizer_that_cannot_be_kept_is_one_sentence(tmp_path: Path):
         raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
 
     parts: Any = SimpleNamespace(tokenizer=SimpleNamespace(save_pretrained=full))
-    with pytest.raises(ConfigError, match=r"cannot be made or written \(Exception: No space left on device"):
-        keep_tokenizer(parts, tmp_path)
+    refuses(
+        lambda: keep_tokenizer(parts, tmp_path), ConfigError, "cannot be made or written (Exception: No space left on device"
+    )
 
 
 def test_help_loads_nothing_heavy():

@@ -18,6 +18,7 @@ from polyturn.store.parquet_store import ParquetStore, list_parts
 from polyturn.store.run_folders import find_runs
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.viewer.run_view import RunView
+from support.refusals import refuses
 from support.runs import call_command
 
 pytestmark = pytest.mark.timeout(300)
@@ -101,8 +102,7 @@ def test_empty_and_missing_folders_are_refused(tmp_path: Path):
         for command in ("show", "view"):
             called = call(command, folder)
             assert called.code == 2 and str(folder) in called.err
-    with pytest.raises(DataError, match="there is no run in"):
-        find_runs([tmp_path / "empty"])
+    refuses(lambda: find_runs([tmp_path / "empty"]), DataError, "there is no run in")
 
 
 def test_run_being_written_shows_its_whole_lines(run: Path):

@@ -15,6 +15,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.infra.machine_memory import machine_memory
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.models import tiny_model
+from support.refusals import refuses
 from support.runs import call_command, write_tiny_run
 
 GB = 10**9
@@ -35,8 +36,7 @@ def test_python_prints_and_returns_the_report_of_the_command(tmp_path: Path, cap
 
 
 def test_dry_run_elsewhere_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'dry_run'.*polyturn\.train"):
-        polyturn.evaluate(model="mine", dry_run=True)
+    refuses(lambda: polyturn.evaluate(model="mine", dry_run=True), ConfigError, "'dry_run'", "polyturn.train")
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -23,6 +23,7 @@ from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.observer import RunObserver
 from polyturn.viewer.highlights import highlights
 from polyturn.viewer.report import write_report
+from support.refusals import refuses
 
 HOSTILE = "<script>alert('x')</script><img src=//evil.example/x.png>"
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "4"}}\n</tool_call>'
@@ -123,10 +124,10 @@ async def test_report_names_damage_and_shows_the_rest(tmp_path: Path):
     assert answers["runs/0/overview"]["config_problem"] == "it has no config.yaml"
     assert len(answers["runs/0/curves"]["rollout/success"]["y"]) == 3
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no metrics and no trajectories"):
-        write_report([tmp_path / "empty"], tmp_path / "report.html")
-    with pytest.raises(DataError, match="there is no folder"):
-        write_report([tmp_path / "nowhere"], tmp_path / "report.html")
+    refuses(
+        lambda: write_report([tmp_path / "empty"], tmp_path / "report.html"), DataError, "no metrics and no trajectories"
+    )
+    refuses(lambda: write_report([tmp_path / "nowhere"], tmp_path / "report.html"), DataError, "there is no folder")
 
 
 async def test_report_writes_a_page_or_a_picture(tmp_path: Path):

@@ -25,6 +25,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.run_folders import find_runs
 from polyturn.testing.episodes import scripted_context, task
 from support.forked import run_forked
+from support.refusals import refuses
 from support.runs import write_tiny_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -166,14 +167,12 @@ def test_runs_are_listed_with_where_they_are(run_folder: Path, capsys: pytest.Ca
     list_runs.run(run_folder.parent)
     shown = capsys.readouterr().out
     assert "one" in shown and "0.250" in shown and "0.500" in shown and "empty" not in shown
-    with pytest.raises(DataError, match="there is no run in"):
-        list_runs.run(run_folder.parent / "empty")
+    refuses(lambda: list_runs.run(run_folder.parent / "empty"), DataError, "there is no run in")
 
 
 def test_runs_of_a_project_are_found(tmp_path: Path):
     config = write_tiny_run(tmp_path)
-    with pytest.raises(DataError, match="there is no run in"):
-        find_runs([tmp_path])
+    refuses(lambda: find_runs([tmp_path]), DataError, "there is no run in")
     folder = new_run_folder(tmp_path / "runs" / "tiny")
     write_resolved(load_config(RunConfig, config).resolved, folder / "config.yaml")
     assert find_runs([tmp_path]) == find_runs([tmp_path / "runs"]) == find_runs([folder]) == [folder]

@@ -32,6 +32,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.tokens.hub import only_cached
+from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -236,8 +237,7 @@ def test_model_of_the_package_index_is_named_without_a_hub(name: str, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("polyturn.tokens.hub.unreachable", lambda: "no route")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match="'smollm2'"):
-        only_cached(name)
+    refuses(lambda: only_cached(name), ConfigError, "'smollm2'")
 
 
 @pytest.mark.slow

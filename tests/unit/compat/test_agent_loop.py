@@ -28,6 +28,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import task, tiny_codec
 from support.compat_parts import looping, output, play_loop, prompt_of, say
+from support.refusals import refuses, refuses_later
 
 
 def trains_what_was_sampled(trajectory: Trajectory) -> bool:
@@ -230,13 +231,10 @@ async def test_row_chooses_its_loop_by_name() -> None:
     own, native, unknown = (task(extra={"agent_name": n}) for n in ("two_turns_in_test", "tool_agent", "nothing"))
     assert len((await play_loop(by_row, ["a", "b"], row=own)).turns) == 2
     assert len((await play_loop(by_row, ["a", "b"], row=native)).turns) == 1
-    with pytest.raises(ValueError, match="nothing"):
-        await play_loop(by_row, ["a"], row=unknown)
-    with pytest.raises(DataError, match=r"'t0'.*nothing.*agent_loop_config_path"):
-        by_row.check_task(unknown)
+    await refuses_later(lambda: play_loop(by_row, ["a"], row=unknown), ValueError, "nothing")
+    refuses(lambda: by_row.check_task(unknown), DataError, "'t0'", "nothing", "agent_loop_config_path")
     by_row.check_task(own)
-    with pytest.raises(DataError, match="'two_turns_in_test'"):
-        MultiTurnScheduler().check_task(own)
+    refuses(lambda: MultiTurnScheduler().check_task(own), DataError, "'two_turns_in_test'")
     MultiTurnScheduler().check_task(native)
 
 
@@ -261,8 +259,7 @@ async def test_file_of_loops_names_classes_arguments_and_the_default() -> None:
         scheduler = AgentLoopScheduler(loops=items, default=default, config=tree)
         info = (await play_loop(scheduler, ["a", "b"], row=row)).turns[-1].info
         assert {k: info[k] for k in ("model", "format", "end")} == {"model": "org/tiny", "format": "hermes", "end": "!"}
-    with pytest.raises(ConfigError, match=r"'wrong'.*'json\.dumps'"):
-        AgentLoopScheduler(loops={"wrong": {"_target_": "json.dumps"}})
+    refuses(lambda: AgentLoopScheduler(loops={"wrong": {"_target_": "json.dumps"}}), ConfigError, "'wrong'", "'json.dumps'")
     with pytest.raises(ConfigError, match=r"'mine'.*`runs`.*`run`"):
 
         @register("mine")
@@ -286,8 +283,7 @@ async def test_parsers_answer_under_their_names() -> None:
     parser = ToolParser.get_tool_parser("hermes", tokenizer)
     content, calls = await parser.extract_tool_calls(tokenizer.encode(text, add_special_tokens=False))
     assert (content, [(c.name, json.loads(c.arguments)) for c in calls]) == ("Sure.", [("add", {"a": 1})])
-    with pytest.raises(ValueError, match="herms"):
-        ToolParser.get_tool_parser("herms", tokenizer)
+    refuses(lambda: ToolParser.get_tool_parser("herms", tokenizer), ValueError, "herms")
 
     @ToolParser.register("mine_in_test")
     class Mine(ToolParser):

@@ -24,6 +24,7 @@ from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameErr
 from polyturn.core.plugins import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.registry import initialize_tools_from_config
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # a process has to start
 
@@ -88,13 +89,10 @@ def test_unknown_names_say_what_there_is(tmp_path: Path) -> None:
         importlib.import_module("verl.interactions.tutor")
     with pytest.raises(ImportError):
         exec("from verl.tools import nothing_like_this")
-    with pytest.raises(UnknownNameError, match="'verI'"):
-        compat.install("verI")
+    refuses(lambda: compat.install("verI"), UnknownNameError, "'verI'")
     (tmp_path / "mine.py").write_text("import surely_not_installed\n")
-    with pytest.raises(ConfigError, match="'surely_not_installed'"):
-        import_attr("mine.py:Mine", base=tmp_path)
-    with pytest.raises(ConfigError, match=r"verl.tools has base_tool"):
-        import_attr("verl.tools.no_such_tool.Tool")
+    refuses(lambda: import_attr("mine.py:Mine", base=tmp_path), ConfigError, "'surely_not_installed'")
+    refuses(lambda: import_attr("verl.tools.no_such_tool.Tool"), ConfigError, "verl.tools has base_tool")
 
 
 def test_missing_program_of_verl_names_its_replacement(
@@ -247,5 +245,4 @@ def test_file_under_two_names_registers_once(tmp_path: Path, monkeypatch: pytest
     first, second = import_file(tmp_path / "my_registrations.py"), importlib.import_module("my_registrations")
     assert first is not second
     (tmp_path / "others.py").write_text(REGISTERS)
-    with pytest.raises(MissingModuleError, match="already been registered"):
-        import_file(tmp_path / "others.py")
+    refuses(lambda: import_file(tmp_path / "others.py"), MissingModuleError, "already been registered")

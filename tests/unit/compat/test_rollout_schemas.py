@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from polyturn.compat.verl.rollout_schemas import (
     BASE_CHAT_HISTORY,
     FinishReasonTypeEnum,
@@ -11,12 +9,12 @@ from polyturn.compat.verl.rollout_schemas import (
 )
 from polyturn.compat.verl.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from polyturn.core.errors import ConfigError
+from support.refusals import refuses
 
 
 def test_wrong_reasons_are_named() -> None:
     assert FinishReasonTypeEnum.from_str("tool_calls") is FinishReasonTypeEnum.TOOL_CALL
-    with pytest.raises(ValueError, match="abort"):
-        FinishReasonTypeEnum.from_str("abort")
+    refuses(lambda: FinishReasonTypeEnum.from_str("abort"), ValueError, "abort")
     assert [m["role"] for m in BASE_CHAT_HISTORY] == ["system", "user"]
     assert TokenizationSanityCheckModeEnum("ignore_strippable") is TokenizationSanityCheckModeEnum.IGNORE_STRIPPABLE
 
@@ -33,10 +31,8 @@ async def test_trace_decorators_change_nothing() -> None:
 
     with rollout_trace_attr(step=3, sample_index=0, rollout_n=1, name="agent_loop", validate=False, trace=True):
         assert await Worker().add(1, b=2) == 3
-        with pytest.raises(ValueError, match="no"):
-            Worker().fail()
+        refuses(lambda: Worker().fail(), ValueError, "no")
     RolloutTraceConfig.init("project", "experiment", None, token2text=True, max_samples_per_step_per_worker=3)
     assert RolloutTraceConfig.get_instance().get_backend() is None
     assert not RolloutTraceConfig.enable_token2text()
-    with pytest.raises(ConfigError, match="'weave'"):
-        RolloutTraceConfig.init("project", "experiment", "weave")
+    refuses(lambda: RolloutTraceConfig.init("project", "experiment", "weave"), ConfigError, "'weave'")

@@ -31,6 +31,7 @@ from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from support.compat_parts import play_swift
+from support.refusals import refuses
 
 FILES = Path(__file__).parents[2] / "data" / "swift_plugins"
 MAPS = {
@@ -285,7 +286,5 @@ def test_registered_classes_are_checked_when_named(
 
     monkeypatch.setitem(envs, "lake", Lake)
     monkeypatch.setitem(context_managers, "short", Short)
-    with pytest.raises(ConfigError, match=r"envs\['lake'\].*`rest`.*`reset`"):
-        envs.find("lake")
-    with pytest.raises(ConfigError, match=r"context_managers\['short'\].*`manage_contexts`"):
-        context_managers.find("short")
+    refuses(lambda: envs.find("lake"), ConfigError, "envs['lake']", "`rest`", "`reset`")
+    refuses(lambda: context_managers.find("short"), ConfigError, "context_managers['short']", "`manage_contexts`")

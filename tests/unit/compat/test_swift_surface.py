@@ -36,6 +36,7 @@ from polyturn.serving.protocol import (
 )
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from support.compat_parts import again, play_swift, sampled
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # a process has to start
 
@@ -117,8 +118,7 @@ def test_requests_and_outputs_are_checked() -> None:
         "messages", "prompt_logprobs", "response", "response_loss_mask", "response_token_ids", "rollout_infos",
         "rollout_logprobs",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="response_token_ids"):
-        RolloutOutput(response=response, response_token_ids=None)
+    refuses(lambda: RolloutOutput(response=response, response_token_ids=None), ValueError, "response_token_ids")
 
 
 def test_request_can_be_printed_and_loses_its_reply() -> None:
@@ -224,8 +224,7 @@ def test_helpers_of_an_own_loop_take_what_they_like() -> None:
             return text
 
     check_scheduler(Own, where="mine")
-    with pytest.raises(ConfigError, match=r"Steps\.step"):
-        check_scheduler(Steps, where="mine")
+    refuses(lambda: check_scheduler(Steps, where="mine"), ConfigError, "Steps.step")
 
 
 class Wraps(MultiTurnScheduler):

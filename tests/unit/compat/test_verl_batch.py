@@ -12,6 +12,7 @@ import torch
 from polyturn import compat
 from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.compat.verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
@@ -26,8 +27,7 @@ def test_batch_survives_a_tensordict_and_pickle() -> None:
     assert same.batch["ids"].tolist() == [[0, 1], [2, 3]] and same.meta_info == {"step": 3}
     assert same.non_tensor_batch["scores"].tolist() == [[], [0.5]]
     assert DataProto.from_tensordict(data.batch, {"step": 3}).batch["ids"].tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(AssertionError, match="one axis of rows"):
-        DataProto.from_dict({"ids": torch.zeros(2, 2)}, num_batch_dims=2)
+    refuses(lambda: DataProto.from_dict({"ids": torch.zeros(2, 2)}, num_batch_dims=2), AssertionError, "one axis of rows")
 
 
 def test_rows_are_taken_padded_repeated_and_drawn() -> None:
@@ -53,12 +53,11 @@ def test_columns_are_taken_out_and_in() -> None:
     taken = data.pop(batch_keys=["ids"], non_tensor_batch_keys=["said"])
     assert list(data.non_tensor_batch) == ["uid"]
     assert taken.batch["ids"].shape == data.union(taken).batch["ids"].shape == (3, 2)
-    with pytest.raises(ValueError, match="`ids`"):
-        data.union(DataProto.from_dict({"ids": torch.zeros(3, 2)}))
-    with pytest.raises(ValueError, match="'uid' has 2 rows where the batch has 3"):
-        DataProto(data.batch, {"uid": np.array(["a", "b"])})
-    with pytest.raises(ValueError, match="rows"):
-        DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)})
+    refuses(lambda: data.union(DataProto.from_dict({"ids": torch.zeros(3, 2)})), ValueError, "`ids`")
+    refuses(
+        lambda: DataProto(data.batch, {"uid": np.array(["a", "b"])}), ValueError, "'uid' has 2 rows where the batch has 3"
+    )
+    refuses(lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}), ValueError, "rows")
 
 
 def test_facts_of_joined_batches_agree() -> None:
@@ -66,8 +65,7 @@ def test_facts_of_joined_batches_agree() -> None:
     one.meta_info, two.meta_info = {"t": np.array([1.0, np.nan])}, {"t": np.array([1.0, np.nan]), "u": [1, {"a": 2}]}
     assert DataProto.concat([one, two]).meta_info.keys() == {"t", "u"}
     two.meta_info = {"t": 2}
-    with pytest.raises(ValueError, match="Conflicting values for meta_info key 't'"):
-        DataProto.concat([one, two])
+    refuses(lambda: DataProto.concat([one, two]), ValueError, "Conflicting values for meta_info key 't'")
 
 
 @pytest.mark.parametrize("name", ["chunk", "make_iterator", "save_to_disk", "to_tensordict"])
@@ -106,5 +104,4 @@ def test_objects_are_loaded_from_files(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         load_extern_object(str(tmp_path / "mine.py"), "NONE")
     (tmp_path / "bad.py").write_text("1 / 0\n")
-    with pytest.raises(RuntimeError, match="division by zero"):
-        load_extern_object(str(tmp_path / "bad.py"), "VALUE")
+    refuses(lambda: load_extern_object(str(tmp_path / "bad.py"), "VALUE"), RuntimeError, "division by zero")

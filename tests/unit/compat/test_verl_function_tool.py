@@ -14,6 +14,7 @@ from polyturn.compat.verl.function_tool import function_tool, get_function_tool
 from polyturn.core.errors import ConfigError
 from polyturn.tools.registry import load_all_tools
 from polyturn.tools.schema import ToolResponse
+from support.refusals import refuses
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +66,7 @@ def test_mistakes_are_raised_at_the_decorator() -> None:
             x: It.
         """
 
-    with pytest.raises(ValueError, match="variadic"):
-        function_tool(many)
+    refuses(lambda: function_tool(many), ValueError, "variadic")
     function_tool(one)
     with pytest.raises(ValueError, match="registered"):
 
@@ -78,8 +78,7 @@ def test_mistakes_are_raised_at_the_decorator() -> None:
                 x: It.
             """
 
-    with pytest.raises(KeyError, match=r"'on'.*'one'"):
-        get_function_tool("on")
+    refuses(lambda: get_function_tool("on"), KeyError, "'on'", "'one'")
     with pytest.raises(TypeError):
         module.normalize_function_tool_return((1, 2, 3, 4))
 
@@ -107,5 +106,4 @@ def test_file_is_read_once_and_names_do_not_collide(tmp_path: Path) -> None:
     first = module.load_function_tools_from_path(str(file))
     assert module.load_function_tools_from_path(str(file)) == first
     items = {"tools": [{"class_name": "polyturn.tools.gsm8k.Gsm8kTool"}]}
-    with pytest.raises(ConfigError, match=r"\['calc_gsm8k_reward'\].*collide"):
-        load_all_tools(items, file)
+    refuses(lambda: load_all_tools(items, file), ConfigError, "['calc_gsm8k_reward']", "collide")

@@ -27,6 +27,7 @@ from polyturn.compat.verl.sandbox_fusion_tools import PoolMode, SandboxFusionToo
 from polyturn.compat.verl.search_r1_like_utils import perform_single_search_batch
 from polyturn.core.errors import ConfigError, UnknownNameError
 from polyturn.tools.schema import ToolResponse
+from support.refusals import refuses, refuses_later
 
 pytestmark = pytest.mark.timeout(300)  # servers and processes have to start
 
@@ -85,8 +86,7 @@ async def test_own_tool_runs_code_in_its_pool(url: str) -> None:
     nowhere = Retool({"sandbox_fusion_url": "http://127.0.0.1:1/run_code"}, schema)
     assert "no answer" in (nowhere.execute_code("i", "1", 1).text or "")
     assert await init_execution_pool(2).ping.remote()
-    with pytest.raises(NotImplementedError, match="threads"):
-        init_execution_pool(2, mode=PoolMode.ProcessMode)
+    refuses(lambda: init_execution_pool(2, mode=PoolMode.ProcessMode), NotImplementedError, "threads")
 
 
 async def test_token_bucket_owes_what_it_never_holds() -> None:
@@ -114,8 +114,9 @@ async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Pat
     score = importlib.import_module("own_scores").score
     found = await parallel_compute_score_async(score, ["a", "b"], ["a", "c"], ["tuple", "dict"], num_processes=1)
     assert found == [1.0, 0.5]
-    with pytest.raises(ValueError, match="no number"):
-        await parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1)
+    await refuses_later(
+        lambda: parallel_compute_score_async(score, ["raise"], ["a"], ["dict"], num_processes=1), ValueError, "no number"
+    )
 
 
 async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
@@ -135,8 +136,9 @@ async def test_mcp_servers_are_asked_by_tool(tmp_path: Path) -> None:
     assert [s["function"]["name"] for s in await manager.fetch_tool_schemas(["twice"])] == ["twice"]
     result = await manager.call_tool("twice", {"text": "ab"}, timeout=200)
     assert "abab" in str(result.content)
-    with pytest.raises(UnknownNameError, match="no MCP server has a tool 'other'"):
-        await manager.call_tool("other", {}, timeout=1)
+    await refuses_later(
+        lambda: manager.call_tool("other", {}, timeout=1), UnknownNameError, "no MCP server has a tool 'other'"
+    )
     await manager.get_client_with_tool_name("twice").close_now()
 
 

@@ -20,6 +20,7 @@ from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.tiny_models import tiny_tokenizer
+from support.refusals import refuses, refuses_later
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
@@ -111,12 +112,10 @@ def test_forking_agent_loop_has_room_for_its_forks(tmp_path: Path) -> None:
 def test_mended_file_registers_its_manager_again(file: Path) -> None:
     broken = file.with_name("broken.py")
     broken.write_text(MANAGER.replace("talkative", "mended") + "\nraise RuntimeError('no key')\n")
-    with pytest.raises(ConfigError, match="no key"):
-        import_attr(f"{broken}:judge")
+    refuses(lambda: import_attr(f"{broken}:judge"), ConfigError, "no key")
     broken.write_text(MANAGER.replace("talkative", "mended"))
     import_attr(f"{broken}:judge")
-    with pytest.raises(ConfigError, match="already been registered"):
-        register("mended")(NaiveRewardManager)
+    refuses(lambda: register("mended")(NaiveRewardManager), ConfigError, "already been registered")
 
 
 OF_ROWS = """
@@ -220,8 +219,9 @@ async def test_manager_of_neither_kind_is_refused(file: Path) -> None:
     given = imported("Neither", file.parent / "neither.py", f"actor_rollout_ref.model.path={file.parent / 'model'}")
     trajectory = await finished()
     del given["name"]
-    with pytest.raises(ConfigError, match="is not a reward manager; inherit"):
-        await asyncio.to_thread(lambda: score(trajectory, **given))
+    await refuses_later(
+        lambda: asyncio.to_thread(lambda: score(trajectory, **given)), ConfigError, "is not a reward manager; inherit"
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from polyturn.compat.verl.protocol import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import RewardError, UnknownNameError
 from polyturn.testing.tiny_models import tiny_tokenizer
+from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
@@ -78,8 +79,7 @@ def test_reward_function_of_a_tree_is_read_from_its_file(above: tuple[str, ...],
 def test_ids_are_read_from_any_form_of_a_tokenizer() -> None:
     for given in ([1, 2], (1, 2), [[1, 2]], {"input_ids": [1, 2]}, torch.tensor([[1, 2]])):
         assert normalize_token_ids(given) == [1, 2]
-    with pytest.raises(TypeError, match="list-like"):
-        normalize_token_ids("ab")
+    refuses(lambda: normalize_token_ids("ab"), TypeError, "list-like")
 
 
 def test_parts_of_a_template_are_found() -> None:
@@ -107,8 +107,11 @@ def test_conversation_without_user_is_rendered_behind_one() -> None:
     said = [{"role": "assistant", "content": "x"}]
     assert chat_template.apply_chat_template(Strict(), said) == [ord("a")]
     assert chat_template.apply_chat_template(Strict(), said, tokenize=False) == "a"
-    with pytest.raises(ValueError, match="no user query"):
-        chat_template.apply_chat_template(Strict(), [*said, {"role": "user", "content": "y"}])
+    refuses(
+        lambda: chat_template.apply_chat_template(Strict(), [*said, {"role": "user", "content": "y"}]),
+        ValueError,
+        "no user query",
+    )
 
 
 def test_text_is_tokenized_to_a_length() -> None:
@@ -184,10 +187,8 @@ def test_managers_are_registered_once_and_pass_errors_on() -> None:
     class One: ...
 
     assert reward_manager.register("in_test")(One) is One is reward_manager.get_reward_manager_cls("in_test")
-    with pytest.raises(ValueError, match="registered"):
-        reward_manager.register("in_test")(int)
-    with pytest.raises(UnknownNameError, match="in_tst"):
-        reward_manager.get_reward_manager_cls("in_tst")
+    refuses(lambda: reward_manager.register("in_test")(int), ValueError, "registered")
+    refuses(lambda: reward_manager.get_reward_manager_cls("in_tst"), UnknownNameError, "in_tst")
 
     def broken(**columns: object) -> float:
         raise ZeroDivisionError

@@ -16,6 +16,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context
+from support.refusals import refuses
 
 FILE = """
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
@@ -110,8 +111,7 @@ def test_order_is_what_the_sampler_yields_and_resumes(file: Path) -> None:
     resumed = maker(file, "Backwards")()
     resumed.load_state_dict(state)
     assert [tuple(resumed.next()) for _ in range(2)] == [(1, 1), (2, 3)]
-    with pytest.raises(CheckpointError, match="has size 9 and this run has 4"):
-        resumed.load_state_dict({**state, "size": 9})
+    refuses(lambda: resumed.load_state_dict({**state, "size": 9}), CheckpointError, "has size 9 and this run has 4")
 
 
 async def test_sampler_learns_before_the_next_task_is_drawn(file: Path) -> None:
@@ -144,19 +144,21 @@ def test_impossible_orders_are_named(file: Path, name: str, says: str) -> None:
 async def test_mistakes_of_a_sampler_are_named(file: Path) -> None:
     context = scripted_context(["a"], rewards={"s": lambda trajectory: 0.5})
     group = await RolloutPool(context).run_one(GroupSpec(id="g0", task=tasks()[0], size=1))
-    with pytest.raises(DataError, match="Unmade failed in update with KeyError: 'acc'"):
-        maker(file, "Unmade")().observe([group])
-    with pytest.raises(ConfigError, match="NoSampler'"):
-        maker(file, "NoSampler")
-    with pytest.raises(ConfigError, match="Backwards"):
-        SamplerOrder.maker(tasks(), seed=0, shuffle=True, sampler=f"{file}:Backwards", config={})
+    refuses(lambda: maker(file, "Unmade")().observe([group]), DataError, "Unmade failed in update with KeyError: 'acc'")
+    refuses(lambda: maker(file, "NoSampler"), ConfigError, "NoSampler'")
+    refuses(
+        lambda: SamplerOrder.maker(tasks(), seed=0, shuffle=True, sampler=f"{file}:Backwards", config={}),
+        ConfigError,
+        "Backwards",
+    )
 
 
 def test_section_names_the_sampler(file: Path) -> None:
     named = {"class_path": str(file), "class_name": "Backwards"}
     config = OmegaConf.create({"sampler": named, "dataloader_num_workers": 0, "start": 0})
     assert list(create_rl_sampler(config, tasks())) == [3, 2, 1, 0]
-    with pytest.raises(AssertionError, match="it must be 0"):
-        create_rl_sampler(OmegaConf.create({"sampler": named, "start": 0}), tasks())
+    refuses(
+        lambda: create_rl_sampler(OmegaConf.create({"sampler": named, "start": 0}), tasks()), AssertionError, "it must be 0"
+    )
     assert isinstance(create_rl_sampler(OmegaConf.create({"shuffle": True, "seed": 1}), tasks()), RandomSampler)
     assert isinstance(create_rl_sampler(OmegaConf.create({"shuffle": False}), tasks()), SequentialSampler)

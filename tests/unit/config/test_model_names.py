@@ -8,6 +8,7 @@ import pytest
 
 from polyturn.config.config_source import check_model_name, folder_or_name, model_folder
 from polyturn.core.errors import CheckpointError, ConfigError
+from support.refusals import refuses
 
 
 @pytest.fixture
@@ -18,22 +19,19 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_missing_folder_comes_with_the_nearest_one(base: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models/smal'.*Did you mean 'small'"):
-        check_model_name("./models/smal", base)
+    refuses(lambda: check_model_name("./models/smal", base), ConfigError, "models/smal'", "Did you mean 'small'")
 
 
 def test_folder_without_a_model_names_the_one_inside(base: Path) -> None:
     for check in (check_model_name, folder_or_name):
         with pytest.raises(ConfigError, match=r"models' holds no model.*models/small'"):
             check("models", base)
-    with pytest.raises(CheckpointError, match=r"models; did you mean .*models/small'"):
-        model_folder(base / "models")
+    refuses(lambda: model_folder(base / "models"), CheckpointError, "models; did you mean ", "models/small'")
 
 
 def test_folder_named_model_is_not_taken_for_its_parent(base: Path) -> None:
     (base / "models" / "small").rename(base / "models" / "model")
-    with pytest.raises(CheckpointError, match="models/model"):
-        model_folder(base / "models")
+    refuses(lambda: model_folder(base / "models"), CheckpointError, "models/model")
     (base / "models" / "state.pt").touch()
     assert model_folder(base / "models") == base / "models" / "model"
 

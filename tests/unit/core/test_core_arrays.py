@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.arrays import float_array, ids_array, same
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.trajectory import Span, SpanSource
+from support.refusals import refuses
 
 SPAN = Span(ids=[1, 2], source=SpanSource.SAMPLED, turn=0, logprobs=[-0.5, -np.inf], policy_version=3, weights=[1, 0])
 
@@ -23,8 +24,7 @@ def test_lists_become_int32_and_float32() -> None:
 
 
 def test_array_of_tokens_has_one_dimension() -> None:
-    with pytest.raises(ValueError, match=r"\(1, 2\)"):
-        ids_array([[1, 2]])
+    refuses(lambda: ids_array([[1, 2]]), ValueError, "(1, 2)")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,7 @@ def test_arrays_of_a_record_are_read_only(again: object) -> None:
 
 def test_unpickling_checks_again() -> None:
     rebuild, (cls, values) = SPAN.__reduce__()
-    with pytest.raises(ValueError, match="1 logprobs"):
-        rebuild(cls, {**values, "logprobs": [0.0]})
+    refuses(lambda: rebuild(cls, {**values, "logprobs": [0.0]}), ValueError, "1 logprobs")
 
 
 def test_same_compares_content_and_type() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
 from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.generation import Completion, FinishReason, SamplingParams
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,7 @@ from polyturn.core.generation import Completion, FinishReason, SamplingParams
 )
 def test_impossible_sampling_names_field_and_value(bad: dict[str, Any]) -> None:
     ((name, value),) = bad.items()
-    with pytest.raises(ConfigError, match=re.escape(f"{name} is {value}")):
-        SamplingParams(**bad)
+    refuses(lambda: SamplingParams(**bad), ConfigError, f"{name} is {value}")
     assert SamplingParams(temperature=0).temperature == 0
 
 
@@ -40,5 +39,8 @@ def test_finish_reason_may_be_a_name() -> None:
 
 @pytest.mark.parametrize("runs", [(), ((1, 0),), ((0, 1), (0, 2)), ((0, 1), (5, 2), (3, 3))])
 def test_policy_versions_rise_from_token_zero(runs: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(AlignmentError, match="token 0"):
-        Completion(token_ids=[1] * 8, finish_reason=FinishReason.STOP, policy_versions=runs)
+    refuses(
+        lambda: Completion(token_ids=[1] * 8, finish_reason=FinishReason.STOP, policy_versions=runs),
+        AlignmentError,
+        "token 0",
+    )

@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
 from polyturn.core.plugins import OWN, Registry, distribution_of, load_offered, offered
 from polyturn.core.stand_in import stand_ins
+from support.refusals import refuses
 
 ROOT = Path(__file__).parents[3]
 OWN_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -40,8 +41,7 @@ def test_entry_point_of_another_distribution_is_found(install: Install) -> None:
     install("some-package", {"polyturn.losses": {"mine": "some_losses:mine"}}, some_losses="def mine(): return 7\n")
     assert "mine" in losses and "ppo_clip" in losses
     assert losses.resolve("mine")() == 7  # type: ignore[operator]
-    with pytest.raises(UnknownNameError, match=r"algorithm\.loss.*'mime'.*'mine'"):
-        losses.resolve("mime", key="algorithm.loss")
+    refuses(lambda: losses.resolve("mime", key="algorithm.loss"), UnknownNameError, "algorithm.loss", "'mime'", "'mine'")
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,7 @@ def test_name_registered_here_and_offered_elsewhere_is_refused(install: Install)
     losses: Registry[object] = Registry("losses")
     losses.register("mine")(len)
     install("some-package", {"polyturn.losses": {"mine": "some_losses:mine"}}, some_losses="mine = 7")
-    with pytest.raises(ConfigError, match=r"'mine'.*len.*some-package 1\.0"):
-        losses.resolve("mine")
+    refuses(lambda: losses.resolve("mine"), ConfigError, "'mine'", "len", "some-package 1.0")
     losses.register("mine", replace=True)(min)
     assert losses.resolve("mine") is min
 
@@ -97,7 +96,5 @@ def test_entry_point_of_the_wrong_kind_names_its_distribution(install: Install) 
 
     points = {"polyturn.environments": {"mine": "some_parts:x"}, "polyturn.trackers": {"mine": "some_parts:x"}}
     install("some-package", points, some_parts="x = 7")
-    with pytest.raises(ConfigError, match=r"'mine'.*some-package 1\.0.* is 7"):
-        find_adapter("mine:Thing")
-    with pytest.raises(ConfigError, match=r"tracking: 'mine'.*some-package 1\.0.* is 7"):
-        tracker_spec("mine")
+    refuses(lambda: find_adapter("mine:Thing"), ConfigError, "'mine'", "some-package 1.0", " is 7")
+    refuses(lambda: tracker_spec("mine"), ConfigError, "tracking: 'mine'", "some-package 1.0", " is 7")

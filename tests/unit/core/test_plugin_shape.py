@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from polyturn.core.task import InteractionRef, Task
 from polyturn.environments.registry import find_adapter
 from polyturn.interactions.context import check_row
 from polyturn.rewards.function import RewardFunction
+from support.refusals import refuses
 
 HEADS = {
     "interaction": "from polyturn.interactions.base import BaseInteraction as Base",
@@ -139,8 +139,7 @@ def test_base_class_itself_and_scheduler_without_methods_pass(tmp_path: Path) ->
 
 
 def test_class_that_inherits_nothing_needs_every_method(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="start_interaction"):
-        check(tmp_path, "plain", RIGHT["interaction"], as_="interaction")
+    refuses(lambda: check(tmp_path, "plain", RIGHT["interaction"], as_="interaction"), ConfigError, "start_interaction")
     others = ("start_interaction(self, i=None, **kw)", "calculate_score(self)", "finalize_interaction(self)")
     check(tmp_path, "plain", RIGHT["interaction"], *others, as_="interaction")
 
@@ -182,8 +181,7 @@ def test_environment_class_is_checked_before_it_is_made(tmp_path: Path, was: str
     (tmp_path / "lake.py").write_text("class Lake:\n" + textwrap.indent(ENV, "    "))
     assert find_adapter("lake.py:Lake", base=tmp_path).name == "lake.py:Lake"
     (tmp_path / "pond.py").write_text("class Lake:\n" + textwrap.indent(ENV.replace(was, now), "    "))
-    with pytest.raises(ConfigError, match=re.escape(name)):
-        find_adapter("pond.py:Lake", base=tmp_path)
+    refuses(lambda: find_adapter("pond.py:Lake", base=tmp_path), ConfigError, name)
 
 
 @pytest.mark.parametrize(

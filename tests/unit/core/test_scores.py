@@ -16,6 +16,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.result_shape import finite
 from support.parts import Says
+from support.refusals import refuses
 
 
 class Two:
@@ -51,8 +52,7 @@ NO_SCORES: list[Any] = [
 @pytest.mark.parametrize("value", NO_SCORES, ids=[type(v).__name__ + str(i) for i, v in enumerate(NO_SCORES)])
 def test_value_that_no_loss_can_hold_is_no_reward(value: Any) -> None:
     assert as_score(value) is None
-    with pytest.raises(RewardError, match="outcome"):
-        finite(value, what="outcome")
+    refuses(lambda: finite(value, what="outcome"), RewardError, "outcome")
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 0.5, np.float32(2.0), MAX_REWARD, -MAX_REWARD])

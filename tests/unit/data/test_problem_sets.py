@@ -63,12 +63,16 @@ def test_unusable_problem_is_refused_with_its_place(tmp_path: Path, row: dict[st
 
 
 def test_unusable_questions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="'golden_answers'"):
-        prepare_search(source(tmp_path / "row", {"question": "Who?"}), out=tmp_path / "out")
+    refuses(
+        lambda: prepare_search(source(tmp_path / "row", {"question": "Who?"}), out=tmp_path / "out"),
+        DataError,
+        "'golden_answers'",
+    )
     folder = source(tmp_path / "in", QUESTION)
     (folder / "data" / "train-00000-of-00001.parquet").write_text("no")
     refuses(lambda: prepare_search(folder, out=tmp_path / "out"), DataError, "parquet")
     folder = source(tmp_path / "half", QUESTION)
     (folder / "data" / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(DataError, match=r"test\*\.parquet.*\['train-00000-of-00001\.parquet'\]"):
-        prepare_search(folder, out=tmp_path / "out")
+    refuses(
+        lambda: prepare_search(folder, out=tmp_path / "out"), DataError, "test*.parquet", "['train-00000-of-00001.parquet']"
+    )

@@ -214,8 +214,11 @@ def test_hanging_server_is_left_at_the_deadline(serve: Any):
         return says("late")
 
     server = serve(hang)
-    with pytest.raises(EngineError, match="cannot be reached"):
-        ask(ChatEngine(Endpoint(url=server.url, model="m", timeout_s=0.1, max_tries=1)))
+    refuses(
+        lambda: ask(ChatEngine(Endpoint(url=server.url, model="m", timeout_s=0.1, max_tries=1))),
+        EngineError,
+        "cannot be reached",
+    )
     release.set()
 
 
@@ -237,8 +240,9 @@ def test_answer_that_is_no_completion_fails_the_request(serve: Any, status: int,
 
 
 def test_unreachable_endpoint_and_url_without_scheme_are_refused():
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9"):
-        ask(ChatEngine(Endpoint(url="http://127.0.0.1:9/v1", model="m", max_tries=1)))
+    refuses(
+        lambda: ask(ChatEngine(Endpoint(url="http://127.0.0.1:9/v1", model="m", max_tries=1))), EngineError, "127.0.0.1:9"
+    )
     refuses(lambda: ChatEngine(Endpoint(url="localhost:8000", model="m")), ConfigError, "http")
 
 

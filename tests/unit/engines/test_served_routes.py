@@ -108,8 +108,9 @@ def test_missing_or_misshapen_routes_are_refused() -> None:
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
     refuses(lambda: ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@"), ValueError, "Only base64")
     other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
-    with pytest.raises(AlignmentError, match="2 layers with experts"):
-        other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8))))
+    refuses(
+        lambda: other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8)))), AlignmentError, "2 layers with experts"
+    )
 
 
 @pytest.mark.parametrize("client", [VllmEngine, SglangEngine])

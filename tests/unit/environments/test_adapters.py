@@ -22,6 +22,7 @@ from polyturn.rollout.calls import AuthorCalls
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.limits import Limits
 from support.cases import needs
+from support.refusals import refuses, refuses_later
 
 gymnasium = pytest.importorskip("gymnasium", reason="pip install 'polyturn[environments]'")
 pytestmark = needs("textarena", "reasoning_gym", extra="environments")
@@ -75,8 +76,7 @@ def test_prompt_shows_the_picture_and_the_actions() -> None:
 def test_other_spaces_are_read_as_numbers_or_text(space: Any, text: str, wanted: Any) -> None:
     found = reader(space, (), spaces=gymnasium.spaces, name="x")(text)
     assert (found is None) if wanted is None else np.array_equal(found, wanted)
-    with pytest.raises(ConfigError, match="wrap it"):
-        reader(gymnasium.spaces.Dict({}), (), spaces=gymnasium.spaces, name="x")
+    refuses(lambda: reader(gymnasium.spaces.Dict({}), (), spaces=gymnasium.spaces, name="x"), ConfigError, "wrap it")
 
 
 async def test_move_that_breaks_a_game_ends_it_against_the_player() -> None:
@@ -130,8 +130,7 @@ async def test_late_environment_is_closed_once_its_step_returns() -> None:
     session = EnvSession("slow", lambda: slow, {}, call=calls.call)
     await session.reset(seed=0)
     calls.bounded.timeout_s = 0.05
-    with pytest.raises(SchedulerError, match="took longer than"):
-        await session.step("go")
+    await refuses_later(lambda: session.step("go"), SchedulerError, "took longer than")
     closing = asyncio.create_task(session.close())
     assert slow.calls == ["step"]
     gate.set()

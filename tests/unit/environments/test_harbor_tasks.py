@@ -28,6 +28,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.sandbox import SandboxSpec
 from polyturn.testing.episodes import scripted_context
 from support.parts import call, check_tokens
+from support.refusals import refuses
 from support.runs import call_command
 from support.sandboxes import needs_bubblewrap, processes_with, stand_in
 
@@ -184,35 +185,29 @@ def test_variables_come_from_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     task = read_task(write(tmp_path))
     monkeypatch.setenv("HARBOR_A", "1")
     assert task.variables({"A": "x${HARBOR_A}", "B": "${HARBOR_NO:-d}"}) == {"A": "x1", "B": "d"}
-    with pytest.raises(DataError, match="HARBOR_NO"):
-        task.variables({"B": "${HARBOR_NO}"})
+    refuses(lambda: task.variables({"B": "${HARBOR_NO}"}), DataError, "HARBOR_NO")
 
 
 def test_folder_without_tasks_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="no Harbor task"):
-        read_tasks(tmp_path)
-    with pytest.raises(ConfigError, match="missing"):
-        adapter_of(tmp_path / "missing")
+    refuses(lambda: read_tasks(tmp_path), DataError, "no Harbor task")
+    refuses(lambda: adapter_of(tmp_path / "missing"), ConfigError, "missing")
 
 
 def test_link_that_leads_out_is_refused(tmp_path: Path):
     write(tmp_path / "t")
     (tmp_path / "t/environment/link").symlink_to("/etc")
-    with pytest.raises(DataError, match="link"):
-        read_task(tmp_path / "t")
+    refuses(lambda: read_task(tmp_path / "t"), DataError, "link")
 
 
 def test_unknown_kwarg_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(ConfigError, match="sandbox"):
-        adapter_of(write(tmp_path), sandbx={})
+    refuses(lambda: adapter_of(write(tmp_path), sandbx={}), ConfigError, "sandbox")
 
 
 @needs_bubblewrap
 def test_unsupported_task_is_refused_or_left_out(tmp_path: Path):
     write(tmp_path / "a", toml="[environment]\ngpus = 1")
     write(tmp_path / "b")
-    with pytest.raises(ConfigError, match="gpus"):
-        adapter_of(tmp_path)
+    refuses(lambda: adapter_of(tmp_path), ConfigError, "gpus")
     kept = adapter_of(tmp_path, skip_unsupported=True).tasks(split="train", seeds=range(5))
     assert [task.id for task in kept] == ["harbor-b"]
 
@@ -439,8 +434,7 @@ def test_missing_agent_is_refused_before_the_run(tmp_path: Path):
     write(tmp_path / "task")
     adapter = agent_adapter(tmp_path, f"{tmp_path}/agents.py:missing")
     (task,) = adapter.tasks(split="train", seeds=range(1))
-    with pytest.raises(ConfigError, match="no-such-agent"):
-        adapter.scheduler().check_task(task)
+    refuses(lambda: adapter.scheduler().check_task(task), ConfigError, "no-such-agent")
 
 
 @needs_bubblewrap
@@ -463,8 +457,7 @@ def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, m
     stand_in(monkeypatch, tmp_path, "podman").set("no-run")
     adapter = adapter_of(write(tmp_path / "task"), sandbox={"backend": "podman", "image": "img"})
     (task,) = adapter.tasks(split="train", seeds=range(1))
-    with pytest.raises(ConfigError, match="no such image"):
-        adapter.scheduler().check_task(task)
+    refuses(lambda: adapter.scheduler().check_task(task), ConfigError, "no such image")
 
 
 @needs_bubblewrap

@@ -27,6 +27,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
 from support.benchmark import load_benchmark
 from support.cases import needs
+from support.refusals import refuses, refuses_later
 
 pytestmark = needs("gem", "skyrl_gym", extra="environments")
 
@@ -166,10 +167,8 @@ def test_skyrl_row_is_scored_by_its_environment():
 
 def test_skyrl_row_that_lacks_a_column_is_a_data_error():
     adapter = find_adapter("skyrl:gsm8k")
-    with pytest.raises(DataError, match="reward_spec field is required"):
-        adapter.make_for(adapter.of_rows([row()])[0])
-    with pytest.raises(ConfigError, match=r"set data\.train\.files"):
-        adapter.tasks(split="train", seeds=range(2))
+    refuses(lambda: adapter.make_for(adapter.of_rows([row()])[0]), DataError, "reward_spec field is required")
+    refuses(lambda: adapter.tasks(split="train", seeds=range(2)), ConfigError, "set data.train.files")
 
 
 # TRL's kind
@@ -245,8 +244,7 @@ def test_dead_worker_is_replaced_by_the_next_request(tmp_path: Path):
     async def use() -> None:
         assert await worker.call("say", what=[1, 2]) == [1, 2]
         first = worker.pid
-        with pytest.raises(SchedulerError, match=r"it: its process has ended: out of memory"):
-            await worker.call("die")
+        await refuses_later(lambda: worker.call("die"), SchedulerError, "it: its process has ended: out of memory")
         assert await worker.call("say", what="again") == "again" and worker.pid != first
         waits = asyncio.create_task(worker.call("sleep"))
         await asyncio.sleep(0)
@@ -259,8 +257,7 @@ def test_dead_worker_is_replaced_by_the_next_request(tmp_path: Path):
     worker.close()
     worker.close()
     assert worker.pid is None
-    with pytest.raises(SchedulerError, match="the run has ended"):
-        worker.start()
+    refuses(lambda: worker.start(), SchedulerError, "the run has ended")
 
 
 def test_worker_has_no_secret_unless_it_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

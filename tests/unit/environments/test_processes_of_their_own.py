@@ -28,6 +28,7 @@ from polyturn.infra.process import session_of
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, turn_ids
+from support.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = ROOT / "tests/data/environments"
@@ -161,8 +162,7 @@ def test_taskset_asks_the_endpoint_and_scores_the_episode(tasksets: dict[str, An
 
 
 def test_module_without_a_taskset_is_refused(tasksets: dict[str, Any]):
-    with pytest.raises(ConfigError, match=r"'vf_talk'.*verifiers<0\.4"):
-        find_adapter("verifiers:vf_talk", tasksets, base=HERE)
+    refuses(lambda: find_adapter("verifiers:vf_talk", tasksets, base=HERE), ConfigError, "'vf_talk'", "verifiers<0.4")
 
 
 # OpenEnv
@@ -200,8 +200,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path, python: di
 def test_interpreter_without_the_package_is_refused(python: dict[str, Any]):
     with pytest.raises(MissingModuleError, match=r"'openenv' in .*; pip install openenv\b"):
         find_adapter("openenv:./openenv_guess", base=HERE)
-    with pytest.raises(MissingModuleError, match="'no_such_env'"):
-        find_adapter("openenv:no_such_env.app:app", python, base=HERE)
+    refuses(lambda: find_adapter("openenv:no_such_env.app:app", python, base=HERE), MissingModuleError, "'no_such_env'")
 
 
 async def test_swift_scheduler_plays_an_episode_on_one_connection(guess: OpenEnv) -> None:

@@ -178,6 +178,9 @@ def test_wrong_file_of_recordings_is_refused(lines: str, key: str, tmp_path: Pat
 
 
 def test_missing_endpoint_and_terminal_are_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9/v1"):
-        SimulatedUser({"base_url": "http://127.0.0.1:9/v1", "model": "m"}).check_setup()
+    refuses(
+        lambda: SimulatedUser({"base_url": "http://127.0.0.1:9/v1", "model": "m"}).check_setup(),
+        ConfigError,
+        "127.0.0.1:9/v1",
+    )
     refuses(lambda: HumanUser({"name": "human"}).check_setup(), ConfigError, "desk")

@@ -82,8 +82,9 @@ async def test_messages_of_others_hold_no_control_token() -> None:
 
 
 async def test_conversation_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"'opponent' .*policies.opponent"):
-        await policy("a", max_context=8).say(TALK, seed=0)
+    await refuses_later(
+        lambda: policy("a", max_context=8).say(TALK, seed=0), EngineError, "'opponent' ", "policies.opponent"
+    )
 
 
 async def test_engine_reuses_the_beginning_of_a_conversation() -> None:
@@ -150,5 +151,9 @@ def test_unknown_policy_is_refused(name: str, policies: dict[str, Any]) -> None:
 
 def test_endpoint_beside_a_policy_is_refused() -> None:
     settings = PartnerSettings.read({"policy": "opponent", "base_url": "http://x/v1"}, who="the judge")
-    with pytest.raises(ConfigError, match=r"base_url .*'opponent'"):
-        partner_of(settings, who="the judge", policies={"opponent": policy("a")})
+    refuses(
+        lambda: partner_of(settings, who="the judge", policies={"opponent": policy("a")}),
+        ConfigError,
+        "base_url ",
+        "'opponent'",
+    )

@@ -33,7 +33,7 @@ from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.training.rollout_metrics import rollout_metrics
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 
 GSM8K = "openai/gsm8k"
 
@@ -86,8 +86,12 @@ async def test_exact_route_wins_over_globs_in_their_order() -> None:
 
 def test_unknown_data_source_fails_the_check() -> None:
     made = trajectory(data_source="openai/gsm8", interaction="gsm8k")
-    with pytest.raises(UnknownNameError, match=r"data_source 'openai/gsm8'.*Did you mean 'openai/gsm8k'"):
-        RewardRouter().check([made.task])
+    refuses(
+        lambda: RewardRouter().check([made.task]),
+        UnknownNameError,
+        "data_source 'openai/gsm8'",
+        "Did you mean 'openai/gsm8k'",
+    )
 
 
 async def test_unknown_data_source_is_an_error_when_scored() -> None:

@@ -314,8 +314,11 @@ def test_programs_without_a_sandbox_are_refused(monkeypatch: pytest.MonkeyPatch)
     refuses(lambda: code.Sandbox(url=None, python="/nowhere/python").require(), ConfigError, "'/nowhere/python'")
     monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     refuses(lambda: code.Sandbox(url=None).require(), ConfigError, "reward.sandbox.url is not set", "no bubblewrap")
-    with pytest.raises(ConfigError, match=r"reward\.sandbox\.url is not set"):
-        code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None))
+    refuses(
+        lambda: code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None)),
+        ConfigError,
+        "reward.sandbox.url is not set",
+    )
 
 
 def local_sandbox(timeout_s: float = 50.0) -> code.Sandbox:

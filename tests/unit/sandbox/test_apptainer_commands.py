@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.sandbox import SandboxGoneError, SandboxSetupError, SandboxSpec, check_spec, open_sandbox, read_spec
 from polyturn.sandbox.base import BaseSandbox
+from support.refusals import refuses, refuses_later
 from support.sandboxes import StandIn, stand_in, wait_until
 
 CONTAIN = [
@@ -84,8 +85,7 @@ def test_image_file_starts_from_the_configs_folder(tmp_path: Path):
 
 async def test_instance_that_does_not_start_is_a_setup_error(engine: StandIn):
     engine.set("no-run")
-    with pytest.raises(SandboxSetupError, match="no such image"):
-        await opened(engine)
+    await refuses_later(lambda: opened(engine), SandboxSetupError, "no such image")
 
 
 async def test_dead_instance_is_an_error(engine: StandIn):
@@ -106,8 +106,9 @@ def test_option_that_apptainer_cannot_take_is_refused(engine: StandIn, options: 
 
 def test_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="'apptainer', which is not installed"):
-        check_spec(SandboxSpec(backend="apptainer", image="i"))
+    refuses(
+        lambda: check_spec(SandboxSpec(backend="apptainer", image="i")), ConfigError, "'apptainer', which is not installed"
+    )
 
 
 _PROGRAM = """

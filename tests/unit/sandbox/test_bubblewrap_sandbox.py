@@ -25,6 +25,7 @@ from polyturn.sandbox import (
     read_spec,
 )
 from polyturn.tools.python_sandbox import cgroup
+from support.refusals import refuses_later
 from support.sandboxes import needs_bubblewrap, needs_root, processes_with, wait_until
 
 pytestmark = needs_bubblewrap
@@ -96,23 +97,19 @@ async def test_files_travel_both_ways(box: BaseSandbox, tmp_path: Path):
 
 
 async def test_missing_file_names_its_path(box: BaseSandbox):
-    with pytest.raises(SandboxFileError, match="nothing"):
-        await box.read("nothing.txt")
+    await refuses_later(lambda: box.read("nothing.txt"), SandboxFileError, "nothing")
 
 
 async def test_long_file_is_refused(box: BaseSandbox):
     await box.write("long", b"x" * 100)
-    with pytest.raises(SandboxFileError, match="99"):
-        await box.read("long", max_bytes=99)
+    await refuses_later(lambda: box.read("long", max_bytes=99), SandboxFileError, "99")
 
 
 async def test_link_that_leads_out_reads_nothing_of_this_machine(box: BaseSandbox, tmp_path: Path):
     (tmp_path / "secret").write_text("x")
     await box.exec(["ln", "-s", str(tmp_path / "secret"), "/app/link"])
-    with pytest.raises(SandboxFileError, match="link"):
-        await box.read("link")
-    with pytest.raises(SandboxFileError, match="link"):
-        await box.download("/app", tmp_path / "out")
+    await refuses_later(lambda: box.read("link"), SandboxFileError, "link")
+    await refuses_later(lambda: box.download("/app", tmp_path / "out"), SandboxFileError, "link")
 
 
 async def test_kill_all_ends_what_commands_left(box: BaseSandbox):
@@ -175,8 +172,7 @@ async def test_cancelled_command_ends_at_close():
 
 
 async def test_sandbox_that_starts_too_late_leaves_nothing():
-    with pytest.raises(SandboxSetupError, match=r"0\.0001 s"):
-        await open_sandbox(SandboxSpec(start_timeout_s=0.0001))
+    await refuses_later(lambda: open_sandbox(SandboxSpec(start_timeout_s=0.0001)), SandboxSetupError, "0.0001 s")
 
 
 @needs_root

@@ -11,6 +11,7 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.sandbox import SandboxGoneError, SandboxSetupError, SandboxSpec, check_spec, open_sandbox
 from polyturn.sandbox.base import BaseSandbox
+from support.refusals import refuses_later
 from support.sandboxes import StandIn, stand_in, wait_until
 
 
@@ -71,14 +72,12 @@ async def test_dockerfile_is_built_once(engine: StandIn, tmp_path: Path):
 async def test_failed_build_is_a_setup_error(engine: StandIn, tmp_path: Path):
     engine.set("no-build")
     (tmp_path / "Dockerfile").write_text("FROM scratch")
-    with pytest.raises(SandboxSetupError, match="no space left"):
-        await opened(engine, image=None, build=str(tmp_path))
+    await refuses_later(lambda: opened(engine, image=None, build=str(tmp_path)), SandboxSetupError, "no space left")
 
 
 async def test_container_that_does_not_start_is_a_setup_error(engine: StandIn):
     engine.set("no-run")
-    with pytest.raises(SandboxSetupError, match="no such image"):
-        await opened(engine)
+    await refuses_later(lambda: opened(engine), SandboxSetupError, "no such image")
 
 
 async def test_dead_container_is_an_error(engine: StandIn):

@@ -26,6 +26,7 @@ from polyturn.sandbox import (
     open_sandbox,
     try_sandbox,
 )
+from support.refusals import refuses_later
 
 SPEC = SandboxSpec(backend="e2b", image="mine", env={"WORD": "x"})
 
@@ -138,8 +139,7 @@ async def test_long_output_keeps_its_first_and_last_bytes(box: BaseSandbox):
 
 
 async def test_sandbox_that_dies_at_a_command_is_gone(box: BaseSandbox):
-    with pytest.raises(SandboxGoneError, match="e2b"):
-        await box._run(["sh", "die"], timeout_s=60)
+    await refuses_later(lambda: box._run(["sh", "die"], timeout_s=60), SandboxGoneError, "e2b")
 
 
 async def test_closed_sandbox_is_deleted(service: Service):
@@ -151,14 +151,12 @@ async def test_closed_sandbox_is_deleted(service: Service):
 
 async def test_refused_start_is_a_setup_error(service: Service, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("E2B_API_KEY", "other")
-    with pytest.raises(SandboxSetupError, match="401"):
-        await open_sandbox(SPEC)
+    await refuses_later(lambda: open_sandbox(SPEC), SandboxSetupError, "401")
 
 
 async def test_refused_start_is_told_before_the_run(service: Service, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("E2B_API_KEY", "other")
-    with pytest.raises(ConfigError, match="401"):
-        await asyncio.to_thread(try_sandbox, SPEC, where="tools")
+    await refuses_later(lambda: asyncio.to_thread(try_sandbox, SPEC, where="tools"), ConfigError, "401")
 
 
 async def test_tried_sandbox_is_deleted(service: Service, tmp_path: Path):
@@ -168,8 +166,7 @@ async def test_tried_sandbox_is_deleted(service: Service, tmp_path: Path):
 
 
 async def test_hosted_sandbox_cannot_be_reached_by_its_process(box: BaseSandbox):
-    with pytest.raises(SandboxError, match="reach_as"):
-        await box.pid()
+    await refuses_later(lambda: box.pid(), SandboxError, "reach_as")
 
 
 @pytest.mark.parametrize(("options", "key"), [({"memory_mb": 64}, "memory_mb"), ({}, "E2B_API_KEY")])

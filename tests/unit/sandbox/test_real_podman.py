@@ -16,6 +16,7 @@ import pytest
 
 from polyturn.sandbox import BaseSandbox, SandboxSetupError, SandboxSpec, open_sandbox
 from polyturn.sandbox.reach import reach
+from support.refusals import refuses_later
 from support.sandboxes import wait_until
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
@@ -112,8 +113,7 @@ async def test_dockerfile_is_built(tmp_path: Path):
 
 
 async def test_image_that_is_missing_is_named():
-    with pytest.raises(SandboxSetupError, match="localhost/nothing"):
-        await opened(image="localhost/nothing:1")
+    await refuses_later(lambda: opened(image="localhost/nothing:1"), SandboxSetupError, "localhost/nothing")
 
 
 async def test_snapshot_is_an_image():

@@ -12,6 +12,7 @@ import pytest
 
 from polyturn.sandbox import BaseSandbox, SandboxSetupError, SandboxSpec, open_sandbox
 from polyturn.sandbox.warm import WarmSandboxes
+from support.refusals import refuses_later
 from support.sandboxes import StandIn, needs_bubblewrap, processes_with, stand_in, wait_until
 
 WORD = "polyturn-warm-31340"
@@ -37,8 +38,7 @@ def test_sandbox_that_does_not_start_fails_its_own_episode(engine: StandIn):
     async def use() -> None:
         spec = SandboxSpec(backend="docker", image="x", warm=1)
         engine.set("no-run")
-        with pytest.raises(SandboxSetupError, match="no such image"):
-            await open_sandbox(spec)
+        await refuses_later(lambda: open_sandbox(spec), SandboxSetupError, "no such image")
         (engine.folder / "no-run").unlink()
         with contextlib.suppress(SandboxSetupError):  # the one that had begun to start
             await (await open_sandbox(spec)).close()

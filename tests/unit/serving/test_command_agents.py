@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from polyturn.serving.openai.agents import AGENTS, CommandLineAgent
 from polyturn.serving.openai.endpoint import Address
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task
+from support.refusals import refuses, refuses_later
 from support.sandboxes import needs_bubblewrap
 
 SCRIPT = """
@@ -106,18 +106,15 @@ async def test_missing_agent_is_refused_before_the_run(sandbox: Any):
 
 async def test_missing_container_program_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="podman"):
-        await play(sandbox={"backend": "podman", "image": "x"})
+    await refuses_later(lambda: play(sandbox={"backend": "podman", "image": "x"}), ConfigError, "podman")
 
 
 def test_unknown_agent_is_named_with_the_closest():
-    with pytest.raises(UnknownNameError, match="Did you mean 'claude_code'"):
-        BlackBox(agent="claud_code")
+    refuses(lambda: BlackBox(agent="claud_code"), UnknownNameError, "Did you mean 'claude_code'")
 
 
 def test_task_without_text_is_refused():
-    with pytest.raises(DataError, match="'t0'"):
-        BlackBox(agent="codex").check_task(task(""))
+    refuses(lambda: BlackBox(agent="codex").check_task(task("")), DataError, "'t0'")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +147,7 @@ async def test_agent_of_a_file_is_found(tmp_path: Path):
         "from polyturn.serving.openai.agents import CommandLineAgent\n"
         "mine = CommandLineAgent(command=('no-such-agent', '{instruction}'))\n"
     )
-    with pytest.raises(ConfigError, match=r"agents\.py:mine"):
-        BlackBox(agent="agents.py:mine", base=tmp_path).check_task(task())
+    refuses(lambda: BlackBox(agent="agents.py:mine", base=tmp_path).check_task(task()), ConfigError, "agents.py:mine")
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -185,8 +181,7 @@ def test_double_braces_and_other_text_in_braces_stay():
     ],
 )
 def test_field_of_an_agent_that_cannot_work_is_refused(options: dict[str, Any], key: str):
-    with pytest.raises(ConfigError, match=re.escape(key)):
-        CommandLineAgent(**{"command": ("true",), **options})
+    refuses(lambda: CommandLineAgent(**{"command": ("true",), **options}), ConfigError, key)
 
 
 @pytest.mark.parametrize("sandbox", WHERE)
@@ -199,5 +194,4 @@ async def test_files_of_an_agent_may_lie_in_folders(sandbox: Any):
 @pytest.mark.parametrize("sandbox", WHERE)
 def test_missing_program_of_a_command_is_refused_before_the_run(sandbox: Any):
     scheduler = BlackBox(command=["no-such-program"], sandbox=sandbox)
-    with pytest.raises(ConfigError, match="no-such-program"):
-        scheduler.check_task(task("Say four."))
+    refuses(lambda: scheduler.check_task(task("Say four.")), ConfigError, "no-such-program")

@@ -30,6 +30,7 @@ from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.toolbox import Toolbox
 from support.isolated import need_isolation
+from support.refusals import refuses_later
 from support.tools_parts import until
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
@@ -180,8 +181,7 @@ async def test_token_is_demanded_of_clients() -> None:
     import httpx2
 
     async with served(Toolbox([draw]), token="secret") as (url, _):
-        with pytest.raises(ConfigError, match="HTTP 401"):
-            await asyncio.to_thread(list_tools, "ours", {"url": url})
+        await refuses_later(lambda: asyncio.to_thread(list_tools, "ours", {"url": url}), ConfigError, "HTTP 401")
         found = await asyncio.to_thread(list_tools, "ours", {"url": url, "auth_token": "secret"})
         assert found == [draw.schema]
         async with (

@@ -27,6 +27,7 @@ from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.http import read_reward
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, turn_ids
+from support.refusals import refuses_later
 
 CALL = 'Let me look.\n<tool_call>\n{"name": "lookup", "arguments": {"key": "apples"}}\n</tool_call>'
 THINKS = "<think>\nhm\n</think>\n\nfour"
@@ -173,10 +174,10 @@ async def test_errors_are_the_exceptions_of_the_clients():
         assert full.value.code == "context_length_exceeded"
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             await theirs.messages.create(model="m", max_tokens=5, messages=long)
-        with pytest.raises(openai.NotFoundError, match="'gpt'"):
-            await create(**{**asked, "model": "gpt"})
-        with pytest.raises(anthropic.NotFoundError, match="'gpt'"):
-            await theirs.messages.create(**{**asked, "model": "gpt"}, max_tokens=5)
+        await refuses_later(lambda: create(**{**asked, "model": "gpt"}), openai.NotFoundError, "'gpt'")
+        await refuses_later(
+            lambda: theirs.messages.create(**{**asked, "model": "gpt"}, max_tokens=5), anthropic.NotFoundError, "'gpt'"
+        )
         with pytest.raises(openai.AuthenticationError):
             await ours.with_options(api_key="wrong").chat.completions.create(**asked)
         with pytest.raises(anthropic.AuthenticationError):

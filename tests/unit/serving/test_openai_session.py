@@ -19,6 +19,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
+from support.refusals import refuses_later
 
 CODEC = tiny_codec()
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
@@ -301,8 +302,7 @@ async def test_address_that_cannot_be_listened_on_is_refused():
     async def agent(client: Client) -> float:
         return 1.0
 
-    with pytest.raises(ConfigError, match="the endpoint cannot listen on"):
-        await play(agent, ["x"], host="203.0.113.7")
+    await refuses_later(lambda: play(agent, ["x"], host="203.0.113.7"), ConfigError, "the endpoint cannot listen on")
 
 
 async def test_reach_as_names_the_endpoint_to_agents():

@@ -22,6 +22,7 @@ from polyturn.serving.auth import ServerRules
 from polyturn.serving.listen import bind, serving
 from polyturn.serving.search import create_app
 from polyturn.tools.registry import initialize_tools_from_config
+from support.refusals import refuses
 
 PASSAGES = [Passage(id=name, contents=f"{name}\n{name} is a city in {land}.") for name, land in
             (("Oslo", "Norway"), ("Rome", "Italy"), ("Bergen", "Norway"))]  # fmt: skip
@@ -107,10 +108,8 @@ async def test_one_index_serves_every_episode(folder: Path):
 
 
 def test_command_refuses_an_open_address_and_a_missing_index(tmp_path: Path, folder: Path):
-    with pytest.raises(ConfigError, match="has no token"):
-        serve_search(ServeOptions(host="0.0.0.0"), folder)
-    with pytest.raises(ConfigError, match="there is nothing at"):
-        serve_search(ServeOptions(), tmp_path / "missing")
+    refuses(lambda: serve_search(ServeOptions(host="0.0.0.0"), folder), ConfigError, "has no token")
+    refuses(lambda: serve_search(ServeOptions(), tmp_path / "missing"), ConfigError, "there is nothing at")
 
 
 def make_tool(config: dict[str, Any], *, base: Path | None = None) -> Any:

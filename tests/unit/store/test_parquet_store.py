@@ -32,6 +32,7 @@ from polyturn.core.trajectory import (
 )
 from polyturn.store.parquet_store import ROW_GROUP, ParquetStore
 from polyturn.store.stored_run import open_store
+from support.refusals import refuses
 
 TASK = Task(
     id="train-0",
@@ -214,8 +215,7 @@ def test_damaged_part_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.L
 
 def test_missing_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    with pytest.raises(DataError, match=r"holds no recorded trajectories .*It holds config.yaml"):
-        open_store(tmp_path)
+    refuses(lambda: open_store(tmp_path), DataError, "holds no recorded trajectories ", "It holds config.yaml")
     with ParquetStore(tmp_path) as store:
         store.add(group(), step=0, split="train")
     with pytest.raises(DataError, match=r"no trajectory 'g0/9', step 0 is recorded in .* Did you mean 'g0/"):

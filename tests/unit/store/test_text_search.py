@@ -15,6 +15,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import StoredRun
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.gsm8k import Gsm8kTool
+from support.refusals import refuses
 
 CALL = '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "seventeen"}}\n</tool_call>'
 
@@ -71,14 +72,11 @@ def test_search_has_bounds(run: StoredRun, monkeypatch: pytest.MonkeyPatch):
     for wrong in ("(", "(" * 400, "a{1000}{1000}{1000}"):
         with pytest.raises(DataError, match="not a regular expression"):
             run.search(wrong, is_expression=True)
-    with pytest.raises(DataError, match="characters"):
-        run.search("a" * 501)
+    refuses(lambda: run.search("a" * 501), DataError, "characters")
     stop = threading.Event()
     stop.set()
-    with pytest.raises(DataError, match="stopped"):
-        run.search("apples", stop=stop)
+    refuses(lambda: run.search("apples", stop=stop), DataError, "stopped")
     monkeypatch.setattr(text_search, "MAX_HELD", 0)
     assert ids(StoredRun(run.folder).search("apples")) == ["a", "b"], "read again for each search"
     monkeypatch.setattr(text_search, "TIMEOUT_S", -1.0)
-    with pytest.raises(DataError, match="longer than"):
-        run.search("apples")
+    refuses(lambda: run.search("apples"), DataError, "longer than")

@@ -132,8 +132,7 @@ async def test_unused_sandbox_is_never_started(tmp_path: Path, monkeypatch: pyte
 
 def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stand_in(monkeypatch, tmp_path, "podman").set("no-run")
-    with pytest.raises(ConfigError, match="no such image"):
-        tools_of(sandbox={"backend": "podman", "image": "i"})
+    refuses(lambda: tools_of(sandbox={"backend": "podman", "image": "i"}), ConfigError, "no such image")
 
 
 @pytest.mark.parametrize(

@@ -264,8 +264,11 @@ def test_checkpoint_with_other_shapes_is_refused():
     two, three, four = (TensorKind((n,), torch.float32) for n in (2, 3, 4))
     own = {"a": two, "b": three}
     refuses(lambda: require_same_shapes({"a": two, "c": three}, own), CheckpointError, "'b'", "'c'")
-    with pytest.raises(CheckpointError, match=r"its b has the shape \(4,\) and this model's \(3,\)"):
-        require_same_shapes({"a": two, "b": four}, own)
+    refuses(
+        lambda: require_same_shapes({"a": two, "b": four}, own),
+        CheckpointError,
+        "its b has the shape (4,) and this model's (3,)",
+    )
 
 
 class ToldGroup:

@@ -10,6 +10,7 @@ import pytest
 
 from polyturn.core.errors import SnapshotError
 from polyturn.training.journal_file import JournalFile
+from support.refusals import refuses
 
 
 class Life:
@@ -175,8 +176,7 @@ def test_evaluations_are_not_kept(tmp_path: Path):
 
 
 def test_line_that_json_cannot_write_is_refused(tmp_path: Path):
-    with pytest.raises(SnapshotError, match="cannot be written as JSON"):
-        Life(tmp_path, step=0).write("g1/0", {"begun": object()})
+    refuses(lambda: Life(tmp_path, step=0).write("g1/0", {"begun": object()}), SnapshotError, "cannot be written as JSON")
 
 
 def test_full_disk_ends_the_journal_and_not_the_run(

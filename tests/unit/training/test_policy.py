@@ -326,8 +326,9 @@ def test_missing_pieces_are_named():
     refuses(lambda: policy().forward_backward(samples(advantages=None)), TrainingError, "no advantages")
     refuses(lambda: policy(algorithm=with_kl(0.1)), ConfigError, "no reference policy")
     refuses(lambda: policy(distill=DistillSettings(teacher="teacher", coef=0.1)), ConfigError, "there is no teacher")
-    with pytest.raises(ConfigError, match=r"32 .* 48"):
-        local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32))
+    refuses(
+        lambda: local_policy(tiny_model(VOCAB), optim=OptimSettings(), reference=tiny_model(32)), ConfigError, "32 ", " 48"
+    )
     refuses(lambda: policy().score(samples(), reference=True), ConfigError, "built without a reference")
     with pytest.raises(UnknownNameError, match="Did you mean 'token-mean'"):
         LossSettings(algorithm=AlgorithmOptions(aggregate=AverageOptions(name="token-means")))  # type: ignore[arg-type]

@@ -136,8 +136,9 @@ def test_damaged_shards_are_refused(tmp_path: Path):
     made = local_policy(tiny_model(48), optim=OptimSettings())
     (file,) = stored(made, tmp_path / "state").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"cannot be read .*to resume from an earlier one, remove"):
-        made.load(tmp_path / "state")
+    refuses(
+        lambda: made.load(tmp_path / "state"), CheckpointError, "cannot be read ", "to resume from an earlier one, remove"
+    )
     (tmp_path / "state" / ".metadata").unlink()
     with pytest.raises(
         CheckpointError, match=r"cannot be read \(FileNotFoundError.*\.metadata.*to resume from an earlier one"

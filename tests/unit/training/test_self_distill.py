@@ -146,8 +146,12 @@ def test_ground_truth_is_a_column() -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"hint": ""}, {"hint": None}, {"hint": 4}])
 def test_row_without_text_is_refused(extra: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"row 'r7'.*'hint'"):
-        text_of_row(task(id="r7", extra=extra), SelfDistillOptions(privileged="hint"))
+    refuses(
+        lambda: text_of_row(task(id="r7", extra=extra), SelfDistillOptions(privileged="hint")),
+        DataError,
+        "row 'r7'",
+        "'hint'",
+    )
 
 
 def test_prompt_without_user_message_is_refused() -> None:

@@ -271,5 +271,8 @@ def test_tokenizer_folder_stands_for_a_missing_route() -> None:
 
 def test_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEACHER_KEY", raising=False)
-    with pytest.raises(ConfigError, match="TEACHER_KEY"):
-        teachers(ServedTeacherOptions(url="http://localhost:1", api_key_env="TEACHER_KEY"))
+    refuses(
+        lambda: teachers(ServedTeacherOptions(url="http://localhost:1", api_key_env="TEACHER_KEY")),
+        ConfigError,
+        "TEACHER_KEY",
+    )

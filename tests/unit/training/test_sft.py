@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from polyturn.core.errors import DataError
 from polyturn.core.messages import Message, ToolCall
@@ -79,8 +78,7 @@ def test_weights_choose_the_learnt_turns():
 
 def test_conversation_ends_with_its_last_assistant_turn():
     assert learnt(encode([*TWO_TURNS, say("user", "thanks")])) == ["5<|im_end|>", "4<|im_end|>"]
-    with pytest.raises(DataError, match="conversation c"):
-        encode([say("user", "?"), say("assistant", "a"), say("assistant", "b")])
+    refuses(lambda: encode([say("user", "?"), say("assistant", "a"), say("assistant", "b")]), DataError, "conversation c")
 
 
 async def test_good_trajectories_are_learnt_token_for_token():

@@ -184,8 +184,11 @@ def test_parser_of_a_file_takes_no_options(tmp_path: Path) -> None:
     )
     codec = codec_of(PLAIN)
     assert build_parser(codec, ParserOptions(name="mine.py:Mine"), base=tmp_path).parse("a") == ParsedTurn("A")
-    with pytest.raises(ConfigError, match="options"):
-        build_parser(codec, ParserOptions(name="mine.py:Mine", reasoning="qwen3"), base=tmp_path)
+    refuses(
+        lambda: build_parser(codec, ParserOptions(name="mine.py:Mine", reasoning="qwen3"), base=tmp_path),
+        ConfigError,
+        "options",
+    )
 
 
 def test_registered_parser_is_detected_past_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
