@@ -96,7 +96,7 @@ class EngineLoad(NamedTuple):
     queue: float
     """Requests that wait for a place."""
     kv_use: float
-    """Share of the KV cache that requests use; for the embedded engine, of its slots."""
+    """Share of the KV cache that is in use."""
 
 
 @runtime_checkable

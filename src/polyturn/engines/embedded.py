@@ -136,11 +136,11 @@ class EmbeddedEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The requests that wait for a slot, and the share of the slots that answer a request."""
+        """The requests that wait for a slot, and the share of the slots' room for tokens in use."""
         return EngineLoad(self._queue.value, self._kv_use.value)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return the number of requests that waited for a slot, and the share of the slots that answered a request."""
+        """Return the number of requests that waited for a slot, and the share of the slots' room for tokens in use."""
         return {"engine/queue": self._queue.read(), "engine/kv_use": self._kv_use.read()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -247,7 +247,6 @@ class EmbeddedEngine:
                         self._drop_late()
                         self._waiting, copies = self._seating.admit(self._waiting)
                         self._steps.copy(copies)
-                    num_busy = sum(one is not None for one in self._slots.running)
                     for running, reason in self._steps.run():
                         self._finish(running, reason)
                     elapsed = time.perf_counter() - start
@@ -255,7 +254,7 @@ class EmbeddedEngine:
                         break
                 self.stats.busy_s += elapsed
                 self._queue.set(len(self._waiting))
-                self._kv_use.set(num_busy / len(self._slots.running) if self._requests else 0.0)
+                self._kv_use.set(float(self._slots.cached.sum()) / self._slots.ids.size)
                 await self._yield(burst_s=elapsed)
         except Exception as problem:
             error = EngineError(f"the embedded engine broke: {one_line(problem)}")

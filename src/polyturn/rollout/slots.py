@@ -1,13 +1,12 @@
 """EpisodeSlots: how many episodes are in flight, a fixed number or one that follows the engine's load.
 
     EpisodeSlots(most=256)                            always 256
-    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; adjusted every second while an episode waits:
-        no request waits there, the KV cache has room   grows until four fifths of it should be used, at most doubles
+    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; looks at the engine every second while an episode waits:
+        no request waits there, the KV cache has room   doubles, and once it has shrunk, grows by an eighth
         requests wait, or the KV cache is nearly full   shrinks by as many as wait, at most by a quarter
 
-Why four fifths: the rest holds the conversations that wait for a tool. Without it their next turns are computed from the
-start. Separate from the pool, which runs the groups. An episode that has begun is never stopped: a smaller number means
-that further ones begin later.
+Separate from the pool, which runs the groups. An episode that has begun is never stopped: a smaller number means that
+further ones begin later.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from statistics import fmean
 from types import TracebackType
 
-from polyturn.core.protocols import Engine, EngineLoad, LoadedEngine
+from polyturn.core.protocols import Engine, LoadedEngine
 
 logger = logging.getLogger(__name__)
 
-ADJUST_S, NUM_LOOKS = 1.0, 8
-"""Seconds between two changes, and how often the engine is looked at for each."""
-FULL, AIM = 0.95, 0.8
-"""Shares of the KV cache above which the number shrinks, and up to which it grows."""
+LOOK_S = 1.0
+"""Seconds between two looks at the engine."""
+FULL, ROOMY = 0.95, 0.85
+"""Shares of the KV cache above which the number shrinks, and below which it grows."""
 
 
 class EpisodeSlots:
@@ -46,8 +44,7 @@ class EpisodeSlots:
         self._num_held = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._watch: asyncio.Task[None] | None = None
-        self._looks: list[EngineLoad] = []
-        self._is_warned = False
+        self._has_shrunk = self._is_warned = False
 
     async def __aenter__(self) -> None:
         if self._num_held < self.limit and not self._waiting:
@@ -84,31 +81,19 @@ class EpisodeSlots:
 
     async def _follow(self) -> None:
         """Adjust the number while an episode waits for a slot."""
-        self._looks.clear()
         while self._waiting:
-            for _ in range(NUM_LOOKS):
-                await asyncio.sleep(ADJUST_S / NUM_LOOKS)
-                self.look()
+            await asyncio.sleep(LOOK_S)
             self.adjust()
 
-    def look(self) -> None:
-        """Read the load once."""
-        if isinstance(self._engine, LoadedEngine) and (load := self._engine.load) is not None:
-            self._looks.append(load)
-
     def adjust(self) -> None:
-        """Change the number of slots by the mean load since the last call."""
-        looks, self._looks = self._looks, []
-        if not looks:
-            self.limit = min(self.most, 2 * self.limit)
-            if self.limit == self.most and not self._is_warned:
+        """Look at the engine once, and change the number of slots."""
+        load = self._engine.load if isinstance(self._engine, LoadedEngine) else None
+        if load is not None and (load.queue > 0 or load.kv_use > FULL):
+            self._has_shrunk = True
+            self.limit = max(self.least, self.limit - max(1, min(int(load.queue), self.limit // 4)))
+        elif self._num_held >= self.limit < self.most and (load is None or load.kv_use < ROOMY):
+            self.limit = min(self.most, self.limit + (max(1, self.limit // 8) if self._has_shrunk else self.limit))
+            if load is None and self.limit == self.most and not self._is_warned:
                 self._is_warned = True
                 logger.warning("the engine reports no load, so that rollout.max_concurrent episodes are in flight")
-            return self._admit()
-        queue, kv_use = fmean(look.queue for look in looks), fmean(look.kv_use for look in looks)
-        if queue >= 1 or kv_use > FULL:
-            self.limit = max(self.least, self.limit - max(1, min(int(queue), self.limit // 4)))
-        elif self._num_held >= self.limit:
-            aimed = int(self.limit * min(2.0, AIM / max(kv_use, AIM / 2)))
-            self.limit = min(self.most, max(self.limit, aimed))
         self._admit()

@@ -165,7 +165,7 @@ MEANINGS: dict[str, str] = {
     "engine/moved": "Requests that went to another server than the one with their prefix.",
     "engine/restarts": "Servers that were started again.",
     "engine/queue": "Mean number of requests that waited for a place on an engine, over the time of the step.",
-    "engine/kv_use": "Mean share of the engines' KV cache that was in use; for the embedded engine, of its slots.",
+    "engine/kv_use": "Mean share of the engines' KV cache that was in use.",
     # the machine
     "system/cpu_share": "Share of the machine's processors that was busy, other programs included.",
     "system/memory_share": "The largest share of the machine's memory that was in use during the step.",

@@ -57,51 +57,35 @@ async def test_fixed_number_is_never_exceeded():
     assert peak == 3
 
 
-def adjusted(slots: EpisodeSlots, engine: Loaded, *loads: tuple[float, float]) -> int:
-    """Return the number of slots after these loads, (queue, kv_use) each, were seen."""
-    for queue, kv_use in loads:
-        engine.load = EngineLoad(queue, kv_use)
-        slots.look()
-    slots.adjust()
-    return slots.limit
-
-
-async def test_number_doubles_while_the_engine_is_nearly_idle():
-    slots = slots_of(engine := Loaded())
+async def test_number_doubles_while_the_engine_has_room():
+    slots = slots_of(Loaded())
     tasks = await hold(slots, 100)
-    seen = []
+    seen = [slots.limit]
     for _ in range(5):
-        seen.append(adjusted(slots, engine, (0, 0.1)))
+        slots.adjust()
         await asyncio.sleep(0)
-    assert seen == [8, 16, 32, 64, 64]
+        seen.append(slots.limit)
+    assert seen == [4, 8, 16, 32, 64, 64]
     await end(tasks)
 
 
-async def test_number_grows_until_four_fifths_should_be_in_use():
-    slots = slots_of(engine := Loaded(), least=16)
-    tasks = await hold(slots, 100)
-    assert adjusted(slots, engine, (0, 0.6)) == 21
-    await asyncio.sleep(0)
-    assert adjusted(slots, engine, (0, 0.82)) == 21
-    await end(tasks)
-
-
-async def test_number_shrinks_by_the_queue_at_most_by_a_quarter():
-    slots = slots_of(engine := Loaded())
+async def test_number_shrinks_by_the_queue_and_grows_slowly_after():
+    engine = Loaded()
+    slots = slots_of(engine)
     tasks = await hold(slots, 100)
     for _ in range(4):
-        adjusted(slots, engine, (0, 0.1))
+        slots.adjust()
         await asyncio.sleep(0)
-    assert adjusted(slots, engine, (5, 0.5)) == 59
-    assert adjusted(slots, engine, (1000, 0.5)) == 45
-    await end(tasks)
-
-
-async def test_mean_of_the_looks_counts():
-    slots = slots_of(engine := Loaded(), least=16)
-    tasks = await hold(slots, 100)
-    assert adjusted(slots, engine, (0, 0.7), (2, 1.0), (0, 0.7)) == 16
-    assert adjusted(slots, engine, (0, 0.4), (0, 0.4)) == 32
+    engine.load = EngineLoad(queue=5, kv_use=0.5)
+    slots.adjust()
+    assert slots.limit == 59
+    engine.load = EngineLoad(queue=1000, kv_use=0.5)
+    slots.adjust()
+    assert slots.limit == 45
+    await end(tasks[:30])
+    engine.load = EngineLoad(queue=0, kv_use=0.5)
+    slots.adjust()
+    assert slots.limit == 50
     await end(tasks)
 
 
@@ -109,7 +93,8 @@ async def test_number_stays_within_its_bounds():
     engine = Loaded(queue=1000, kv_use=1.0)
     slots = slots_of(engine)
     tasks = await hold(slots, 100)
-    assert adjusted(slots, engine, (1000, 1.0)) == slots.least == 4
+    slots.adjust()
+    assert slots.limit == slots.least == 4
     await end(tasks)
 
 
@@ -117,16 +102,20 @@ async def test_full_cache_shrinks_and_a_nearly_full_one_holds():
     engine = Loaded()
     slots = slots_of(engine, least=4, most=8)
     tasks = await hold(slots, 100)
-    for kv_use, limit in ((0.0, 8), (0.9, 8), (0.97, 7), (0.9, 7)):
-        assert adjusted(slots, engine, (0, kv_use)) == limit
-        await asyncio.sleep(0)
+    slots.adjust()
+    await asyncio.sleep(0)
+    for kv_use, limit in ((0.9, 8), (0.97, 7), (0.9, 7)):
+        engine.load = EngineLoad(queue=0, kv_use=kv_use)
+        slots.adjust()
+        assert slots.limit == limit
     await end(tasks)
 
 
 async def test_number_does_not_grow_unless_episodes_wait_for_it():
-    slots = slots_of(engine := Loaded())
+    slots = slots_of(Loaded())
     tasks = await hold(slots, 3)
-    assert adjusted(slots, engine, (0, 0.1)) == 4
+    slots.adjust()
+    assert slots.limit == 4
     await end(tasks)
 
 
