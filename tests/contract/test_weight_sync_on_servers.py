@@ -1,6 +1,7 @@
 """The canary on the real servers: true syncs pass, and each group that is kept back is found."""
 
 import asyncio
+import copy
 import dataclasses
 
 import pytest
@@ -9,16 +10,18 @@ from engine_servers import CLIENTS, launch_spec, needs_server, on_servers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from polyturn.core.errors import EngineError
+from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
+from polyturn.engines.weight_files import WeightFolder
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
-from support.served_model import VOCAB, ask, small_model
+from support.served_model import VOCAB, ask, logprob_gaps, small_model
 
 
 @pytest.fixture(params=on_servers())
@@ -53,6 +56,37 @@ async def test_adapter_arrives_merged(engine):
     for tensor in lora.adapter_tensors(model).values():
         tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
     assert await sync.publish(1) < 3 * report.noise
+
+
+@pytest.mark.engines
+async def test_adapters_change_under_running_requests(model_folder, tmp_path):
+    needs_server("vllm")
+    model = small_model()
+    lora.add_lora(model, lora.LoraSettings(rank=4))
+    flags, env = VllmEngine.adapter_launch(4)
+    spec = launch_spec("vllm", model_folder)
+    spec = dataclasses.replace(spec, command=(*spec.command, *flags), env={**spec.env, **env})
+    engine = VllmEngine("", ServedModel(vocab_size=VOCAB), supervisor=ServerSupervisor(spec))
+    pool = EnginePool([engine], files=WeightFolder(model_folder, root=tmp_path, adapter=lora.adapter_settings(model)))
+    models, running = [], []
+    try:
+        for version in range(5):
+            for tensor in lora.adapter_tensors(model).values():
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(version)))
+            models.append(copy.deepcopy(model))
+            await pool.update_weights(version, weights=lora.as_peft(lora.adapter_tensors(model)))
+            running.append(asyncio.create_task(pool.generate(ask(f"r{version}", max_tokens=1900))))
+            await asyncio.sleep(0.3)
+        completions = [await task for task in running]
+    finally:
+        await pool.close()
+    for number, completion in enumerate(completions):
+        assert len(completion.token_ids) == 1900
+        assert completion.policy_versions[0] == (0, number)
+        ends = [start for start, _ in completion.policy_versions[1:]] + [1900]
+        for (start, version), end in zip(completion.policy_versions, ends, strict=True):
+            assert logprob_gaps(models[version], completion)[start:end].max() < 1e-4
+    assert completions[0].policy_versions[-1][1] > 0, "it ran while the adapter changed"
 
 
 async def test_sleeping_server_wakes_with_new_weights(engine):

@@ -104,7 +104,7 @@ class ServerDialect(ABC):
         """Let the server load the checkpoint in `folder`."""
 
     async def load_adapter(self, folder: Path) -> None:
-        """Let the server load the adapter in `folder` in place of the one before; requests from then on are for it."""
+        """Let the server load the adapter in `folder`; requests from then on name it in place of the one before."""
         raise EngineError(f"the {self.name} server takes no adapter alone; set engine.weights to folder")
 
     @staticmethod

@@ -21,9 +21,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from polyturn.core.continuation import before_banned, continued, joined, nothing
+from polyturn.core.continuation import before_banned, continued, joined, nothing, version_runs
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineLoad
@@ -60,6 +61,15 @@ LOOK_SHARE = 0.5
 """Part of `health_s` between two looks at a server."""
 _HUNG_AFTER = 3.0
 """A server of our own that has not answered for so many times `health_s` is killed and started again."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedAdapter:
+    """An adapter on a server, under a name that no other one had. A request keeps the one that it names to its end."""
+
+    name: str
+    version: int = FOREIGN_VERSION
+    """The policy version that it is, once the server calls its weights so."""
 
 
 class RemoteEngine(ServerDialect, BaseEngine):
@@ -107,8 +117,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
-        self._adapter: str | None = None
-        """The name of the adapter that the server was given; None while requests are for the model itself."""
+        self._adapter: ServedAdapter | None = None
+        """The latest adapter that the server was given; None while requests are for the model itself."""
         self._is_open = asyncio.Event()
         self._is_open.set()
         """Cleared while the weights change, and while the server sleeps."""
@@ -247,14 +257,16 @@ class RemoteEngine(ServerDialect, BaseEngine):
         with weights.given_to(self):
             await self._met()
             self._is_open.clear()
+            self._updates += 1  # before the pause, which may cut requests, and the load: what these cut short goes on
             try:
                 await (self._wake("weights") if self._is_asleep else self._pause())
-                self._updates += 1  # before the load: what a failed one cuts short goes on as well
                 try:
                     await weights.load(self)
                     if not self._is_asleep:  # what it had computed went with its memory
                         await self._loaded()
                     await self._rename(self.tag(version))
+                    if self._adapter is not None:
+                        self._adapter.version = version
                 except BaseException:
                     if self._is_asleep or not weights.is_all_or_nothing:  # tokens from these weights are discarded
                         with contextlib.suppress(EngineError):
@@ -397,8 +409,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
         """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""
         if parts:
             request = continued(request, parts)
+        adapter: ServedAdapter | None = None
 
         async def post(wire_id: str) -> Any:
+            nonlocal adapter
+            adapter = self._adapter
             call = self._call(request, wire_id)
             return await self._post(call.path, call.body, timeout_s=self._timeout_s)
 
@@ -406,9 +421,14 @@ class RemoteEngine(ServerDialect, BaseEngine):
         if reply is None:
             return nothing(self.version)
         try:
-            return self._read(request, reply)
+            completion = self._read(request, reply)
         except (KeyError, IndexError, TypeError, ValueError) as problem:
             raise EngineError(f"{self.url} answered what {self.name} does not say ({one_line(problem)})") from problem
+        if adapter is None:
+            return completion
+        # The server names its weights, not the adapter: a request that reached it late still has the adapter before.
+        runs = [(start, min(version, adapter.version)) for start, version in completion.policy_versions]
+        return replace(completion, policy_versions=version_runs(runs, current=adapter.version))
 
     def _check(self, request: GenerateRequest) -> None:
         if self._is_closed:

@@ -21,7 +21,7 @@ from polyturn.core.generation import MAX_SUPPORT, Completion, FinishReason, Gene
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts
-from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
+from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine, ServedAdapter
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
@@ -32,8 +32,6 @@ from polyturn.engines.weight_transport import Way
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
 """Its metrics' names of the fields of an `EngineLoad`."""
-_ADAPTER = "polyturn"
-"""The name by which its server knows the adapter that is trained."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM reserves memory for."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -134,7 +132,7 @@ class VllmEngine(RemoteEngine):
             body["content_parts"] = [{"type": "image_url", "url": uri, "uuid": key} for uri, key in images]
             body["return_token_ids"] = True
         if self._adapter is not None:
-            body["model"] = self._adapter
+            body["model"] = self._adapter.name
         return HttpCall("/inference/v1/generate", body)
 
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
@@ -160,7 +158,8 @@ class VllmEngine(RemoteEngine):
         await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{wire_id}"]}, timeout_s=5.0)
 
     async def _pause(self) -> None:
-        await self._post("/pause?mode=keep")
+        # A request keeps its adapter to its end. It is cut, and asked anew with the next one.
+        await self._post(f"/pause?mode={'keep' if self._adapter is None else 'abort'}")
 
     async def load_folder(self, folder: Path) -> None:
         """Let the server load a checkpoint.
@@ -179,14 +178,16 @@ class VllmEngine(RemoteEngine):
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN}")
 
     async def load_adapter(self, folder: Path) -> None:
-        """Let the server load an adapter, which requests that it holds go on with.
+        """Let the server load an adapter, which requests from then on name.
 
         Raises:
             EngineError: it cannot.
         """
-        body = {"lora_name": _ADAPTER, "lora_path": str(folder), "load_inplace": True}
+        # Each under a name of its own: one that replaces another (`load_inplace`) is read from its folder again with every
+        # batch. Those before are not unloaded: a request that comes late may name one, and the server keeps only a few.
+        adapter = ServedAdapter(f"{self._prefix}adapter-{self._updates}")
         try:
-            await self.tell("/v1/load_lora_adapter", body)
+            await self.tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
         except EngineLostError:
             raise
         except EngineError as problem:
@@ -194,7 +195,7 @@ class VllmEngine(RemoteEngine):
                 f"{self.url} does not load the adapter in {folder}; {UNSEEN}; one that runs already needs --enable-lora, "
                 f"--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ({one_line(problem)})"
             ) from problem
-        self._adapter = _ADAPTER
+        self._adapter = adapter
 
     @staticmethod
     def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:

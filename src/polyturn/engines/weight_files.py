@@ -3,8 +3,9 @@
     with WeightFolder(model_folder) as files:
         files.write({"model.embed_tokens.weight": tensor, …}).folder      the server reads it
 
-The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a new folder and
-removes the previous one, so a server that is still reading never sees half of the next one.
+The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
+and removes the one before it, so that a server which is still reading never sees half of the next one. Of adapters the
+latest few stay: servers read the adapter of a request from its folder whenever it is not in their memory.
 
 A killed process leaves its folder behind, and the next process that makes one removes folders without an owner. The owner
 holds a lock on a file in the folder, which the system releases with the process. Process ids would not do: they are reused,
@@ -33,6 +34,9 @@ _IN_MEMORY = Path("/dev/shm")
 _PREFIX = "polyturn-weights-"
 _OWNER = "owner"
 """The file that the owner of a folder has locked."""
+_FORMER_ADAPTERS = 2
+"""So many adapters before the latest stay. A request that reaches a server during an update may have the adapter before it,
+and is ended by the next update, which begins with the writing of another."""
 
 
 class FolderServer(Protocol):
@@ -173,8 +177,13 @@ class WeightFolder:
         """The form of an adapter, which `write` writes beside its weights."""
         self._own = model if owns_model else None
         self._number = 0
-        self.last: Path | None = None
+        self._written: list[Path] = []
+        """What is still there, the latest last."""
+
+    @property
+    def last(self) -> Path | None:
         """The latest weights that are still there."""
+        return self._written[-1] if self._written else None
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
         """Write `weights` as a checkpoint, a bucket in each file; a tied tensor is written once, under its first name."""
@@ -188,14 +197,13 @@ class WeightFolder:
             (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
             write_safetensors([dict(weights)], folder, name="adapter_model")
         self.drop()
-        self.last = folder
+        self._written.append(folder)
         return WrittenWeights(folder, is_adapter=self.adapter is not None)
 
     def drop(self) -> None:
-        """Remove what was written last."""
-        if self.last is not None:
-            shutil.rmtree(self.last, ignore_errors=True)
-            self.last = None
+        """Remove what was written, but for the latest few adapters."""
+        while len(self._written) > (_FORMER_ADAPTERS if self.adapter is not None else 0):
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     def close(self) -> None:
         """Remove everything."""
