@@ -37,12 +37,12 @@ class WeightShifts:
         """
         for name in names:
             for origin, own in parts.get(name, {}).items():
-                was = self._were.setdefault((name, origin), own.clone())
-                own.copy_(was)  # from where it was, always: what is added and taken off again leaves rounding behind
+                was = self._were.pop((name, origin), None)
+                if was is not None:
+                    own.copy_(was)  # from where it was, always: what is added and taken off again leaves rounding behind
                 if scale:
+                    self._were[name, origin] = was = own.clone() if was is None else was
                     own.add_(_noise(f"{name}{origin}", was), alpha=scale)
-                else:
-                    del self._were[name, origin]
 
 
 def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]]:
@@ -56,8 +56,9 @@ def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]
 
 def _noise(seed: str, was: Tensor) -> Tensor:
     """Return noise of the size of the values that are here; of size one where they are all zero, as biases are."""
-    # On the CPU, whose random numbers are the same on every rank and every device.
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-    noise = torch.randn(was.shape, generator=generator, dtype=torch.float32).to(was)
+    # On the device, because a CPU takes seconds for each part of a large model. Ranks are on devices of one kind, which draw
+    # and sum alike.
+    generator = torch.Generator(was.device).manual_seed(zlib.crc32(seed.encode()))
+    noise = torch.randn(was.shape, generator=generator, device=was.device, dtype=torch.float32).to(was)
     size = was.float().square().sum().div(max(1, was.numel())).sqrt().item()
     return noise * (size or 1.0)
