@@ -23,6 +23,7 @@ from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.teachers import build_teacher
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TrackerConfig
+from polyturn.core.aio import OneThread
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.live import LiveObject, names_code
 from polyturn.core.sample import TrainSample
@@ -83,7 +84,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     optim = train.optim.over(train.steps, updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    channel = _gated(parts, _channel(parts, policy))
+    thread = None if parts.engine.capabilities.shares_loop else OneThread("polyturn-update")
+    channel = _gated(parts, _channel(parts, policy, thread))
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
@@ -106,7 +108,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.followers, weights=policy.weights),
             sleep=channel.sleep if isinstance(channel, SharedGpus) else None,
-            trains_in_thread=not parts.engine.capabilities.shares_loop,
+            thread=thread,
         ),
         saving=Saving(
             checkpoints=Checkpoints(
@@ -155,8 +157,8 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
     )
 
 
-def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
-    """Return the way of new weights to the engine."""
+def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> WeightChannel:
+    """Return the way of new weights to the engine; `thread` is the trainer's."""
     from polyturn.training import hf
     from polyturn.training.lora import as_peft
     from polyturn.training.ranked import GatheredWeights, RankedBackend
@@ -171,7 +173,7 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
         return PushedWeights(parts.engine, backend.trained)
     if parts.engine.capabilities.shares_weights:
         shared = SharedWeights(parts.engine)
-        return GatheredWeights(backend, shared) if isinstance(backend, RankedBackend) else shared
+        return GatheredWeights(backend, shared, thread=thread) if isinstance(backend, RankedBackend) else shared
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
     alone = sends_adapter(config)
     sync = WeightSync(
@@ -180,6 +182,7 @@ def _channel(parts: Parts, policy: ModelPolicy) -> WeightChannel:
         WeightProbe(vocab_size=vocab_size, media=parts.context.media),
         to_checkpoint=as_peft if alone else functools.partial(hf.as_checkpoint, parts.model),
         adapter_only=alone,
+        thread=thread,
     )
     if config.engine.update == "sleep":
         assert isinstance(parts.engine, Sleeper)  # as every pool of servers is

@@ -97,6 +97,13 @@ class OneThread:
         self._work.put(work)
         return future
 
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run `function` in the thread and wait for its end, even while the caller is cancelled."""
+        result, cancelled = await finish(self.submit(function))
+        if cancelled is not None:
+            raise cancelled
+        return result
+
     def _run(self) -> None:
         while True:
             self._work.get()()

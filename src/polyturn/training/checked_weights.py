@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
-from polyturn.core.aio import first_error
+from polyturn.core.aio import OneThread, first_error
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.protocols import Engine
 from polyturn.engines.weight_checksums import Checked, Composition, Folds, floating_names, fold_all
@@ -24,7 +25,9 @@ logger = logging.getLogger(__name__)
 class WeightChecksums:
     """Compares the checksums of an engine's tensors with those of the weights that were sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: OneThread) -> None:
+        """Read weights in `thread`, the trainer's."""
+        self._thread = thread
         self._made_of: dict[Engine, Composition] = {}
         self._version = -1
         self._folds: Folds = {}
@@ -41,7 +44,7 @@ class WeightChecksums:
             if checksums is None:
                 logger.info("no checksums are compared of %s, which gives none; see docs/guides/engines.md", name)
                 continue
-            composition = self._made_of[engine] = await asyncio.to_thread(Composition.find, checksums, weights)
+            composition = self._made_of[engine] = await self._thread.run(partial(Composition.find, checksums, weights))
             logger.info(
                 "checksums of %d of %d tensors are compared after every sync, of %s",
                 len(composition.names),
@@ -53,7 +56,7 @@ class WeightChecksums:
         """Compute the checksums that every engine's tensors should have now."""
         wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
         # In a thread: the sums run over all weights, and episodes go on meanwhile.
-        self._folds, self._version = await asyncio.to_thread(fold_all, weights, wanted), version
+        self._folds, self._version = await self._thread.run(partial(fold_all, weights, wanted)), version
 
     async def problems(
         self, version: int, weights: Mapping[str, Tensor], engines: Mapping[str, Engine]

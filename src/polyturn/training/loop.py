@@ -25,7 +25,7 @@ from typing import Any
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Taken
 from polyturn.buffer.staleness import Replay, check_staleness
-from polyturn.core.aio import Finished, OneThread, finish, first_error
+from polyturn.core.aio import Finished, finish, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
@@ -72,7 +72,7 @@ class Trainer:
         self._saver = Saver(saving.checkpoints)
         self._observer = observer
         self._new_sampler = data.sampler or partial(TaskSampler, len(data.tasks), seed=settings.seed)
-        self._thread = OneThread("polyturn-update") if engine.trains_in_thread else None
+        self._thread = engine.thread
         self._buffer: GroupBuffer | None = None
         self._pending: list[int] = []
         self._training: list[int] = []

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.batching.microbatch import LayoutSettings
+from polyturn.core.aio import OneThread
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Metrics, merge
@@ -211,20 +212,31 @@ class RankedBackend:
 class GatheredWeights:
     """The channel of weights from the ranks to an engine that samples from a model of this process."""
 
-    def __init__(self, backend: RankedBackend, channel: WeightChannel) -> None:
-        """Write them into it before `channel` publishes."""
+    def __init__(self, backend: RankedBackend, channel: WeightChannel, *, thread: OneThread | None = None) -> None:
+        """Write them into it before `channel` publishes.
+
+        `thread` is the trainer's, for an engine that goes on from a copy of that model. One that samples from it, in turns
+        with the event loop, must not see half of them.
+        """
         self._backend = backend
         self._channel = channel
+        self._thread = thread
 
     async def start(self, version: int) -> object:
         """Bring the first weights there, as `version`."""
-        self._backend.gather()
+        await self._gather()
         return await self._channel.start(version)
 
     async def publish(self, version: int) -> object:
         """Bring the weights as they are now, as `version`."""
-        self._backend.gather()
+        await self._gather()
         return await self._channel.publish(version)
+
+    async def _gather(self) -> None:
+        if self._thread is None:
+            self._backend.gather()
+        else:
+            await self._thread.run(self._backend.gather)
 
 
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from polyturn.core.aio import OneThread
 from polyturn.core.task import Task
 from polyturn.data.sampler import TaskSampler
 from polyturn.engines.update_gate import WeightChannel
@@ -68,8 +69,8 @@ class EngineLink:
     """Copies of the trained policy that episodes also ask."""
     sleep: Callable[[], Awaitable[object]] | None = None
     """Frees GPUs that it shares with the trainer, until weights are published; None where it shares none."""
-    trains_in_thread: bool = False
-    """Whether it has weights of its own, so that it samples while the trainer's change."""
+    thread: OneThread | None = None
+    """The trainer's, where the engine has weights of its own, so that it samples while the trainer's change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ A model that sees is shown a picture of noise before the random tokens: text alo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +89,7 @@ class WeightProbe:
         return [self._as_sample(p, task.result()) for p, task in zip(prompts, tasks, strict=True)]
 
     async def record(
-        self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], list[Floats]]
+        self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], Awaitable[list[Floats]]]
     ) -> ProbeRecord:
         """Record the greedy answers of an engine that was found to serve the right weights."""
         samples = await self.sample(engine, version, temperature=0.0)
@@ -98,7 +98,7 @@ class WeightProbe:
             version=version,
             prompts=tuple(_Prompt(ids=s.token_ids[:at], media=s.media) for s, at in zip(samples, starts, strict=True)),
             answers=tuple(s.token_ids[at:] for s, at in zip(samples, starts, strict=True)),
-            logprobs=tuple(logprobs[at:] for logprobs, at in zip(score(samples), starts, strict=True)),
+            logprobs=tuple(logprobs[at:] for logprobs, at in zip(await score(samples), starts, strict=True)),
         )
 
     async def check(self, engine: Engine, record: ProbeRecord, *, limit: float) -> None:

@@ -23,11 +23,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
-from polyturn.core.aio import first_error
+from polyturn.core.aio import OneThread, first_error
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
@@ -120,12 +121,14 @@ class WeightSync:
         *,
         to_checkpoint: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
         adapter_only: bool = False,
+        thread: OneThread | None = None,
     ) -> None:
         """Look at each engine through the completions of `probe`.
 
         `source` has the live weights, and says what they make of tokens. `to_checkpoint` gives weights the names and shapes
         that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`. `adapter_only`
-        sends what training changes, and the engine has the rest.
+        sends what training changes, and the engine has the rest. After the start the trainer's weights are read in `thread`,
+        the trainer's own, while episodes go on.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, ServerPool) else None
@@ -133,7 +136,8 @@ class WeightSync:
         self._probe = probe
         self._to_checkpoint = to_checkpoint
         self._adapter_only = adapter_only
-        self._held = WeightChecksums()
+        self._thread = thread or OneThread("polyturn-weight-sync")
+        self._held = WeightChecksums(self._thread)
         self._record: ProbeRecord | None = None
         self._pushed = -1
         self.noise: float | None = None
@@ -149,13 +153,13 @@ class WeightSync:
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
             samples.setdefault(name, []).extend(more)
-        self.noise = max(*self._differences(samples).values(), NOISE_FLOOR)
+        self.noise = max(*(await self._differences(samples)).values(), NOISE_FLOOR)
         if self._pool is not None:  # not before: without the noise nothing can be verified
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
             sent = await self._push(version)
             seen = await self._sample(version)
-            canaries = self._differences(seen)
+            canaries = await self._differences(seen)
             effects = {name: self._effects(changes, own) for name, own in seen.items()}
             for name, canary in canaries.items():
                 # Had a group not arrived, logprobs would differ by its whole effect; where all did, by the noise.
@@ -195,9 +199,9 @@ class WeightSync:
                 check = tasks.create_task(self._held.problems(version, sent, self._engines()))
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
-        differences = self._differences(sampled.result())
+        differences = await self._differences(sampled.result())
         if max(differences.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
-            again = self._differences(await self._sample(version))
+            again = await self._differences(await self._sample(version))
             differences = {name: min(value, again[name]) for name, value in differences.items() if name in again}
         wrong = {
             name: self._outlier(version, value) for name, value in differences.items() if value > self._limit
@@ -229,7 +233,7 @@ class WeightSync:
             return
         if self._pushed != version:
             raise EngineError(f"nothing is known yet about version {version}")
-        (difference,) = self._differences({"it": await self._probe.sample(engine, version)}).values()
+        (difference,) = (await self._differences({"it": await self._probe.sample(engine, version)})).values()
         if difference > self._limit:
             raise EngineError(
                 f"its logprobs differ from the trainer's by {difference:.2e} where {self._limit:.2e} is allowed"
@@ -255,18 +259,24 @@ class WeightSync:
     async def _push(self, version: int) -> Mapping[str, Tensor]:
         # A server that comes back meanwhile has no record to be held to, and is held to the trainer, which waits here.
         self._record, self._pushed = None, version
-        weights = self._to_checkpoint(self._source.backend.trained() if self._adapter_only else self._source.weights())
         try:
+            weights = await self._thread.run(self._weights)
             await self._engine.update_weights(version, weights=weights)
             return weights
         finally:
             self._pushed = -1  # from here on the trainer's weights may be others
 
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self._to_checkpoint(self._source.backend.trained() if self._adapter_only else self._source.weights())
+
+    async def _score(self, samples: Sequence[TrainSample]) -> list[Floats]:
+        return await self._thread.run(partial(self._source.score, samples))
+
     async def _take_record(self, version: int) -> str | None:
         """Note what the right weights say, for a server that comes back later; return who said it."""
         for name, replica in self._replicas().items():
             try:
-                self._record = await self._probe.record(replica.engine, version, self._source.score)
+                self._record = await self._probe.record(replica.engine, version, self._score)
                 return name
             except EngineError as problem:
                 self._exclude(name, problem)
@@ -300,9 +310,9 @@ class WeightSync:
             raise EngineError(f"no server is left: {'; '.join(map(one_line, problems)) or 'all are lost'}")
         return {name: samples[name] for name in sorted(samples)}
 
-    def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
+    async def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
         """Return for each engine the largest difference between its logprobs and those of the trainer's weights now."""
-        scores = iter(self._source.score([s for own in samples.values() for s in own]))
+        scores = iter(await self._score([s for own in samples.values() for s in own]))
         return {name: _largest([_logprobs(s) for s in own], [next(scores) for _ in own]) for name, own in samples.items()}
 
     @contextmanager

@@ -1,12 +1,15 @@
 """A weight sync is verified: any group of parameters that does not arrive is named."""
 
+import asyncio
 import copy
+import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
@@ -14,6 +17,7 @@ from polyturn.engines.weight_files import WeightFolder
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
+from polyturn.training.ranked import GatheredWeights
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
 from polyturn.training.weight_sync import WeightSync
@@ -147,6 +151,42 @@ async def test_later_sync_that_does_not_arrive_ends_the_run():
     with torch.no_grad():
         policy.weights()["model.embed_tokens.weight"].mul_(1.5)
     await refuses_later(lambda: sync.publish(1), EngineError, "does not serve the weights")
+
+
+async def test_episodes_go_on_while_the_trainer_scores():
+    policy = make_policy(tied=True)
+    sync = WeightSync(EnginePool([Leaky(policy)]), policy, WeightProbe(**SMALL))
+    await sync.start(0)
+    score, scores, may_end = policy.score, threading.Event(), threading.Event()
+
+    def slow(samples):
+        scores.set()
+        assert may_end.wait(30), "the event loop was held up"
+        return score(samples)
+
+    policy.score = slow
+    publishing = asyncio.create_task(sync.publish(1))
+    assert await asyncio.to_thread(scores.wait, 30)
+    may_end.set()
+    assert await publishing <= 3 * sync.noise
+
+
+@pytest.mark.parametrize("has_thread", [True, False])
+async def test_weights_are_gathered_beside_an_engine_of_its_own(has_thread):
+    """An engine that samples in turns with the event loop would see half of them."""
+    threads = []
+
+    class Ranks:
+        def gather(self):
+            threads.append(threading.current_thread() is threading.main_thread())
+
+    class Channel:
+        async def publish(self, version):
+            threads.append(version)
+
+    thread = OneThread("trainer") if has_thread else None
+    await GatheredWeights(Ranks(), Channel(), thread=thread).publish(3)
+    assert threads == [not has_thread, 3]
 
 
 async def test_engine_with_an_old_version_tag_is_found():
