@@ -2,6 +2,7 @@
 and a single bit that changes on the way is found by the checksums."""
 
 import asyncio
+import itertools
 import os
 from pathlib import Path
 
@@ -70,20 +71,21 @@ async def test_flipped_bit_is_found_and_named(address, model_folder):
     engine = client(address, model_folder)
     try:
         policy = local_policy(small_model(), optim=OptimSettings(lr=1e-3))
-        sync = WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB))
-        await sync.start(0)
-        load, tensor = engine.update_weights, "model.layers.1.self_attn.k_proj.weight"
+        load, tensor, pushes = engine.update_weights, "model.layers.1.self_attn.k_proj.weight", itertools.count(1)
 
         async def damaged(version, *, weights):
+            if next(pushes) < 3:  # the true weights, and the canary's
+                await load(version, weights=weights)
+                return
             bits = weights[tensor].clone().view(torch.int32)
             bits[0, 0] ^= 1
             await load(version, weights={**weights, tensor: bits.view(torch.float32)})
 
         engine.update_weights = damaged
         with pytest.raises(EngineError, match=r"checksums differ in .*qkv_proj.* \(from .*layers\.1\.self_attn\.k_proj"):
-            await sync.publish(1)
+            await WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB)).start(0)
         engine.update_weights = load
-        await sync.publish(2)
+        await WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB)).start(0)
     finally:
         await engine.close()
 

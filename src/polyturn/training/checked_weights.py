@@ -1,8 +1,11 @@
-"""WeightChecksums: after each sync, what servers hold against what was sent, tensor by tensor, by checksums.
+"""WeightChecksums: what a server holds against what was sent, tensor by tensor, by checksums, once it came or came back.
 
 A probe of logprobs cannot see one optimizer step, and a version tag is a name that was given, not a look at the weights. A
 checksum sees a single bit. It is asked of servers that can say it (`engines/weight_checksums.py`); the canary shows which of
 the trainer's tensors each of theirs is made of.
+
+A checksum reads all weights a second time, which between ranks takes as long as the sync. So a server is checked at the
+start, and at the first sync after it was lost or left out; its later weights come the same way into the same process.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class WeightChecksums:
         self._version = -1
         self._folds: Folds = {}
         """Of the weights of that version."""
+        self._right: set[Engine] = set()
+        """Engines that held what they were sent, and were not left out since."""
 
     async def learn(self, engines: Mapping[str, Engine], weights: Mapping[str, Tensor]) -> None:
         """Find out what the tensors of each engine are made of, while all serve `weights`, no two of which are equal.
@@ -46,13 +51,17 @@ class WeightChecksums:
                 continue
             composition = self._made_of[engine] = await self._thread.run(partial(Composition.find, checksums, weights))
             logger.info(
-                "checksums of %d of %d tensors are compared after every sync, of %s",
+                "checksums of %d of %d tensors are compared now and whenever it comes back, of %s",
                 len(composition.names),
                 len(floating_names(weights)),
                 name,
             )
 
-    async def sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def forget(self, engine: Engine) -> None:
+        """Check `engine` again at the next sync: it has come back."""
+        self._right.discard(engine)
+
+    async def _sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compute the checksums that every engine's tensors should have now."""
         wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
         # In a thread: the sums run over all weights, and episodes go on meanwhile.
@@ -61,8 +70,16 @@ class WeightChecksums:
     async def problems(
         self, version: int, weights: Mapping[str, Tensor], engines: Mapping[str, Engine]
     ) -> dict[str, EngineError]:
-        """Return which engines do not hold `weights`, just sent as `version`, or could not be asked; with the reason."""
-        await self.sent(version, weights)
+        """Return which engines do not hold `weights`, just sent as `version`, or could not be asked; with the reason.
+
+        Of `engines`, all that serve, those are asked that were not found right before, or did not serve since.
+        """
+        self._right &= set(engines.values())
+        compared = self._made_of.keys() - self._right
+        to_check = {name: engine for name, engine in engines.items() if engine in compared}
+        if not to_check:
+            return {}
+        await self._sent(version, weights)
         problems_found: dict[str, EngineError] = {}
 
         async def check(name: str, engine: Engine) -> None:
@@ -70,10 +87,12 @@ class WeightChecksums:
                 await self.check(engine, version)
             except EngineError as problem:
                 problems_found[name] = problem
+            else:
+                self._right.add(engine)
 
         with first_error():
             async with asyncio.TaskGroup() as tasks:
-                for name, engine in engines.items():
+                for name, engine in to_check.items():
                     tasks.create_task(check(name, engine))
         return problems_found
 

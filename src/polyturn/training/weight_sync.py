@@ -8,9 +8,9 @@ So the way itself is proved once, before training:
     canary    change every group of parameters so that a group which did not arrive shows 20 times the noise; push; compare
     then      push the true weights again, compare
 
-and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise, and checksums say
-that each tensor is the one that was sent (`checked_weights.py`). A group is the parameters of one name in all layers
-(`model.layers.*.mlp.up_proj.weight`).
+and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise. At the start, and
+when a server comes back, checksums say that each tensor is the one that was sent (`checked_weights.py`). A group is the
+parameters of one name in all layers (`model.layers.*.mlp.up_proj.weight`).
 
 Of a pool every server is looked at by itself. One that is wrong at the start ends the run; one that is wrong later is left
 out and brought up to date (`engines/recovery.py`), and only if none is right does the run end.
@@ -227,6 +227,7 @@ class WeightSync:
         Raises:
             EngineError: it serves others, or nothing is known of that version.
         """
+        self._held.forget(engine)
         await self._held.check(engine, version)
         if self._record is not None and self._record.version == version:
             await self._probe.check(engine, self._record, limit=self._limit)

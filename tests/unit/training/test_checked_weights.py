@@ -1,12 +1,15 @@
-"""Checksums after every weight sync find what no logprob shows, and name the tensor."""
+"""Checksums at the start, and of servers that come back, find what no logprob shows, and name the tensor."""
 
 import copy
+import itertools
+from collections import Counter
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
+from polyturn.engines.pool import EnginePool
 from polyturn.engines.server_side.polyturn_weights import checksums
 from polyturn.engines.weight_checksums import Checked, ServerChecksums
 from polyturn.training.optim import OptimSettings
@@ -34,15 +37,20 @@ class Server:
         self.model = copy.deepcopy(policy.backend.model).eval()
         self._engine = EmbeddedEngine(self.model, num_slots=4)
         self.keeps = ""
+        self.is_lost = False
+        self.num_asked = 0
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     async def update_weights(self, version, *, weights=None):
+        if self.is_lost:
+            raise EngineLostError("it was killed")
         kept = {name: tensor for name, tensor in weights.items() if name != self.keeps}
         await self._engine.update_weights(version, weights=kept)
 
     async def checksums(self) -> ServerChecksums | None:
+        self.num_asked += 1
         return ServerChecksums.read([checksums(self.model.named_parameters())])
 
 
@@ -52,17 +60,62 @@ def step(policy: ModelPolicy) -> None:
         policy.weights()[NORM].view(torch.int32)[3] ^= 1
 
 
-async def test_changed_bit_that_does_not_arrive_ends_the_run():
+async def test_bit_that_does_not_arrive_at_the_start_ends_the_run():
     policy = make_policy()
     server = Server(policy)
     assert isinstance(server, Checked)
-    sync = WeightSync(server, policy, WeightProbe(**SMALL))
+    sync, load, pushes = WeightSync(server, policy, WeightProbe(**SMALL)), server.update_weights, itertools.count(1)
+
+    async def leaky(version, *, weights):
+        if next(pushes) == 3:  # after the true weights and the canary's
+            step(policy)
+            server.keeps = NORM
+        await load(version, weights=weights)
+
+    server.update_weights = leaky
+    await refuses_later(lambda: sync.start(0), EngineError, "version 0:", "model.norm.weight")
+
+
+async def test_server_is_asked_again_only_once_it_came_back():
+    policy = make_policy()
+    servers = [Server(policy), Server(policy)]
+    pool = EnginePool(servers)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
     await sync.start(0)
-    server.keeps = NORM
+    asked = [server.num_asked for server in servers]
+    await sync.publish(1)
+    assert [server.num_asked for server in servers] == asked
+    servers[1].is_lost = True
+    await sync.publish(2)
+    servers[1].is_lost, servers[1].keeps = False, NORM
     step(policy)
-    await refuses_later(lambda: sync.publish(1), EngineError, "version 1:", "model.norm.weight")
-    server.keeps = ""
-    assert await sync.publish(2) <= 3 * sync.noise
+    await sync.publish(3)
+    assert not pool.replicas[1].is_live, "it was asked, and lacks the changed bit"
+    servers[1].keeps = ""
+    await sync.publish(4)
+    assert pool.replicas[1].is_live
+    assert [server.num_asked for server in servers] == [asked[0], asked[1] + 2]
+
+
+async def test_later_sync_reads_the_weights_once():
+    policy = make_policy()
+    reads = Counter()
+
+    class Counted(dict):
+        def __getitem__(self, name):
+            reads[name] += 1
+            return super().__getitem__(name)
+
+        def items(self):
+            reads.update(list(self))
+            return super().items()
+
+    server = Server(policy)
+    sync = WeightSync(server, policy, WeightProbe(**SMALL), to_checkpoint=Counted)
+    await sync.start(0)
+    reads.clear()
+    await sync.publish(1)
+    assert reads[NORM] == 1
 
 
 async def test_returning_server_is_held_to_the_checksums():
