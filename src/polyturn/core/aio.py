@@ -6,8 +6,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -103,6 +103,23 @@ class OneThread:
         if cancelled is not None:
             raise cancelled
         return result
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Keep the thread from beginning work inside; what it does at the moment ends first."""
+        is_held, may_go_on = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            loop.call_soon_threadsafe(is_held.set)
+            may_go_on.wait()
+
+        try:
+            self.submit(wait)
+            await is_held.wait()
+            yield
+        finally:
+            may_go_on.set()
 
     def _run(self) -> None:
         while True:

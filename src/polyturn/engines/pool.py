@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from polyturn.core.aio import first_error
@@ -23,7 +24,7 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
-from polyturn.engines.recovery import PoolWeights, Revivable, Sleeper, Verify, recover
+from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, Replica
 from polyturn.engines.weight_files import ServerWeights, WeightStore
 
@@ -53,7 +54,8 @@ class EnginePool(BaseEngine):
             max_tries: How often one request may be lost before it fails.
             patience_s: How long a request waits while no server is up.
             files: Brings weights to all servers, and may keep them for one that comes back; without it each engine gets
-                them as they are. Where they are not kept, a server that forgot them stays out until the next ones.
+                them as they are. Where they are not kept, a server that forgot them gets the trainer's, from `current`, or
+                stays out until the next ones.
             recovery_s: How long sending a server its weights again, and verifying them, may take.
         """
         super().__init__()
@@ -77,6 +79,8 @@ class EnginePool(BaseEngine):
         self._outage = Outage(self._replicas, patience_s=patience_s)
         self.verify: Verify | None = None
         """Proves that a server that was brought back serves the pool's weights."""
+        self.current: CurrentWeights | None = None
+        """Gives a server that was brought back the trainer's weights, where `files` keeps none."""
         self._num_made = 0
         self._is_asleep = False
         self._is_closed = False
@@ -227,6 +231,7 @@ class EnginePool(BaseEngine):
             payload = await asyncio.to_thread(self._files.write, weights)
         keeps = self._files is not None and self._files.keeps
         is_kept = weights is not None and keeps
+        can_return = is_kept or (weights is not None and self._files is not None and self.current is not None)
         self._coming, self._is_pushing, self._is_asleep = version, True, False
         self._num_updates += 1
         began, running = time.perf_counter(), sum(len(replica.running) for replica in self._replicas)
@@ -253,15 +258,15 @@ class EnginePool(BaseEngine):
                             tasks.create_task(push(replica))
                         else:
                             replica.is_stale = True  # it gets them when it is back
-            if is_kept:
-                self._served = PoolWeights(version, payload)  # before servers are awaited: one that returns gets these
+            if can_return:  # before servers are awaited: one that returns gets these
+                self._served = PoolWeights(version, payload if is_kept else None)
             self._is_pushing = False
-            if not any(replica.is_live for replica in self._replicas) and not (is_kept and await self._one_is_live()):
+            if not any(replica.is_live for replica in self._replicas) and not (can_return and await self._one_is_live()):
                 problems = problems or ["all are lost"]
                 raise EngineLostError(
                     f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
                 )
-            if not is_kept and (weights is not None or version != self._served.version):
+            if not can_return and (weights is not None or version != self._served.version):
                 self._served = PoolWeights(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
@@ -385,6 +390,21 @@ class EnginePool(BaseEngine):
         if isinstance(replica.engine, Revivable) and replica.recovery is None and not (replica.is_gone or is_for_later):
             replica.recovery = asyncio.create_task(self._recover(replica, replica.engine), name=f"recover {replica.name}")
 
+    @asynccontextmanager
+    async def _again(self, served: PoolWeights) -> AsyncIterator[Any]:
+        """Give the weights that are served for one server: those that are kept, or the trainer's, which wait meanwhile."""
+        if served.weights is not None:
+            yield served.weights
+            return
+        if self.current is None or self._files is None:
+            raise EngineError(f"policy version {served.version} is not kept; a server that does not serve it gets the next")
+        async with self.current(served.version) as weights:
+            payload = self._files.write(weights)
+            try:
+                yield payload
+            finally:
+                payload.settle()
+
     async def _recover(self, replica: Replica, engine: Revivable) -> None:
         def on_back(served: PoolWeights) -> bool:
             if self._is_pushing or served is not self._served:
@@ -400,6 +420,7 @@ class EnginePool(BaseEngine):
                 replica,
                 engine,
                 served=lambda: self._served,
+                again=self._again,
                 verify=lambda: self.verify,
                 on_back=on_back,
                 on_failure=lambda problem: self._outage.note(replica, problem),

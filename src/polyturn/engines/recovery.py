@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 Verify = Callable[[Engine, int], Awaitable[None]]
 """Raises EngineError unless the engine serves that policy version."""
+CurrentWeights = Callable[[int], AbstractAsyncContextManager[Mapping[str, Any]]]
+"""Gives the trainer's weights, which stay as they are inside; raises EngineError unless they are that policy version."""
 
 
 @runtime_checkable
@@ -96,13 +99,25 @@ class ServerPool(Protocol):
         ...
 
 
+@runtime_checkable
+class Refilled(Protocol):
+    """A pool that asks the trainer for weights that it does not keep."""
+
+    current: CurrentWeights | None
+    """Gives a server that was brought back the trainer's weights; None before there are any."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolWeights:
     """The weights that a pool serves; a new object for every push, so that two of one version differ."""
 
     version: int
     weights: Any
-    """A store's `ServerWeights`; None before the first push, and from an engine that shares the trainer's parameters."""
+    """A store's `ServerWeights`; None where it keeps none, before the first push, and where parameters are shared."""
+
+
+Again = Callable[[PoolWeights], AbstractAsyncContextManager[Any]]
+"""Gives what a pool serves, for the `update_weights` of a server that came back; raises EngineError where it is gone."""
 
 
 async def recover(
@@ -110,6 +125,7 @@ async def recover(
     engine: Revivable,
     *,
     served: Callable[[], PoolWeights],
+    again: Again,
     verify: Callable[[], Verify | None],
     on_back: Callable[[PoolWeights], bool],
     on_failure: Callable[[Exception], object],
@@ -121,6 +137,7 @@ async def recover(
         replica: The server that was lost.
         engine: Its engine.
         served: What the pool serves at the moment.
+        again: Gives it to a server that came back.
         verify: Proves that an engine serves that; None where nothing can.
         on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
         on_failure: Told why an attempt failed, of which there is another.
@@ -136,7 +153,7 @@ async def recover(
             await engine.revive()
             target = served()  # not before: a start may take as long as several steps
             async with asyncio.timeout(attempt_s):
-                renewed = await _renew(replica, target, verify())
+                renewed = await _renew(replica, target, again, verify())
         except EngineGoneError:
             raise
         except (EngineError, TimeoutError) as problem:
@@ -151,14 +168,13 @@ async def recover(
         pause = FIRST_RETRY_S
 
 
-async def _renew(replica: Replica, target: PoolWeights, verify: Verify | None) -> bool:
+async def _renew(replica: Replica, target: PoolWeights, again: Again, verify: Verify | None) -> bool:
     """Give `replica` the weights that it should have; return whether it needed them."""
     if not replica.is_stale and await _serves(replica.engine, target.version):
         return False
     replica.is_stale = True
-    if target.weights is None:
-        raise EngineError(f"{replica.name} serves other weights than policy version {target.version}, which are not kept")
-    await replica.engine.update_weights(target.version, weights=target.weights)
+    async with again(target) as weights:
+        await replica.engine.update_weights(target.version, weights=weights)
     if verify is not None:
         await verify(replica.engine, target.version)
     elif not await _serves(replica.engine, target.version):

@@ -4,7 +4,8 @@
     each server    SentWeights.load(server)       once all that were given them are held: one broadcast for all
     its kind       open_link(way, servers)        -> TransferLink, the trainer's end of it
 
-Tensors stream a bucket at a time from where they are, and nothing is kept: a server that comes back gets the next weights.
+Tensors stream a bucket at a time from where they are, and nothing is kept: a server that comes back is sent the trainer's
+weights while these are still the ones that it missed, or else the next.
 """
 
 from __future__ import annotations

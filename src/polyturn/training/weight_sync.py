@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,7 +33,7 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
-from polyturn.engines.recovery import PooledServer, ServerPool, Sleeper
+from polyturn.engines.recovery import PooledServer, Refilled, ServerPool, Sleeper
 from polyturn.engines.update_gate import WeightChannel
 from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
@@ -140,6 +140,8 @@ class WeightSync:
         self._held = WeightChecksums(self._thread)
         self._record: ProbeRecord | None = None
         self._pushed = -1
+        self._sent = -1, -1
+        """The version that was pushed last, and how many optimizer steps were taken then."""
         self.noise: float | None = None
 
     async def start(self, version: int) -> SyncReport:
@@ -169,6 +171,8 @@ class WeightSync:
             if not self._adapter_only:  # of which servers tell no checksums
                 await self._held.learn(self._engines(), sent)
         await self.publish(version)
+        if isinstance(self._pool, Refilled):  # not before: the canary's weights have the version of the true ones
+            self._pool.current = self._current
         report = SyncReport(
             noise=self.noise,
             canary=max(canaries.values()),
@@ -260,12 +264,21 @@ class WeightSync:
     async def _push(self, version: int) -> Mapping[str, Tensor]:
         # A server that comes back meanwhile has no record to be held to, and is held to the trainer, which waits here.
         self._record, self._pushed = None, version
+        self._sent = version, self._source.step_count
         try:
             weights = await self._thread.run(self._weights)
             await self._engine.update_weights(version, weights=weights)
             return weights
         finally:
             self._pushed = -1  # from here on the trainer's weights may be others
+
+    @asynccontextmanager
+    async def _current(self, version: int) -> AsyncIterator[Mapping[str, Tensor]]:
+        """Give the trainer's weights, as `CurrentWeights` says; its next step begins behind this."""
+        async with self._thread.held():
+            if (version, self._source.step_count) != self._sent:
+                raise EngineError(f"the trainer has gone on from policy version {version}; the server gets the next one")
+            yield await asyncio.to_thread(self._weights)
 
     def _weights(self) -> Mapping[str, Tensor]:
         return self._to_checkpoint(self._source.backend.trained() if self._adapter_only else self._source.weights())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -78,6 +79,7 @@ def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None)
             replica,
             engine,
             served=served or (lambda: target),
+            again=lambda served: contextlib.nullcontext(served.weights),
             verify=lambda: verify,
             on_back=on_back,
             on_failure=lambda problem: None,

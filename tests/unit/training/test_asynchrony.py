@@ -102,6 +102,35 @@ async def test_one_thread_runs_in_order_and_raises_errors():
     await refuses_later(lambda: thread.submit(fail), ValueError, "no")
 
 
+async def test_held_thread_begins_nothing():
+    thread, done, begun, go = OneThread("test"), [], threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert go.wait(60)
+        done.append("before")
+
+    async def hold() -> None:
+        async with thread.held():
+            raise AssertionError("it works")
+
+    before = thread.submit(work)
+    await asyncio.to_thread(begun.wait, 60)
+    given_up = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    go.set()
+    async with thread.held():
+        assert done == ["before"]
+        after = thread.submit(lambda: done.append("after"))
+        await asyncio.sleep(0.05)
+        assert done == ["before"]
+    await asyncio.gather(before, after)
+    assert done == ["before", "after"]
+
+
 async def test_finish_waits_for_work_and_keeps_the_cancellation():
     thread, done, begun, go = OneThread("test"), [], threading.Event(), threading.Event()
 

@@ -14,6 +14,7 @@ from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_transfer import WeightTransfer
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
@@ -238,6 +239,82 @@ async def test_returning_server_is_held_to_the_known_logprobs():
         back.engine.module.model.norm.weight.mul_(1.1)
     await refuses_later(lambda: pool.verify(back, 1), EngineError, "it serves other weights")
     await refuses_later(lambda: pool.verify(back, 2), EngineError, "nothing is known yet about version 2")
+
+
+class Sent(Leaky):
+    """A server that is sent tensors, of which nothing is kept; it is lost with the weights of a version."""
+
+    url, num_workers, num_restarts, lost_with = "", 1, 0, -1
+
+    async def is_as_left(self):
+        return None if self.is_lost else True
+
+    async def revive(self):
+        self.num_restarts += self.is_lost
+        self.is_lost = False
+
+    async def update_weights(self, version, *, weights=None):
+        if version == self.lost_with and not self.num_restarts:
+            self.is_lost = True
+        if self.is_lost:
+            raise EngineLostError("it was killed")
+        with weights.given_to(self):
+            await weights.load(self)
+        await super().update_weights(version, weights=self.came)
+
+
+class Link:
+    def __init__(self, servers):
+        self._servers = servers
+
+    async def send(self, weights):
+        for server in self._servers:
+            server.came = {name: tensor.clone() for name, tensor in weights.items()}
+
+    async def close(self):
+        pass
+
+
+def sending_pool(*engines):
+    async def open_link(transport, servers):
+        return Link(servers)
+
+    return EnginePool(engines, files=WeightTransfer("gloo", open_link), patience_s=30.0)
+
+
+async def test_last_server_lost_with_sent_weights_is_sent_them_again():
+    policy = make_policy(tied=False)
+    pool = sending_pool(server := Sent(policy))
+    server.lost_with = 1
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
+    await sync.start(0)
+    with torch.no_grad():
+        policy.weights()["model.norm.weight"].mul_(1.2)
+    assert await sync.publish(1) <= 3 * sync.noise
+    assert server.num_restarts == 1 and pool.replicas[0].is_live
+    await pool.close()
+
+
+async def test_server_lost_between_syncs_is_sent_the_trainers_weights():
+    policy = make_policy(tied=False)
+    pool = sending_pool(Sent(policy), lost := Sent(policy))
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
+    await sync.start(0)
+    await sync.publish(1)
+    lost.is_lost, lost.came = True, None
+    pool.exclude(pool.replicas[1], EngineLostError("it was killed"))
+    async with asyncio.timeout(60):
+        await pool.replicas[1].recovery
+    assert pool.replicas[1].is_live and pool.replicas[1].version == 1
+    assert torch.equal(lost.came["model.norm.weight"], policy.weights()["model.norm.weight"])
+    policy.backend.optimizer.step_count += 1  # the next optimizer step
+    with pytest.raises(EngineError, match="gone on from policy version 1"):
+        async with pool.current(1):
+            pass
+    await sync.publish(2)
+    async with pool.current(2) as weights:
+        assert weights.keys() == policy.weights().keys()
+    await pool.close()
 
 
 async def test_only_server_may_die_during_a_sync_and_return(tmp_path):
