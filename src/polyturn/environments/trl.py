@@ -112,12 +112,12 @@ class _MethodTool(FunctionTool):
         """Call the method, behind the calls that were made before it."""
         if instance_id not in self._live:
             raise SchedulerError(f"tool {self.name!r}: there is no environment for the episode {instance_id!r}")
-        of = self._live[instance_id]
+        arguments, of = self.read_arguments(parameters), self._live[instance_id]
         async with of.turn_taking:
             if inspect.iscoroutinefunction(self._called):
-                reply = await self._called(of.env, **parameters)
+                reply = await self._called(of.env, **arguments)
             else:
-                reply = await self.threads.run(functools.partial(self._called, of.env, **parameters))
+                reply = await self.threads.run(functools.partial(self._called, of.env, **arguments))
         return normalize(reply if isinstance(reply, dict | str) else str(reply))
 
 

@@ -60,6 +60,10 @@ class ToolFailure(StrEnum):
         )
 
 
+class ArgumentError(ToolError):
+    """An argument fits the tool's schema, but not the annotation of its parameter."""
+
+
 class TooLargeError(Exception):
     """A tool answered more than may be looked at."""
 
@@ -72,6 +76,8 @@ def kind_of(problem: Exception) -> ToolFailure:
         return ToolFailure.CONNECTION
     if isinstance(problem, TooLargeError):
         return ToolFailure.TOO_LARGE
+    if isinstance(problem, ArgumentError):
+        return ToolFailure.SCHEMA
     return ToolFailure.TOOL_ERROR if isinstance(problem, ToolError) else ToolFailure.EXCEPTION
 
 

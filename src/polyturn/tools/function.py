@@ -26,6 +26,7 @@ from typing import Annotated, Any, overload
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
 from polyturn.core.plugin_shape import refuse_generator
 from polyturn.infra.threads import DaemonThreads
+from polyturn.tools.annotation import AS_WRITTEN, Types, json_type, read_argument
 from polyturn.tools.base import BaseTool
 from polyturn.tools.docstring import read_docstring
 from polyturn.tools.result_shape import ToolOutcome, normalize
@@ -51,7 +52,11 @@ class FunctionTool(BaseTool):
         self.stateless = stateless
         refuse_generator(function, where=f"tool {name or function.__name__!r}")
         self._hidden = _hidden(function)
-        super().__init__({}, schema if schema is not None else infer_schema(function, name=name))
+        self._types: Types = {}
+        """The types of the parameters that the model fills; of none where the schema is given."""
+        if schema is None:
+            schema, self._types = read_signature(function, name=name)
+        super().__init__({}, schema)
         if name is not None and name != self.name:
             self.tool_schema = self.tool_schema.model_copy(deep=True)
             self.name = self.tool_schema.function.name = name
@@ -62,7 +67,7 @@ class FunctionTool(BaseTool):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the function and its schema; threads and episodes stay in this process."""
-        return _arrived, (self.function, self.name, self.tool_schema, self.stateless)
+        return _arrived, (self.function, self.name, self.tool_schema, self.stateless, bool(self._types))
 
     @property
     def may_score(self) -> bool:
@@ -98,10 +103,19 @@ class FunctionTool(BaseTool):
         if instance_id not in self._given:
             raise LifecycleError(f"tool {self.name!r}: execute for the id {instance_id!r}, which create never returned")
         visible = {k: v for k, v in parameters.items() if k not in self._hidden}
-        arguments = {**visible, **self._given[instance_id]}
+        arguments = {**self.read_arguments(visible), **self._given[instance_id]}
         if self._is_async:
             return normalize(await self.function(**arguments))
         return normalize(await self.threads.run(functools.partial(self.function, **arguments)))
+
+    def read_arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model's arguments as the function's annotations want them.
+
+        Raises:
+            ArgumentError: one does not fit its annotation.
+        """
+        types, tool = self._types, self.name
+        return {k: read_argument(types[k], v, name=k, tool=tool) if k in types else v for k, v in parameters.items()}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
         """A function has no opinion about the episode."""
@@ -139,7 +153,8 @@ def tool(
     Args:
         function: Its parameters need annotations and a line each under `Args:` in the docstring. A text is the name.
         name: The tool's name; the function's by default.
-        schema: The whole schema, instead of the one from signature and docstring.
+        schema: The whole schema, instead of the one from signature and docstring. The function then gets the model's JSON
+            as it is.
         stateless: Whether no call leaves anything in this process that a later one needs; False restarts conversations that
             a resumed run finds in flight.
 
@@ -151,8 +166,10 @@ def tool(
     return FunctionTool(function, name=name, schema=schema, stateless=stateless)
 
 
-def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> OpenAIFunctionToolSchema:
-    """Return the schema of a function from its signature and its Google-style docstring.
+def read_signature(function: Callable[..., Any], *, name: str | None = None) -> tuple[OpenAIFunctionToolSchema, Types]:
+    """Return the schema of a function, and the types of the arguments that it gets otherwise than as the model's JSON.
+
+    A parameter's description is that of the Google-style docstring, else that of its type or `Field(description=...)`.
 
     Raises:
         ConfigError: a parameter has no annotation or no description, or cannot be given by name.
@@ -162,6 +179,7 @@ def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> Op
     if not doc.description:
         raise ConfigError(f"{label}: the function has no docstring; its first lines tell the model what the tool does")
     hints, properties, required = _hints(function), {}, []
+    types: Types = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"{label}: {parameter} is a variadic parameter; a model can only give named ones")
@@ -173,71 +191,33 @@ def infer_schema(function: Callable[..., Any], *, name: str | None = None) -> Op
             raise ConfigError(f"{label}: the parameter {parameter.name!r} is missing a type hint; write one such as ': str'")
         if _is_hidden(hints[parameter.name]):
             continue
-        if parameter.name not in doc.parameters:
+        where = f"{label}: the parameter {parameter.name!r}"
+        types[parameter.name], schema = json_type(hints[parameter.name], where=where)
+        if (description := doc.parameters.get(parameter.name, schema.get("description"))) is None:
             raise ConfigError(
                 f"{label}: there is no description for the argument {parameter.name!r}; add "
                 f"'{parameter.name}: what it is' under 'Args:' in the docstring"
             )
-        properties[parameter.name] = _property(
-            hints[parameter.name], doc.parameters[parameter.name], where=f"{label}: the parameter {parameter.name!r}"
-        )
+        properties[parameter.name] = {**schema, **_description(description, where=where)}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    return OpenAIFunctionToolSchema.of(name or function.__name__, doc.description, properties, required=required)
+    types = {name: of for name, of in types.items() if hints[name] not in AS_WRITTEN}
+    return OpenAIFunctionToolSchema.of(name or function.__name__, doc.description, properties, required=required), types
 
 
 _CHOICES = re.compile(r"\s*\(choices:\s*(\[.*\])\)$", re.IGNORECASE)
 """The end of a description that lists the values a parameter may have, as transformers reads it."""
 
 
-def _property(hint: Any, description: str, *, where: str) -> dict[str, Any]:
-    """Return the JSON schema of a parameter."""
-    listed = _CHOICES.search(description)
-    if listed is None:
-        return {**_json_type(hint, where=where), "description": description}
+def _description(text: str, *, where: str) -> dict[str, Any]:
+    """Return the description of a parameter, and the values that it lists."""
+    if (listed := _CHOICES.search(text)) is None:
+        return {"description": text}
     try:
         values = json.loads(listed[1])
     except ValueError as problem:
         raise ConfigError(f"{where} has choices that are not a JSON list ({problem}): {listed[1]:.100}") from problem
-    return {**_json_type(hint, where=where), "enum": values, "description": description[: listed.start()]}
-
-
-_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-
-
-def _json_type(hint: Any, *, where: str) -> dict[str, Any]:
-    """Return the JSON schema of an annotation."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return {}
-    if hint in _SCALARS:
-        return {"type": _SCALARS[hint]}
-    if origin is Annotated:
-        return _json_type(args[0], where=where)
-    if origin is typing.Literal:
-        kinds = sorted({_SCALARS[type(a)] for a in args if type(a) in _SCALARS})
-        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(args)}
-    if hint in (list, tuple) or origin in (list, tuple):
-        of_one_type = {*args} - {...}  # a tuple of several types is an array of anything
-        return {"type": "array", **({"items": _json_type(args[0], where=where)} if len(of_one_type) == 1 else {})}
-    if hint is dict or origin is dict:
-        return {"type": "object", **({"additionalProperties": _json_type(args[1], where=where)} if args else {})}
-    if _is_union(hint):
-        options = [_json_type(a, where=where) for a in args if a is not type(None)]
-        nullable = {"nullable": True} if type(None) in args else {}
-        if len(options) == 1:
-            return {**options[0], **nullable}
-        if all(o.keys() == {"type"} for o in options):
-            return {"type": [o["type"] for o in options], **nullable}
-        return {"anyOf": options, **nullable}
-    raise ConfigError(
-        f"{where} has the annotation {hint!r}, which has no JSON form; use str, int, float, bool, list, dict, Literal, "
-        "Optional, or give the tool a schema"
-    )
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, type(int | str))
+    return {"enum": values, "description": text[: listed.start()]}
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -254,8 +234,12 @@ def _is_hidden(hint: Any) -> bool:
     return typing.get_origin(hint) is Annotated and FromTask in typing.get_args(hint)[1:]
 
 
-def _arrived(function: Callable[..., Any], name: str, schema: OpenAIFunctionToolSchema, stateless: bool) -> FunctionTool:
-    return FunctionTool(function, name=name, schema=schema, stateless=stateless)
+def _arrived(
+    function: Callable[..., Any], name: str, schema: OpenAIFunctionToolSchema, stateless: bool, is_inferred: bool
+) -> FunctionTool:
+    arrived = FunctionTool(function, name=name, schema=None if is_inferred else schema, stateless=stateless)
+    arrived.tool_schema = schema
+    return arrived
 
 
 def _hidden(function: Callable[..., Any]) -> dict[str, bool]:

@@ -15,7 +15,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jsonschema
@@ -115,7 +115,7 @@ def _type(validator: Any, kinds: Any, instance: Any, schema: Any) -> Iterator[Va
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
     if isinstance(instance, str) and not _matcher(pattern)(instance):
-        yield ValidationError(f"must match the pattern {pattern!r}, not {_show(instance)}")
+        yield ValidationError(f"must match the pattern {pattern!r}, not {show(instance)}")
 
 
 def _pattern_properties(
@@ -156,8 +156,8 @@ def _sentence(error: ValidationError) -> str:
     """Say what is wrong; of several ways to fit, of the one that fits deepest."""
     while error.context:
         error = max(error.context, key=lambda e: len(e.absolute_path))
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
-    named, value_text = repr(path) if path else "the object of arguments", _show(error.instance)
+    path = dotted(error.absolute_path)
+    named, value_text = repr(path) if path else "the object of arguments", show(error.instance)
     match error.validator:
         case "required":
             name = next(name for name in error.validator_value if name not in error.instance)
@@ -168,7 +168,7 @@ def _sentence(error: ValidationError) -> str:
             article = "an" if kinds[0][:1] in "aeio" else "a"
             return f"{named} must be {article} {' or '.join(kinds)}, not {value_text}"
         case "enum":
-            return f"{named} must be one of {', '.join(map(_show, error.validator_value))}, not {value_text}"
+            return f"{named} must be one of {', '.join(map(show, error.validator_value))}, not {value_text}"
         case "additionalProperties":
             return f"there is no argument {path!r}"
         case "pattern" | "uniqueItems":
@@ -178,6 +178,12 @@ def _sentence(error: ValidationError) -> str:
     return f"{named}: {error.message if len(error.message) <= 200 else '...' + error.message[-197:]}"
 
 
-def _show(value: Any) -> str:
+def dotted(path: Iterable[str | int]) -> str:
+    """Return the path of a value in a call's arguments: points[0].x."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def show(value: Any) -> str:
+    """Return a value as the model wrote it, in JSON, cut after 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

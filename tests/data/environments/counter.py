@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 
 class Counter:
     """Counts; worth 1 where it ends at the goal."""
@@ -62,3 +64,18 @@ class NoTools:
 
     def reset(self) -> None:
         """Begin."""
+
+
+class Calendar:
+    """Has a method whose argument is no JSON type."""
+
+    def reset(self) -> None:
+        """Begin."""
+
+    def weekday(self, day: datetime.date) -> str:
+        """Name the weekday.
+
+        Args:
+            day: Of this day.
+        """
+        return f"{day:%A}"

@@ -211,6 +211,11 @@ def test_trl_reset_gets_the_row_and_extends_the_prompt():
     assert "9 * 8?\nCount to 5." in scripted_context([]).codec.decode(shown.tolist())
 
 
+def test_trl_method_gets_values_of_its_annotations():
+    found = run(find_adapter("trl:counter.py:Calendar", base=HERE), [call("weekday", '{"day": "2026-02-02"}'), "Done."])
+    assert [r.content for r in found.turns[0].tool_results] == ["Monday"]
+
+
 def test_trl_method_that_raises_is_an_observation():
     found = run(find_adapter("trl:counter.py:Counter", base=HERE), [call("increment", '{"by": -1}'), "Sorry."])
     assert found.error is None and "only forwards" in str(found.turns[0].tool_results[0].content)

@@ -12,7 +12,7 @@ import pytest
 import polyturn
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, RewardError
 from polyturn.tools import FromTask
-from polyturn.tools.function import FunctionTool, infer_schema
+from polyturn.tools.function import FunctionTool, read_signature
 from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import ToolResponse
 from support.refusals import refuses_later
@@ -93,7 +93,7 @@ def test_schema_comes_from_signature_and_docstring() -> None:
 
 
 def test_schema_has_every_supported_type() -> None:
-    function = infer_schema(everything).to_dict()["function"]
+    function = read_signature(everything)[0].to_dict()["function"]
     found = {k: {x: y for x, y in v.items() if x != "description"} for k, v in function["parameters"]["properties"].items()}
     assert found == {
         "text": {"type": "string"},
@@ -107,8 +107,8 @@ def test_schema_has_every_supported_type() -> None:
         "either": {"type": ["integer", "string"]},
         "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
         "anything": {},
-        "point": {"type": "array", "items": {"type": "integer"}},
-        "pair": {"type": "array"},
+        "point": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+        "pair": {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
         "path": {"type": "array", "items": {"type": "number"}},
         "unit": {"type": "string", "enum": ["m", "km"]},
     }

@@ -46,9 +46,10 @@ class VerlFunctionTool(native.FunctionTool):
 
     async def call(self, parameters: dict[str, Any]) -> Any:
         """Call the function and return its result; a plain one runs in a thread."""
+        arguments = self.read_arguments(parameters)
         if self._is_async:
-            return await self.function(**parameters)
-        return await self.threads.run(functools.partial(self.function, **parameters))
+            return await self.function(**arguments)
+        return await self.threads.run(functools.partial(self.function, **arguments))
 
 
 FunctionTool = VerlFunctionTool  # the name that its users import
