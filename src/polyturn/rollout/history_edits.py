@@ -80,7 +80,7 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
     text_so_far = turn.said_before + kept.text
     own, whole = history.read(text_so_far, turn=turn.index), history.read(text_so_far + text, turn=turn.index)
     if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
-        calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text)
+        calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text + kept.rest)
         own = dataclasses.replace(own, tool_calls=calls)
     return history.continue_turn(kept.num_tokens, kept.text, text, ids, own, whole)
 

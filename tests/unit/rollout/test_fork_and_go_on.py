@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from polyturn.build.checks import check_use
 from polyturn.core.errors import LifecycleError, SchedulerError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import ToolCall
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.rollout.episode import Episode
@@ -66,6 +68,20 @@ async def test_addition_has_control_tokens_only_if_trusted() -> None:
     assert len(seen[0]) > 1
     assert seen[1] == seen[2] == given.tolist()
     assert tiny_codec().decode(seen[0]) == "</think>"
+
+
+@pytest.mark.parametrize(("raw", "is_kept"), [("call an", True), ("call answer", False), ("", False)])
+async def test_call_stays_if_its_text_does(raw: str, is_kept: bool) -> None:
+    def cut(episode: Any, turn: Any) -> Any:
+        if turn.index:
+            return None
+        turn.message = dataclasses.replace(turn.message, tool_calls=(ToolCall(id="c", name="f", raw=raw),))
+        return episode.go_on(TIP, keep="call an")
+
+    ids = turn_ids("call answer").tolist()
+    assert not any(tiny_codec().decode(ids[:n]) == "call an" for n in range(len(ids))), "it ends inside a token"
+    t = await play(["call answer", "x"], cut)
+    assert [call.id for call in t.turns[0].message.tool_calls] == ["c"] * is_kept
 
 
 async def test_weights_of_a_turn_are_for_its_kept_tokens() -> None:

@@ -157,6 +157,14 @@ async def test_react_input_may_be_the_only_parameter(written: str, observed: str
     assert observed in t.messages[-1].text.partition("Observation: ")[2]
 
 
+@pytest.mark.parametrize("end", ["", " ", "\n", " {}", "\nObservation: 7", " x\n\nObservation: 7", " é\n"])
+async def test_react_call_stays_in_the_turn_with_any_input(end: str) -> None:
+    t = await play([f"Action: shout\nAction Input:{end}", "done"], React(), tools=[shout])
+    (call,) = t.turns[0].message.tool_calls
+    assert call.name == "shout" and t.turns[0].tool_results[0].call_id == call.id
+    assert call.raw.startswith("Action: shout\nAction Input:") and call.raw in t.messages[-1].text
+
+
 @pytest.mark.parametrize("system", [None, "Be brief."])
 async def test_react_writes_tools_that_the_template_leaves_out(system: str | None) -> None:
     seen: list[GenerateRequest] = []

@@ -78,7 +78,7 @@ class React(MultiTurnScheduler):
             return None
         kept = turn.text[: match.end()]
         call = read_call(match["name"].strip(), match["input"], schemas=episode.tool_schemas, id=f"call_{turn.index}")
-        turn.message = dataclasses.replace(turn.message, tool_calls=(call,))
+        turn.message = dataclasses.replace(turn.message, tool_calls=(dataclasses.replace(call, raw=match[0]),))
         reply = await episode.call_tools(turn)
         text = " ".join(message.text for message in reply.messages)
         return episode.go_on(f"{self.prefix}{text}{self.suffix}", keep=kept)
