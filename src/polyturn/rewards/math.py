@@ -172,7 +172,10 @@ def _plain(text: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _compare(truth: str, answer: str) -> bool:
-    """Compare, and remember the result: the trajectories of a group tend to give the same answers."""
+    """Compare, and remember the result: the trajectories of a group tend to give the same answers.
+
+    A second try changes no score, so a line in the log is enough for it. A second failure fails a trajectory, which counts.
+    """
     require()
     for is_last in (False, True):
         try:
@@ -182,7 +185,7 @@ def _compare(truth: str, answer: str) -> bool:
                 raise RewardError(
                     f"the answer {answer[:80]!r} could not be compared with {truth[:80]!r}, twice: {problem}"
                 ) from problem
-            logger.debug("the answer %.80r is compared again: %s", answer, problem)
+            logger.info("the answer %.80r is compared again: %s", answer, problem)
     raise AssertionError("unreachable")
 
 

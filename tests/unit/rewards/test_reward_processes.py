@@ -147,9 +147,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize("problem", [LateCallError("late"), EndedCallError("killed")])
-def test_second_try_decides(calls: list[object], problem: Exception) -> None:
+def test_second_try_decides_and_is_logged(calls: list[object], problem: Exception, caplog: pytest.LogCaptureFixture) -> None:
     calls += [problem, True]
-    assert math.is_equal("1/2", "0.50")
+    with caplog.at_level("INFO", logger="polyturn"):
+        assert math.is_equal("1/2", "0.50")
+    assert "'1/2'" in caplog.text and str(problem) in caplog.text
 
 
 def test_two_failures_are_an_error_that_is_not_remembered(calls: list[object]) -> None:
