@@ -44,7 +44,10 @@ MAX_TOOL_SETS = 256
 
 @dataclass(kw_only=True)
 class RolloutContext:
-    """Shared by all episodes; holds no state of any one of them but the ids that are live."""
+    """Shared by all episodes; holds no state of any one of them but the ids that are live.
+
+    A copy by `dataclasses.replace` shares `reported` and `running`, and counts and caches for itself.
+    """
 
     engine: Engine
     codec: Codec
@@ -91,11 +94,11 @@ class RolloutContext:
 
     calls: AuthorCalls = field(init=False)
     """Calls the scheduler's methods."""
-    _num_finished: int = 0
-    _encoders: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
-    _brought: dict[tuple[str, ...], DeltaEncoder] = field(default_factory=dict)
+    _num_finished: int = field(init=False, default=0)
+    _encoders: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
+    _brought: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
     """Encoders by the schemas of tools that agents brought."""
-    _hosts: dict[str, LoadedInteraction] = field(default_factory=dict)
+    _hosts: dict[str, LoadedInteraction] = field(init=False, default_factory=dict)
     """The interactions that episodes have used, by name."""
 
     def __post_init__(self) -> None:

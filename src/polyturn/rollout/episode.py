@@ -55,7 +55,14 @@ class Episode:
     """A live run of one task, or a fork of one: what a scheduler sees and acts through."""
 
     def __init__(
-        self, context: RolloutContext, task: Task, *, id: str, seed: int = 0, sampling: SamplingParams | None = None
+        self,
+        context: RolloutContext,
+        task: Task,
+        *,
+        id: str,
+        seed: int = 0,
+        sampling: SamplingParams | None = None,
+        limits: limit_rules.Limits | None = None,
     ) -> None:
         """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean."""
         self.id = id
@@ -64,7 +71,7 @@ class Episode:
         """The reward that the scheduler gives, in place of the run's reward functions; None leaves it to them."""
         self.lifecycle = Lifecycle(context.running)
         """Its state."""
-        self.limits = context.limits
+        self.limits = limits or context.limits
         """Its limits; a scheduler that drives a fork may give it limits of its own."""
         self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
         """The tools that prompts list in place of the task's; None for the task's."""

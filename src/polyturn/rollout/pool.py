@@ -135,18 +135,19 @@ class RolloutPool:
         await self.context.close()
 
     async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:
-        context = self.context
+        limits = self.context.limits
         if spec.max_turns is not None:
-            context = dataclasses.replace(context, limits=dataclasses.replace(context.limits, max_turns=spec.max_turns))
+            limits = dataclasses.replace(limits, max_turns=spec.max_turns)
 
         async def member(name: int | str, sampling: SamplingParams | None) -> Trajectory:
             async with self.slots:
                 trajectory = await run_episode(
-                    context,
+                    self.context,
                     spec.task,
                     id=f"{spec.id}/{name}",
                     seed=derive_seed(spec.seed, spec.task.id, name),
                     sampling=sampling,
+                    limits=limits,
                     on_start=None if live is None else live.episodes.append,
                 )
             if live is not None and live.on_end is not None and name != "greedy":

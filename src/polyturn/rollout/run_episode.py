@@ -40,6 +40,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import History
 from polyturn.rollout.journal import EpisodeJournal
+from polyturn.rollout.limits import Limits
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.tokens import sanity
 
@@ -60,6 +61,7 @@ async def run_episode(
     id: str,
     seed: int = 0,
     sampling: SamplingParams | None = None,
+    limits: Limits | None = None,
     on_start: Callable[[Episode], object] | None = None,
 ) -> Trajectory:
     """Run `task` to its end and return the record, with its reward.
@@ -73,11 +75,12 @@ async def run_episode(
         id: Unique among live episodes; the engine's session id.
         seed: Every random choice of the episode follows from it.
         sampling: Overrides the context's sampling.
+        limits: Overrides the context's limits.
         on_start: Called with the episode before anything else happens.
     """
 
     def make() -> Episode:
-        episode = Episode(context, task, id=id, seed=seed, sampling=sampling)
+        episode = Episode(context, task, id=id, seed=seed, sampling=sampling, limits=limits)
         episode.resources.bridge.enter()
         return episode
 
@@ -202,7 +205,7 @@ async def _drive(
     error: str | None = None
     try:
         try:
-            async with resources.within(context.limits.timeout_s) as timeout:
+            async with resources.within(episode.limits.timeout_s) as timeout:
                 if stop is None:
                     if not is_resumed:
                         await episode.call(scheduler, scheduler.on_trajectory_start, episode)

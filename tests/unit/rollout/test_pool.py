@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -16,6 +17,8 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import FailureBudget, GroupSpec, RolloutPool
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.tokens.codec import Codec
 from polyturn.tools.gsm8k import Gsm8kTool
 from support.parts import Says, call, virtual
 from support.refusals import refuses
@@ -112,6 +115,22 @@ async def test_failure_budget_counts_the_latest_trajectories(monkeypatch: pytest
     for group in [good] * 1000 + [bad] * 5:
         budget.count(group)
     refuses(lambda: budget.count(bad), RolloutError, "6 of the latest 50")
+
+
+async def test_groups_with_a_turn_limit_share_the_context() -> None:
+    context = scripted_context(["a"], sanity_every=3)
+    groups = [dataclasses.replace(spec, max_turns=1) for spec in specs(4, data_source=None)]
+    trajectories = [group.trajectories[0] for group in await RolloutPool(context, max_concurrent=1).run(groups)]
+    assert [len(t.turns) for t in trajectories] == [1] * 4
+    assert sum(t.metrics.get("sanity_checked", 0) for t in trajectories) == 2, "the first and the fourth"
+
+
+def test_copy_of_a_context_encodes_with_its_own_codec() -> None:
+    context = scripted_context(["a"])
+    assert context.encoder_for(task()).codec is context.codec
+    copy = dataclasses.replace(context, codec=Codec(tiny_tokenizer()))
+    assert copy.encoder_for(task()).codec is copy.codec is not context.codec
+    assert copy.running is context.running and copy.reported is context.reported
 
 
 @pytest.mark.parametrize("said", ["#### 3", call("calc_gsm8k_reward", answer="8")])
