@@ -125,7 +125,10 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
     """
     config = source.config
     this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
-    build.check_ranks(config, max(this.size, config.train.distributed.ranks))
+    num_ranks = max(this.size, config.train.distributed.ranks)
+    build.check_ranks(config, num_ranks)
+    if num_ranks == 1 and config.train.distributed.gradient_sync == "last":
+        logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank: it sums over ranks")
     if this.rank > 0:
         return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
     ranks.end_with_launcher()

@@ -35,6 +35,11 @@ def test_python_prints_and_returns_the_report_of_the_command(tmp_path: Path, cap
     assert not (tmp_path / "runs").exists()
 
 
+def test_late_sum_of_one_ranks_gradients_is_logged(tmp_path: Path) -> None:
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", "train.distributed.gradient_sync=last")
+    assert called.code == 0 and "train.distributed.gradient_sync is last, which has no effect" in called.err
+
+
 def test_dry_run_elsewhere_is_refused() -> None:
     refuses(lambda: polyturn.evaluate(model="mine", dry_run=True), ConfigError, "'dry_run'", "polyturn.train")
 
