@@ -138,7 +138,7 @@ def test_critic_resumes_with_any_number_of_ranks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_experts_of_two_ranks_resume_in_one_process(tmp_path):
-    """Policy and critic; both ranks see all samples, and the engine says which experts tokens went to."""
+    """Policy and critic; the ranks send each other tokens, and the engine says which experts tokens went to."""
     config = write_run(tmp_path)
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": "true"}
     experts = ["model.init.model_type=qwen3_moe", *(f"model.init.{name}={value}" for name, value in sizes.items())]

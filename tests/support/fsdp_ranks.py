@@ -1,4 +1,5 @@
-"""What test_fsdp.py runs on ranks beside the matrix: every loss, faults, dropout, reading in parts, a leader, long rows."""
+"""What test_fsdp.py runs on ranks beside the matrix: every loss, faults, dropout, sent tokens, reading in parts, a leader,
+long rows."""
 
 import asyncio
 import contextlib
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import mark, policy_losses, selection_of
@@ -21,7 +23,7 @@ from polyturn.core.errors import PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.training.backend import Degrees
-from polyturn.training.fsdp import Sharded
+from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import checkpoint_activations, load_unread
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.part_loading import read_weights
@@ -46,7 +48,6 @@ from support.rank_matrix import (
     largest,
     loss_of,
     make,
-    make_mesh,
     placement_of,
     samples_of,
     split,
@@ -181,6 +182,35 @@ def dropout():
     return {"gradient": difference(*grads), "ranks": difference(*every)}
 
 
+class SentTokens(TorchDispatchMode):
+    """Counts the bytes of the exchanges of tokens: all, and those that go to other ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = self.away = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            rows, _, splits, _ = args
+            row = rows[0].nbytes if len(rows) else 0
+            self.sent += sum(splits) * row
+            self.away += (sum(splits) - splits[dist.get_rank()]) * row
+        return func(*args, **(kwargs or {}))
+
+
+def exchange():
+    """Return the bytes that both ranks send of one layer's tokens, and by the formula: 4 k h numbers for each token."""
+    case = Case(kind="exact_moe", degrees=split(expert=2))
+    layout = LayoutSettings(max_tokens_per_batch=400, packed=True)
+    many = sharded(case, exact_model(layers=1, kind="qwen3_moe", spread=0.1), layout=layout)
+    samples = samples_of(case, 3, 8)[dist.get_rank() :: 2]
+    with SentTokens() as counted:
+        many.forward_backward(samples)
+    tokens = sum(max(np.flatnonzero(s.loss_weights)) for s in samples)
+    every = gathered([counted.sent, counted.away, int(4 * 2 * 16 * 8 * tokens)])
+    return [sum(column) for column in zip(*every, strict=True)]
+
+
 def in_parts():
     """Return what ranks read and hold of a model's files, what a warm start hands on to a policy and a critic, and the error
     for a folder that lacks a tensor."""
@@ -292,7 +322,8 @@ async def proved(many):
 
 def measure(out):
     """Write what each function found, as the first rank has it."""
-    found = {call.__name__: call() for call in (losses, faults, dropout, in_parts, leader)}  # a leader ends the group
+    calls = (losses, faults, dropout, exchange, in_parts, leader)  # a leader ends the group
+    found = {call.__name__: call() for call in calls}
     if found["leader"] is not None:
         out.write_text(json.dumps(found))
 

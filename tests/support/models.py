@@ -26,6 +26,7 @@ def tiny_model(
     kv_heads: int = 1,
     intermediate: int | None = None,
     max_positions: int = 32768,
+    experts: int = 8,
     spread: float = 0.02,
     seed: int = 0,
 ) -> PreTrainedModel:
@@ -33,7 +34,7 @@ def tiny_model(
 
     Args:
         tokenizer: The tokenizer to fit, or the size of the vocabulary.
-        kind: "qwen3", "qwen2" or "llama"; with 8 experts a layer, of which each token takes 2, "qwen3_moe", "mixtral", and
+        kind: "qwen3", "qwen2" or "llama"; with experts, of which each token takes 2, "qwen3_moe", "mixtral", and
             "deepseek_v3" (its first layer dense, then a shared expert beside them).
         hidden: Width; a multiple of 2 * heads.
         layers: Number of decoder layers.
@@ -41,6 +42,7 @@ def tiny_model(
         kv_heads: Number of key-value heads; divides `heads`.
         intermediate: Width of the feed-forward layer; 2 * hidden by default.
         max_positions: The longest context.
+        experts: Number of experts of a layer of "qwen3_moe"; the others have 8.
         spread: Standard deviation of the weights; at 0.2, distributions are far from uniform, so that wrong weights show.
         seed: Seed of the weights; the caller's random state is left as it was.
 
@@ -49,7 +51,7 @@ def tiny_model(
     """
     import torch
 
-    config_class, model_class, own = _family(kind, hidden=hidden, heads=heads)
+    config_class, model_class, own = _family(kind, hidden=hidden, heads=heads, num_experts=experts)
     if hidden % (2 * heads) or heads % kv_heads:
         raise ConfigError(
             f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} do not divide; rotary halves need even heads"
@@ -79,7 +81,7 @@ def tiny_model(
     return model.float().eval()
 
 
-def _family(kind: str, *, hidden: int, heads: int) -> tuple[Any, Any, dict[str, Any]]:
+def _family(kind: str, *, hidden: int, heads: int, num_experts: int) -> tuple[Any, Any, dict[str, Any]]:
     """Return the classes of a kind's configuration and model, and the fields that it has of its own.
 
     Raises:
@@ -99,7 +101,7 @@ def _family(kind: str, *, hidden: int, heads: int) -> tuple[Any, Any, dict[str, 
         "qwen3_moe": (
             transformers.Qwen3MoeConfig,
             transformers.Qwen3MoeForCausalLM,
-            {**experts, "num_experts": 8, "norm_topk_prob": True},
+            {**experts, "num_experts": num_experts, "norm_topk_prob": True},
         ),
         "mixtral": (
             transformers.MixtralConfig,

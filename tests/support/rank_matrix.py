@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import policy_losses
@@ -47,7 +48,7 @@ from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
 
 VOCAB, LAYERS = 48, 2
-EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "exact_moe")
 OPTIM = OptimSettings(lr=1e-2, max_grad_norm=0.1, weight_decay=0.1, max_skipped=1)
 VALUES = CriticSettings(clip=0.2)
 ALIKE = 5
@@ -73,7 +74,8 @@ class Case:
 
     ranks: int = 2
     kind: str = "exact"
-    """A tiny model's, "vision", or "exact": Qwen3 in float64."""
+    """A tiny model's, "vision", or in float64 "exact", Qwen3, and "exact_moe", Qwen3-MoE."""
+    num_experts: int = 8
     degrees: Degrees = field(default_factory=Degrees)
     is_critic: bool = False
     layout: str = "rows"
@@ -92,7 +94,7 @@ class Case:
     @property
     def reads_files(self):
         """Whether ranks read their part of a model's files; a model in float64 or of images is in none."""
-        return not self.is_critic and not self.is_bfloat16 and self.kind not in ("exact", "vision")
+        return not self.is_critic and not self.is_bfloat16 and self.kind not in ("exact", "exact_moe", "vision")
 
 
 AXES = ("tensor", "pipeline", "expert", "context")
@@ -117,8 +119,13 @@ FSDP = {
     "last_sync_bfloat16": case(2, "qwen3", sync="last", is_bfloat16=True, short=True),
     "last_sync_tensor": case(4, "exact", sync="last", tensor=2),
     "critic": case(2, "exact", is_critic=True, short=True),
-    "experts": case(2, "qwen3_moe", expert=2),
-    "experts_tensor": case(2, "qwen3_moe", expert=2, tensor=2, short=True),
+    "experts": case(2, "exact_moe", expert=2, short=True),
+    "experts_files": case(2, "qwen3_moe", expert=2, short=True),
+    "experts_tensor": case(2, "qwen3_moe", expert=2, tensor=2),
+    "experts_last_sync": case(2, "exact_moe", expert=2, sync="last", layout="packed", is_recomputed=True, short=True),
+    "experts_lora": case(2, "exact_moe", expert=2, lora=["q_proj", "v_proj"]),
+    "experts_critic": case(2, "exact_moe", expert=2, is_critic=True),
+    "experts_bfloat16": case(2, "qwen3_moe", expert=2, is_bfloat16=True),
     "vision": case(2, "vision", short=True),
     "vision_critic": case(2, "vision", is_critic=True, short=True),
     "bfloat16": case(2, "qwen3", is_bfloat16=True, short=True),
@@ -142,6 +149,11 @@ FSDP = {
     "context_rows_critic": case(4, "exact", context=2, layout="packed", is_critic=True),
     "context_tensor": case(4, "exact", context=2, tensor=2, layout="shared", loss="gspo"),
     "context_tensor_critic": case(4, "exact", context=2, tensor=2, layout="packed", is_critic=True),
+    "experts_copies": case(4, "exact_moe", expert=2, sync="last"),
+    "experts_of_four": case(4, "exact_moe", expert=4, layout="shared", is_recomputed=True),
+    "experts_cut": case(4, "qwen3_moe", expert=2, num_experts=6),
+    "experts_rows": case(4, "qwen3_moe", expert=4, tensor=2, is_recomputed=True),
+    "experts_context": case(4, "exact_moe", expert=4, context=2, layout="packed"),
 }
 AGAIN = {"layout": "shared", "is_recomputed": True}
 MEGATRON = {
@@ -186,7 +198,7 @@ def names_of(backend, *, is_short):
 def judge(backend, name, results):
     """Assert that the ranks of a case are as near to one process as its numbers are exact."""
     case = CASES[backend][name]
-    close = 1e-9 if case.kind == "exact" else 1e-5
+    close = 1e-9 if case.kind in ("exact", "exact_moe") else 1e-5
     # Scores are float32; AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
     bounds = {"scores": 1e-5, "state": max(close, 5e-4 * (close > 1e-9)), "loaded": 0.0, "back": 0.0, "taken": 0.0}
     bounds["weights"] = bounds["state"]
@@ -207,12 +219,27 @@ def judge(backend, name, results):
         assert wrong == {}, f"{name}, rank {rank}"
 
 
-def exact_model(seed=0, layers=LAYERS):
+class ExactRouter(Qwen3MoeTopKRouter):
+    """Qwen3-MoE's router without its rounding to float32."""
+
+    def forward(self, hidden):
+        logits = torch.nn.functional.linear(hidden, self.weight)
+        weights, experts = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, weights / weights.sum(-1, keepdim=True), experts
+
+
+def exact_model(seed=0, layers=LAYERS, kind="qwen3", **sizes):
     """A tiny Qwen3 in float64; transformers' own norms round to float32, which would hide small differences."""
-    model = tiny_model(VOCAB, hidden=16, layers=layers, heads=2, kv_heads=2, seed=seed)
-    for name, norm in [(n, m) for n, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]:
+    model = tiny_model(VOCAB, kind, hidden=16, layers=layers, heads=2, kv_heads=2, seed=seed, **sizes)
+    for name, module in list(model.named_modules()):
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon))
+        if isinstance(module, Qwen3RMSNorm | Qwen3MoeRMSNorm):
+            norm = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon)
+            setattr(model.get_submodule(parent), attribute, norm)
+        elif isinstance(module, Qwen3MoeTopKRouter):
+            module.__class__ = ExactRouter
+    if kind == "qwen3_moe":  # torch groups no matrices in float64
+        model.set_experts_implementation("eager")
     return model.double()
 
 
@@ -220,11 +247,14 @@ def base_of(case, device, *, seed=0):
     """Return the model of a case without its adapter."""
     if case.kind == "exact":
         return exact_model(seed).to(device)
+    if case.kind == "exact_moe":
+        return exact_model(seed, kind="qwen3_moe", spread=0.1, experts=case.num_experts).to(device)
     if case.kind == "vision":
         return vision().model()
     # FlexAttention, which attends on a GPU where rows stand end to end, knows no head below 16.
     hidden = 64 if device.type == "cuda" else 16
-    model = tiny_model(VOCAB, kind=case.kind, hidden=hidden, layers=LAYERS, heads=4, kv_heads=2, spread=0.1, seed=seed)
+    sizes = {"hidden": hidden, "layers": LAYERS, "heads": 4, "kv_heads": 2, "experts": case.num_experts}
+    model = tiny_model(VOCAB, case.kind, spread=0.1, seed=seed, **sizes)
     if not case.is_tied:
         scaled = {"rope_parameters": SCALED} if case.kind == "llama" else {}
         own = {**model.config.to_dict(), "tie_word_embeddings": False, **scaled}
@@ -280,10 +310,10 @@ class Vision:
 vision = functools.cache(Vision)
 
 
-def samples_of(case, seed, size, *, is_routed=False):
+def samples_of(case, seed, size, *, routes_to=None):
     """Samples of uneven lengths, which begin alike where that can be shared, with values and returns.
 
-    Routed ones went to experts by chance, or nobody knows where.
+    Tokens that are routed went to the first `routes_to` experts by chance, and where all may be meant some have no route.
     """
     if case.kind == "vision":
         return vision().samples()
@@ -298,8 +328,8 @@ def samples_of(case, seed, size, *, is_routed=False):
         weights = rng.choice([0.0, 0.5, 1.0], size=n).astype(np.float32)
         weights[0], weights[-1] = 0.0, 1.0
         ids = rng.integers(0, VOCAB, n).astype(np.int32)
-        routes = np.argsort(rng.random((n, layers, 8)), axis=-1)[:, :, :2].astype(np.uint8)
-        routes[rng.random(n) < 0.2] = 255
+        routes = np.argsort(rng.random((n, layers, routes_to or 8)), axis=-1)[:, :, :2].astype(np.uint8)
+        routes[rng.random(n) < (0.2 if routes_to != 2 else 0)] = 255
         ids[:shared], routes[:shared] = first, first_routes
         old, ref = (rng.normal(-3.8, 0.3, n).astype(np.float32) for _ in range(2))
         out.append(
@@ -313,7 +343,7 @@ def samples_of(case, seed, size, *, is_routed=False):
                 advantages=rng.normal(size=n).astype(np.float32),
                 returns=rng.normal(size=n),
                 values=np.zeros(n),
-                routed_experts=routes if is_routed else None,
+                routed_experts=None if routes_to is None else routes,
             )
         )
     return out
@@ -327,18 +357,13 @@ def loss_of(case):
     return LossSettings(policy_loss=policy_losses.resolve(case.loss), algorithm=algorithm, **own)
 
 
-make_mesh = functools.cache(fsdp.make_mesh)
-"""One for each way of splitting, because its groups of ranks have threads that never sleep for long."""
-
-
 def placement_of(case, backend, device, *, start=None):
     """Return where this rank's part of a model goes."""
     if backend == "megatron":
         from polyturn.training.megatron import Megatron
 
         return Megatron(case.degrees, device, start=start)
-    wide = max(case.degrees.tensor_parallel, case.degrees.expert_parallel)
-    return fsdp.Sharded(make_mesh(device, tensor_parallel=wide), device, start=start, degrees=case.degrees)
+    return fsdp.Sharded.of(case.degrees, device, start=start)
 
 
 def make(case, model, placement=None, **changes):
@@ -354,9 +379,8 @@ def make(case, model, placement=None, **changes):
 
 def row_of(case, backend):
     """Return the number of this rank's row, whose ranks split the same samples, how many there are and how wide they are."""
-    degrees, width = case.degrees, case.degrees.context_parallel
-    width *= degrees.tensor_parallel * degrees.pipeline_parallel if backend == "megatron" else 1
-    width *= max(degrees.tensor_parallel, degrees.expert_parallel) if backend == "fsdp" else 1
+    degrees = case.degrees
+    width = degrees.tensor_parallel * degrees.pipeline_parallel * degrees.context_parallel
     return dist.get_rank() // width, dist.get_world_size() // width, width
 
 
@@ -507,7 +531,7 @@ def trained_alike(case, backend, one, many, samples, mine):
     share = [samples[i] for i in mine]
     every = value_coefs(samples) if case.is_critic else loss_coefs(samples, mode="token-mean")
     coefs = [every[i] for i in mine]
-    if share and share[0].routed_experts is not None:
+    if samples[0].routed_experts is not None and rows == 1:
         other = [s.replace(routed_experts=s.routed_experts[:, :1].repeat(3, axis=1)) for s in share]
         with pytest.raises(AlignmentError):
             many.forward_backward(other, coefs=coefs)
@@ -523,7 +547,8 @@ def trained_alike(case, backend, one, many, samples, mine):
     else:
         if len(mine) > 1:
             assert (second.metrics["tokens/shared_prefix"].total > 0) == (case.layout == "shared")
-        loss = torch.tensor(second.metrics["loss/total"].total if share else 0.0, dtype=torch.float64)
+        total = second.metrics.get("loss/total")
+        loss = torch.tensor(0.0 if total is None else total.total, dtype=torch.float64)
         dist.all_reduce(loss)
         found["loss"] = abs(float(loss) / width - first.metrics["loss/total"].total)
     if case.is_bfloat16:  # the float32 masters have the gradient
@@ -556,8 +581,13 @@ def compare(case, backend, device):
     if backend == "megatron" and not case.is_critic:
         found |= moved(many, base, samples_of(case, 5, 4), list(range(row, 4, rows)))
     norm = "critic/grad_norm" if case.is_critic else "loss/grad_norm"
-    for step, size in enumerate((5, 4)):
-        samples = samples_of(case, 3 + step, size, is_routed=case.kind in EXPERTS and step == 1)
+    # At last all tokens go to two experts, so that other ranks get none, and the second rank has no token to train on.
+    is_last = backend == "fsdp" and case.degrees.expert_parallel > 1
+    for step, size in enumerate((5, 4, 4) if is_last else (5, 4)):
+        routes_to = [None, case.num_experts, 2][step] if case.kind in EXPERTS else None
+        samples = samples_of(case, 3 + step, size, routes_to=routes_to)
+        if step == 2:
+            samples[1::rows] = [s.replace(loss_weights=s.loss_weights * 0) for s in samples[1::rows]]
         mine = list(range(row, len(samples), rows))
         if backend == "fsdp" and step == 1 and case.degrees.context_parallel == 1:
             mine = list(range(len(samples))) if row == 0 else []  # the others have none

@@ -30,11 +30,9 @@ def degrees_of(config: RunConfig) -> Degrees:
 
 
 def row_width(config: RunConfig) -> int:
-    """Return the number of ranks with the same samples: those that split layers or tokens, or share layers out, under torch
-    those that split experts."""
+    """Return the number of ranks with the same samples: those that split layers or tokens, or share layers out."""
     split = config.train.distributed
-    experts = split.expert_parallel if config.train.backend == BACKEND else 1
-    return max(split.tensor_parallel, experts) * split.pipeline_parallel * split.context_parallel
+    return split.tensor_parallel * split.pipeline_parallel * split.context_parallel
 
 
 def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:

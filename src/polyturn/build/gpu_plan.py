@@ -113,8 +113,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
     return RankLoad(
         ranks=max(1, config.train.distributed.ranks),
-        # Where ranks split matrices too, a plan takes all as split.
-        expert_parallel=split.expert_parallel if is_torch and split.tensor_parallel == 1 else 1,
+        expert_parallel=split.expert_parallel if is_torch else 1,
         context_parallel=split.context_parallel,
         megatron=None if is_torch else split,
         num_trained=1 + traits_of(build_estimator(source)).needs_values,

@@ -1,7 +1,9 @@
 """Sharded: the placement of a network whose parameters, gradients and moments are spread over many devices.
 
-    mesh (dp, tp):   a row of `tp` ranks splits every layer's matrices, or its experts, and sees the same samples,
-                     the `dp` rows see different samples; fully_shard spreads each parameter over the rows
+    mesh (dp, tp):       a row of `tp` ranks splits every layer's matrices and sees the same samples, the `dp` rows see
+                         different samples; fully_shard spreads each parameter over the rows
+    mesh (copies, ep):   the same ranks once more: a group of `ep` ranks has every expert of a layer once, and tokens travel
+                         within it; fully_shard spreads an expert over the groups
 
 Several rows that split the tokens of the same samples (`context_parallel.py`) are rows like any others here: each has a part
 of the gradient.
@@ -19,6 +21,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from polyturn.batching.layout import MicroBatch
@@ -42,7 +46,7 @@ from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import other_attention
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
-from polyturn.training.shards import inside, is_split_over_row, local_part
+from polyturn.training.shards import inside, local_part, num_parts
 from polyturn.training.tensor_parallel import plan_of_layers, require_experts, split_experts, split_layers
 
 _FILLER = TrainSample(
@@ -69,7 +73,13 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
         raise ConfigError(
             f"train.distributed.tensor_parallel is {tensor_parallel} and there are {ranks} ranks; it must divide them"
         )
-    return init_device_mesh(device.type, (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
+    return _mesh(dist.group.WORLD, device.type, tensor_parallel, ("dp", "tp"))
+
+
+@functools.cache
+def _mesh(world: Any, device_type: str, width: int, names: tuple[str, str]) -> DeviceMesh:
+    # One of a kind, because its groups of ranks have threads, and policy and critic share it.
+    return init_device_mesh(device_type, (world.size() // width, width), mesh_dim_names=names)
 
 
 class OverRanks(Placement):
@@ -129,7 +139,7 @@ class Sharded(OverRanks):
         start: Mapping[str, Tensor] | None = None,
         degrees: Degrees | None = None,
     ) -> None:
-        """Spread over `mesh`, from `make_mesh`, whose rows split what `degrees` say; None splits matrices.
+        """Spread over `mesh`, from `make_mesh`, whose rows split matrices, and split the rest as `degrees` say.
 
         Raises:
             ConfigError: the rows do not divide into those that split the same samples.
@@ -142,6 +152,8 @@ class Sharded(OverRanks):
         self._seed = int(seed)
         num_split = degrees.context_parallel
         self._context = ContextRow.of(device, size=num_split, inner=mesh["tp"].size()) if num_split > 1 else None
+        num, names = degrees.expert_parallel, ("copies", "ep")
+        self._experts = _mesh(dist.group.WORLD, device.type, num, names) if num > 1 else None
 
     @property
     def needs_packing(self) -> bool:  # type: ignore[override]
@@ -151,8 +163,8 @@ class Sharded(OverRanks):
     @classmethod
     def of(cls, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> Sharded:
         """Spread over all ranks, by `degrees`."""
-        wide = max(degrees.tensor_parallel, degrees.expert_parallel)
-        return cls(make_mesh(device, tensor_parallel=wide), device, start=start, degrees=degrees)
+        mesh = make_mesh(device, tensor_parallel=degrees.tensor_parallel)
+        return cls(mesh, device, start=start, degrees=degrees)
 
     @staticmethod
     def check(model: PreTrainedModel, degrees: Degrees) -> None:
@@ -160,9 +172,9 @@ class Sharded(OverRanks):
 
         Raises:
             ConfigError: layers are to be shared out, tokens of a model that cannot be packed, or heads or experts that are
-                not there, do not divide, or need another row than matrices do.
+                not there or do not divide.
         """
-        where, wide, experts = "train.distributed", degrees.tensor_parallel, degrees.expert_parallel
+        where = "train.distributed"
         if degrees.context_parallel > 1:
             why = "it does not take text alone" if towers_of(model) else other_attention(model)
             if why is not None:
@@ -175,15 +187,10 @@ class Sharded(OverRanks):
                 f"{where}.pipeline_parallel is {degrees.pipeline_parallel} and train.backend is torch, which has none; set "
                 "train.backend: megatron, or leave it at 1"
             )
-        if wide > 1:
-            plan_of_layers(model, parts=wide)
-        if experts > 1:
-            require_experts(model.config, parts=experts)
-        if 1 < wide != experts > 1:
-            raise ConfigError(
-                f"{where} has tensor_parallel {wide} and expert_parallel {experts}: under train.backend torch one row "
-                "splits matrices and experts, so make them equal, or one of them 1"
-            )
+        if degrees.tensor_parallel > 1:
+            plan_of_layers(model, parts=degrees.tensor_parallel)
+        if degrees.expert_parallel > 1:
+            require_experts(model, parts=degrees.expert_parallel)
 
     def values(self, backbone: PreTrainedModel) -> Network:
         """Return the form of a value function, which begins with the backbone of what is trained."""
@@ -212,20 +219,21 @@ class Sharded(OverRanks):
         self._shard(network, is_copy=is_copy)
 
     def _shard(self, network: Network, *, is_copy: bool) -> list[str]:
-        """Split `network` over a row, shard it over the rows, layer by layer, sum gradients instead of averaging them, fill
-        its shards, and name the whole parameters with partial gradients."""
+        """Split `network` over a row and its experts over their groups, shard it over the rest of the ranks, layer by layer,
+        sum gradients instead of averaging them, fill its shards, and name the whole parameters with partial gradients."""
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
-        if self._degrees.expert_parallel > 1:
-            split_experts(network.backbone, tp)
+        groups = self._experts
+        experts = [] if groups is None else split_experts(network.backbone, groups["ep"], row=tp)
         network.context = self._context
         network.encoders = encoders = tuple(towers_of(network.backbone))
-        mesh = self._mesh["dp"]
         # Gradients of bfloat16 parameters would else be added up in bfloat16, rank after rank.
         is_low = any(p.dtype.itemsize < 4 for p in network.parameters())
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
-        for module in (*layers_of(network.backbone, encoders), *network.heads, network):
-            sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
+        for module in (*experts, *layers_of(network.backbone, encoders), *network.heads, network):
+            mesh = groups["copies"] if groups is not None and module in experts else self._mesh["dp"]
+            cut = functools.partial(_cut_experts, parts=mesh.size()) if module in experts else None
+            sharded = fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=cut)
             # Summed, for the coefficients hold the average already; by plain sums, because gloo has none that scale too.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -268,6 +276,22 @@ class Sharded(OverRanks):
                 tensor.copy_(saved[name])
 
 
+def _cut_experts(parameter: nn.Parameter, *, parts: int) -> Shard | None:
+    """Spread a rank's experts over `parts` ranks: whole, or where they do not divide, by the last axis of their matrices,
+    because the first has gate and up one after the other, which are apart in files.
+
+    Raises:
+        ConfigError: neither divides.
+    """
+    count, width = len(local_part(parameter)), parameter.shape[-1]
+    if count % parts and width % parts:
+        raise ConfigError(
+            f"train.distributed.expert_parallel leaves {count} experts of width {width} to {parts} ranks, which divide "
+            "neither; raise it, or take another number of ranks"
+        )
+    return Shard(parameter.ndim - 1) if count % parts else None
+
+
 class ShardedOptimizer(Optimizer):
     """AdamW over shards: each rank updates its own, by the norm of all."""
 
@@ -278,25 +302,19 @@ class ShardedOptimizer(Optimizer):
         self._partial = set(partial)
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        tp = self._mesh["tp"]
         # Before the norm: each rank of a row has seen its own heads only, and the sum is the gradient.
-        if self._partial:
-            for name, param in self._named:
-                if name in self._partial and param.grad is not None:
-                    dist.all_reduce(local_part(param.grad), group=tp.get_group())
+        for name, param in self._named:
+            if name in self._partial and param.grad is not None:
+                dist.all_reduce(local_part(param.grad), group=self._mesh["tp"].get_group())
         dtype = torch.promote_types(params[0].dtype, torch.float32)
-        squares_split, squares_whole = (torch.zeros((), dtype=dtype, device=local_part(params[0]).device) for _ in range(2))
+        squares = torch.zeros((), dtype=dtype, device=local_part(params[0]).device)
         for grad in (p.grad for p in params if p.grad is not None):
-            square = torch.linalg.vector_norm(local_part(grad), dtype=dtype) ** 2
-            if is_split_over_row(grad):
-                squares_split += square
-            else:
-                squares_whole += square
+            # What several ranks hold, as a row does what it does not split, counts once.
+            share = num_parts(grad) / dist.get_world_size()
+            squares += torch.linalg.vector_norm(local_part(grad), dtype=dtype) ** 2 * share
         if self._problem is not None:
-            squares_whole += math.nan
-        # What is whole in a row counts once. All ranks get the same bits, so all skip or none, and copies stay equal.
-        squares = squares_split + squares_whole / tp.size()
-        dist.all_reduce(squares)
+            squares += math.nan
+        dist.all_reduce(squares)  # the same bits for all ranks, so all skip or none, and copies stay equal
         return torch.sqrt(squares)
 
     def _clip(self, params: Sequence[nn.Parameter], norm: Tensor) -> None:

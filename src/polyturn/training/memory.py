@@ -4,10 +4,9 @@
     server    b P / t + KV cache                                                                         t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
-Where a row of ranks shares experts, it has one such part of everything else: N counts rows, and for experts ranks. Ranks
-that split tokens share activations and logits, and each keeps all keys and values. Each row of Megatron's has a copy: N
-counts the ranks of a row, and of masters and moments all ranks; nothing is gathered, and a row shares activations and logits
-too.
+Ranks that spread experts gather only their own of a layer; each is taken to get as many tokens as it sends. Ranks that
+split tokens share activations and logits, and each keeps all keys and values. Each row of Megatron's has a copy: N counts
+the ranks of a row, and of masters and moments all ranks; nothing is gathered, and a row shares activations and logits too.
 
 P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and g is 4. In bfloat16 b is 2, m is 4, and g is
 4 + 2: gradients are summed in float32, while those of one backward pass are still there in bfloat16.
@@ -102,7 +101,7 @@ class RankLoad:
 
     ranks: int = 1
     expert_parallel: int = 1
-    """Ranks of a row that shares experts, under FSDP2."""
+    """Ranks over which FSDP2 spreads the experts of a layer."""
     context_parallel: int = 1
     """Ranks that split the tokens of a micro-batch."""
     megatron: Degrees | None = None
@@ -134,16 +133,17 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     layer = size.layer - size.layer_experts + size.layer_experts // load.expert_parallel
     is_sharded, is_gathered = load.megatron is None, load.megatron is None and load.ranks > 1
     gathered = (2 * size.outside + 3 * layer) * size.element if is_gathered else 0
-    rows, keeps_whole = max(1, load.ranks // load.expert_parallel), is_gathered and load.keeps_whole_gradient
+    keeps_whole = is_gathered and load.keeps_whole_gradient
     # Of stages the first and the last each hold an embedding, tied or not.
     ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
     def bytes_of(count: int, *, bytes_of_each: int, is_state: bool = False) -> int:
+        if is_sharded:
+            return count // load.ranks * bytes_of_each
         if count < size.parameters:  # an adapter has no experts, and half of each pair is on every rank of a stage
-            shared = load.ranks // wide if is_state else stages
-            return count * bytes_of_each // (rows if is_sharded else max(1, shared))
-        parts, of_experts = (rows, load.ranks) if is_sharded else (wide * stages, split.expert_parallel * stages)
-        if is_state and not is_sharded:  # of the optimizer, which ranks with the same part share too
+            return count * bytes_of_each // max(1, load.ranks // wide if is_state else stages)
+        parts, of_experts = wide * stages, split.expert_parallel * stages
+        if is_state:  # of the optimizer, which ranks with the same part share too
             parts, of_experts = max(parts, load.ranks), max(of_experts, load.ranks)
         return ((count - size.experts + ends) // parts + size.experts // of_experts) * bytes_of_each
 

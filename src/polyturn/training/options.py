@@ -181,8 +181,7 @@ class DistributedOptions:
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that have a share of the layers each and see the same samples, one after the other."""
     expert_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that have a share of the experts of each layer; under torch they see the same samples, as those that split a
-    layer do."""
+    """Ranks that have a share of the experts of each layer and send each other tokens, which are of different samples."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that split the tokens of the same packed samples among them; for conversations too long for one device."""
     gradient_sync: Literal["each", "last"] = "each"

@@ -30,7 +30,7 @@ class RankGroup(Protocol):
 
     num_ranks: int
     row_width: int
-    """Consecutive ranks that see the same samples, and split layers, experts or tokens."""
+    """Consecutive ranks that see the same samples, and split layers or tokens."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return the results in the order of ranks.

@@ -10,6 +10,7 @@ No rank holds a tensor of another one, so the number of ranks may change between
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -246,12 +247,11 @@ def box_of(tensor: Tensor, origin: Place, shape: Sequence[int]) -> Tensor:
     return local_part(tensor)[tuple(slice(at - start, at - start + size) for at, start, size in starts)]
 
 
-def is_split_over_row(tensor: Tensor) -> bool:
-    """Return whether the ranks of a tensor-parallel row hold different parts of `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return "tp" in names and tensor.placements[names.index("tp")].is_shard()
+def num_parts(tensor: Tensor) -> int:
+    """Return the number of parts of a tensor that ranks hold, where each has one; more ranks hold the same ones."""
+    assert isinstance(tensor, DTensor)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

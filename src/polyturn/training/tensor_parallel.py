@@ -1,4 +1,4 @@
-"""The split of decoder layers among the ranks of a row, after the plans that transformers ships with a model.
+"""The split of decoder layers among ranks, after the plans that transformers ships with a model.
 
     colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    of an adapter: its B
     rowwise   its inputs are split, its outputs summed               o, down              of an adapter: its A
@@ -7,8 +7,9 @@ Embedding and head stay whole within a row (they may be one tensor, and fully_sh
 everything outside the plan. A parameter that is whole and yet sees only this rank's heads (`replicated_with_grad_allreduce`:
 the norms of queries and keys) has a partial gradient on each rank of a row; it is summed before the optimizer uses it.
 
-Experts are never cut: each rank has some of every layer and computes those for all tokens of the row; outputs are summed.
-Where experts are not split they are whole within a row, as routers are.
+Experts are never cut: each rank of an expert group has some of every layer. The ranks of a group have different tokens and
+send each to the ranks of its experts; the outputs travel back (transformers' `AllToAllEP`). The ranks of a row, which have
+the same tokens, send a share of them each. Where experts are not split they are whole within a row, as routers are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from polyturn.training.lora import ADAPTER
 
 _SUMMED = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
+_DISPATCHED = "ep_dispatch_experts"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """The configs' names for the number of experts of a layer."""
 
@@ -77,19 +79,20 @@ def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
     return plan
 
 
-def require_experts(config: PreTrainedConfig, *, parts: int) -> None:
+def require_experts(model: PreTrainedModel, *, parts: int) -> None:
     """Refuse a model whose experts cannot be split.
 
     Raises:
-        ConfigError: it has none, transformers has no plan for them, or they do not divide.
+        ConfigError: it has none, transformers has no plan for them, they have an adapter, or they do not divide.
     """
-    text, key = config.get_text_config(), f"train.distributed.expert_parallel is {parts}"
-    count = num_experts(config)
-    if not count or not text.base_model_ep_plan:
-        raise ConfigError(
-            f"{key} and {'transformers has no plan for the experts of' if count else 'there are no experts in'} a "
-            f"{text.model_type}; set it to 1"
-        )
+    text, key = model.config.get_text_config(), f"train.distributed.expert_parallel is {parts}"
+    count, plan = num_experts(model.config), text.base_model_ep_plan
+    # Some plans split dense layers, too, which needs ranks with the same tokens.
+    if not count or not plan or not {_DISPATCHED, "grouped_gemm"} >= set(plan.values()):
+        why = "transformers has no plan that splits the experts alone of" if count else "there are no experts in"
+        raise ConfigError(f"{key} and {why} a {text.model_type}; set it to 1")
+    if adapted := next((name for name, _ in model.named_parameters() if re.search(r"\.experts\..*lora_", name)), None):
+        raise ConfigError(f"{key} and model.lora adapts {adapted}; let model.lora.target_modules leave experts out")
     if count % parts:
         raise ConfigError(f"{key} and the model has {count} experts; it must divide them")
 
@@ -100,19 +103,21 @@ def num_experts(config: PreTrainedConfig) -> int:
     return next((fields[name] for name in _COUNTS if fields.get(name)), 0)
 
 
-def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Give each rank of `mesh` its share of the experts of every layer, in place, where the model has any.
+def split_experts(model: PreTrainedModel, mesh: DeviceMesh, *, row: DeviceMesh) -> list[nn.Module]:
+    """Give each rank of `mesh` its share of the experts of every layer, in place, and return the modules that hold experts,
+    none of a model without any. The ranks of `row` have the same tokens.
 
     Raises:
         ConfigError: they cannot be split so.
     """
     if not num_experts(model.config):
-        return
-    require_experts(model.config, parts=mesh.size())
+        return []
+    require_experts(model, parts=mesh.size())
     # Parameters before modules, which count their experts as they are then.
     names = [name for named in (model.named_parameters(), model.named_modules()) for name, _ in named]
     plan = {name: style for name in names for pattern, style in model.ep_plan.items() if _matches(pattern, name)}
-    apply_expert_parallelism(model, mesh, mesh, plan, "all_reduce")
+    apply_expert_parallelism(model, mesh, row, plan, "all_to_all")
+    return [model.get_submodule(name) for name, style in plan.items() if style == _DISPATCHED]
 
 
 def _split_parts(name: str, module: nn.Module, *, of_adapter: str) -> list[str]:

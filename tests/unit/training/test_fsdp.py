@@ -20,6 +20,8 @@ from polyturn.core.metrics import Mean, Sum
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded
+from polyturn.training.lora import add_lora
+from polyturn.training.options import LoraSettings
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import RankedBackend, merge_ranks
 from polyturn.training.shards import require_same_shapes
@@ -147,6 +149,13 @@ def test_error_of_one_rank_is_raised_on_all(more, name, words):
 
 
 @pytest.mark.cluster
+def test_rank_sends_a_tokens_state_to_each_of_its_experts(more):
+    sent, away, by_formula = more["exchange"]
+    assert sent == by_formula
+    assert away == pytest.approx(sent / 2, rel=0.2), "half of the experts are elsewhere"
+
+
+@pytest.mark.cluster
 def test_rank_reads_and_holds_its_share_of_the_files(more):
     found = more["in_parts"]
     assert found["read"] == found["held"]
@@ -160,7 +169,6 @@ def test_rank_reads_and_holds_its_share_of_the_files(more):
     [
         ("qwen3", Degrees(expert_parallel=2), "expert_parallel is 2 .*qwen3"),
         ("mixtral", Degrees(expert_parallel=3), "expert_parallel is 3 .*8 experts"),
-        ("deepseek_v3", Degrees(expert_parallel=4, tensor_parallel=2), "tensor_parallel 2 and expert_parallel 4"),
         ("qwen3", Degrees(pipeline_parallel=2), "pipeline_parallel is 2"),
     ],
 )
@@ -174,15 +182,22 @@ def test_degrees_that_a_row_cannot_split_are_refused(kind, degrees, words):
     [
         ({"num_key_value_heads": 1}, Degrees(tensor_parallel=2), ["num_key_value_heads is 1"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, Degrees(context_parallel=2), ["sliding_attention"]),
+        ({"base_model_ep_plan": {"layers.*.mlp.gate": "colwise"}}, Degrees(expert_parallel=2), ["no plan", "qwen3_moe"]),
     ],
 )
-def test_attention_that_ranks_cannot_split_is_refused(change, degrees, words):
-    model = tiny_model(32, hidden=16)
+def test_layers_that_ranks_cannot_split_are_refused(change, degrees, words):
+    model = tiny_model(32, "qwen3" if degrees.expert_parallel == 1 else "qwen3_moe", hidden=16)
     for name, value in change.items():
         setattr(model.config, name, value)
     with pytest.raises(ConfigError) as caught:
         Sharded.check(model, degrees)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_adapter_of_spread_experts_is_refused():
+    model = tiny_model(32, "qwen3_moe", hidden=16)
+    add_lora(model, LoraSettings(rank=2, target_modules=["gate_proj", "up_proj", "down_proj"]))
+    refuses(lambda: Sharded.check(model, Degrees(expert_parallel=2)), ConfigError, "model.lora adapts", "experts")
 
 
 def test_model_without_a_tensor_parallel_plan_is_refused():

@@ -60,16 +60,15 @@ def test_shared_gpu_holds_server_and_rank_in_phases():
     assert phases["in an update"] == rank_bytes(size, load)
 
 
-def test_ranks_that_share_experts_repeat_the_rest():
+def test_ranks_that_spread_experts_gather_their_share():
     size = ModelSize.of(tiny_model(64, "qwen3_moe"))
     assert size.experts == 2 * size.layer_experts == 2 * 8 * 3 * 32 * 32
-    loads = [RankLoad(ranks=ranks, expert_parallel=min(ranks, 2), num_frozen=1) for ranks in (1, 2, 4)]
-    alone, row, rows = (rank_bytes(size, load) for load in loads)
-    of_one = size.parameters * size.element
-    assert row["parameters"] == row["frozen models"] == of_one - size.experts * size.element // 2
-    assert rows["moments of AdamW"] == row["moments of AdamW"] // 2 and rows["frozen models"] == rows["parameters"]
-    layer = size.layer - size.layer_experts // 2
-    assert alone["gathered blocks"] == 0 and row["gathered blocks"] == (2 * size.outside + 3 * layer) * size.element
+    sharded, spread = (
+        rank_bytes(size, RankLoad(ranks=4, expert_parallel=parts, keeps_whole_gradient=True)) for parts in (1, 2)
+    )
+    others = size.experts // 2
+    less = {"gathered blocks": 3 * others // 2 * size.element, "whole gradient until the last micro-batch": 4 * others}
+    assert {name: sharded[name] - num for name, num in spread.items() if num != sharded[name]} == less
 
 
 def test_ranks_that_split_tokens_share_activations():
