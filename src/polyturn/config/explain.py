@@ -1,13 +1,12 @@
 """Sentences for pydantic's errors: each names the key, shows the value and says where it came from.
 
-    train.steps is 'many' (in run.yaml); it must be a valid integer, unable to parse string as an integer
+    train.steps is 'many' (in run.yaml); it must be a whole number
 
 A value from the environment is shown as the configured expression, never as the value.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from polyturn.config import schema
 from polyturn.config.references import secrets_in, value_at
 from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources
+from polyturn.infra.expected import expected
 
 MAX_KEYS = 6
 """Keys of a section that a message shows."""
@@ -42,7 +42,7 @@ def explain(
         places.add(path)
         if problem["type"] in (*UNKNOWN_KEY, "is_instance_of") or not is_meant:
             continue
-        message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        message = expected(problem)
         for secret, raw in secrets.items():
             message = message.replace(secret, raw)
         if problem["type"] == "missing":
@@ -53,7 +53,7 @@ def explain(
             sentences.append(f"{dotted(path)}: {message}{of_name}" if path else message)
             explained.add(path)
         else:
-            text = re.sub(r"^Input should be", "it must be", message)
+            text = message
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
                 text = f"it must be a section, with keys of its own{_keys(model, path, problem['input'])}"
                 text += "; leave it out for its defaults" if problem["input"] is None else ""
@@ -67,7 +67,7 @@ def explain(
             continue  # it was meant as a section or a list, and what is wrong in it is said
         problem_text = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
         value = value_at(values, path)
-        if problem_text == "it must be a valid string" and isinstance(value, bool | int | float):
+        if problem_text == "it must be a text" and isinstance(value, bool | int | float):
             problem_text = "it must be a text; write it in quotes"
             problem_text += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
         value_text = as_shown(value, path, raw_env)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -44,6 +45,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _BASE_LINE = "# Relative paths in it start at "
 """The second line of a run's own configuration, where the run's paths start at a folder that is not the run's."""
+_JOINED = re.compile(r"[A-Za-z_]\w*:(?!//).+")
+"""A key that was written as `{top_p:0.9}`."""
 MAX_NAME = 1000
 """Characters of a file's path, far below what systems take."""
 
@@ -145,9 +148,16 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
     written = without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
     # All at once, so that a configuration is not corrected one start after another.
+    joined = [path for path, value in leaves(written, ()) if value is None and _JOINED.fullmatch(str(path[-1]))]
     problems = [
+        f"{dotted(path)!r}{sources.of(path)} has no space after the colon, so YAML reads all of it as a key; write "
+        f"{str(path[-1]).replace(':', ': ', 1)}"
+        for path in joined
+    ]
+    problems += [
         f"unknown key {dotted(u.path)!r}, set to {as_shown(u.value, u.path, raw_env)}{sources.of(u.path)}.{u.hint}"
         for u in unknown_keys(model, written)
+        if u.path not in joined
     ]
     problems += [
         f"{dotted(path)} is {value!r}{sources.of(path)}, an object that a Python program gave, which no file can hold; go "

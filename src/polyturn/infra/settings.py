@@ -3,7 +3,7 @@
 class UserSettings(Settings): max_turns: AtLeastOne = 8
 
 UserSettings.read({"max_turn": 3}, who="the user")     ->  "the user: there is no setting 'max_turn'. Did you mean …"
-UserSettings.read({"max_turns": "3"}, who="the user")  ->  "the user: max_turns is '3'; it must be a valid integer"
+UserSettings.read({"max_turns": "3"}, who="the user")  ->  "the user: max_turns is '3'; it must be a whole number"
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.reward import MAX_REWARD
+from polyturn.infra.expected import expected
 
 
 def _not_blank(text: str) -> str:
@@ -62,7 +63,7 @@ class Settings(BaseModel):
 def _sentences(problem: ValidationError) -> list[str]:
     sentences = []
     for one in problem.errors(include_url=False):
-        message = one["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        message = expected(one)
         name = ".".join(map(str, one["loc"]))
         sentences.append(f"{name} is {one['input']!r:.100}; {message}" if name else message)
     return sentences

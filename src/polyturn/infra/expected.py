@@ -1,0 +1,48 @@
+"""Pydantic's errors in plain words: what a value must be.
+
+{"type": "int_parsing", "input": "many", …}                     ->  "it must be a whole number"
+{"type": "greater_than_equal", "input": 0, "ctx": {"ge": 1}}    ->  "it must be at least 1"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_KINDS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "mapping_type"), "a mapping of names to values"),
+    "finite_number": "a finite number",
+    "string_type": "a text",
+    "path_type": "a path",
+}
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least {}"),
+    "greater_than": ("gt", "more than {}"),
+    "less_than_equal": ("le", "at most {}"),
+    "less_than": ("lt", "less than {}"),
+    "too_short": ("min_length", "a list of at least {}"),
+    "too_long": ("max_length", "a list of at most {}"),
+    "string_too_short": ("min_length", "a text of at least {} characters"),
+    "string_too_long": ("max_length", "a text of at most {} characters"),
+    "string_pattern_mismatch": ("pattern", "a text that matches {}"),
+}
+"""Type of an error -> the name of its limit, and the words."""
+
+
+def expected(problem: Mapping[str, Any]) -> str:
+    """Return the requirement that a value fails, for one of `ValidationError.errors()`; or a validator's own sentence."""
+    kind = problem["type"]
+    if kind in _KINDS:
+        return f"it must be {_KINDS[kind]}"
+    if kind in _LIMITS:
+        name, words = _LIMITS[kind]
+        limit = problem["ctx"][name]
+        return "it must be " + words.format(f"{limit:g}" if isinstance(limit, float) else limit)
+    message: str = problem["msg"]
+    if message.startswith("Input should be "):
+        return message.replace("Input should be", "it must be", 1)
+    return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
