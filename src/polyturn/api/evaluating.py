@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn import build
-from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
@@ -25,6 +24,7 @@ from polyturn.engines.chat_completions import Endpoint
 from polyturn.evaluation.evaluate import EvalSet, evaluate
 from polyturn.evaluation.report import EvalReport
 from polyturn.evaluation.statistics import Statistics, statistics
+from polyturn.infra.console import stderr_console
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import RolloutPool

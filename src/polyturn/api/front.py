@@ -275,10 +275,10 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
         ConfigError: the run would not start on this machine; what it would start from is printed before.
     """
     with _begun(arguments, resume=resume) as (source, resolved):
-        from polyturn.api.console import make_console
         from polyturn.api.dry_run import report_of
         from polyturn.api.event_loop import run_beside
         from polyturn.api.training import RunOptions, run_training
+        from polyturn.infra.console import make_console
 
         reports: list[DryRunReport] = []
         options = RunOptions(

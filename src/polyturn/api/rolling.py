@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn import build
-from polyturn.api.console import stderr_console
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.console import stderr_console
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable
 from polyturn.rollout.pool import GroupSpec

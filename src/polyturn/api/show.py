@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from polyturn.api.console import make_console
 from polyturn.core.messages import Message
 from polyturn.core.printable import printable
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.console import make_console
 
 if TYPE_CHECKING:
     from polyturn.api.run import Run

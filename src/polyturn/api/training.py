@@ -25,7 +25,7 @@ import yaml
 
 from polyturn import build
 from polyturn.api import ranks
-from polyturn.api.console import logging_to, stderr_console
+from polyturn.api.console import logging_to
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, name_of, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
@@ -40,6 +40,7 @@ from polyturn.core.errors import (
     RankLostError,
 )
 from polyturn.core.secrets import masked
+from polyturn.infra.console import stderr_console
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from polyturn.api.console import make_console
+from polyturn.infra.console import make_console
 
 PLAIN_WIDTH = 160
 """Columns of a table that does not go to a terminal, because the reader's width is unknown there."""

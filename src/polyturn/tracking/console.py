@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from polyturn.core.lifecycle import EpisodeState
+from polyturn.infra.console import stderr_console
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Progress:
         Args:
             title: What it is, for instance "rollout".
             total: How many things there are to do; None when that is not known.
-            console: Where the bar is drawn; give the console that log lines go to, so that they do not tear it.
+            console: Where the bar is drawn; by default the console of log lines, which then do not tear it.
             every_s: A bar appears after this many seconds, and nothing is shown for what takes less; without a terminal, a
                 line is logged this often.
             running: The number of episodes in each state, for the end of the line.
@@ -104,7 +105,7 @@ class Progress:
         self.title = title
         self.total = total
         self.done = 0
-        self._console = console or Console(stderr=True)
+        self._console = console or stderr_console()
         self._every_s = every_s
         self._running = running or {}
         self._clock = clock
