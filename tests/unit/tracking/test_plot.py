@@ -35,9 +35,9 @@ def test_each_evaluation_is_a_curve_with_gaps() -> None:
         {"step": 1, "rollout/success": 0.4, "eval/greedy/success_rate": 9.0},
         {"step": 2, "eval/greedy/success": 0.5},
     ]
-    assert curves(steps, ("eval/*/success", "rollout/success")) == {
-        "eval greedy": [(0, 0.3), (2, 0.5)],
-        "training": [(1, 0.4)],
+    assert curves(steps, "eval/*/success", "rollout/success") == {
+        "eval/greedy/success": [(0, 0.3), (2, 0.5)],
+        "rollout/success": [(1, 0.4)],
     }
 
 
