@@ -181,7 +181,7 @@ def test_ranks_and_servers_have_a_gpu_each(recipe: str) -> None:
     [
         pytest.param("Qwen/Qwen2.5-7B-Instruct", "eight_gpus", "GPU 7", marks=pytest.mark.slow),
         pytest.param("Qwen/Qwen3-8B", "eight_gpus", "GPU 7", marks=pytest.mark.slow),
-        ("Qwen/Qwen3-8B", "eight_gpus_shared", "each shared GPU in an update"),
+        ("Qwen/Qwen3-8B", "eight_gpus_shared", "each GPU in an update"),
     ],
 )
 def test_plan_of_a_large_model_needs_no_weights(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from polyturn import build
-from polyturn.build.gpu_plan import layout_of, load_of
+from polyturn.build.backend import row_width
+from polyturn.build.gpu_plan import Demand, layout_of, load_of
 from polyturn.build.memory_check import MemoryVerdict, verdict_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
@@ -27,7 +28,7 @@ from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.infra.loop import run_loop
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
-from polyturn.training.memory import ModelSize, rank_bytes, server_bytes, shared_bytes
+from polyturn.training.memory import ModelSize, server_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +184,8 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     names_gpus = launch is not None and bool(launch.devices)
     load = load_of(parts.source, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
     size = ModelSize.of(parts.model)
-    bytes_by_part = rank_bytes(size, load)
+    demand = Demand(size, load, parts.max_context, row_width(config))
+    bytes_by_part = demand.rank(ranks)
     bytes_by_part["KV cache of the engine"] = (
         _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
     )
@@ -192,11 +194,9 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     out |= {f"each rank: {name}": _mib(num) for name, num in bytes_by_part.items() if num}
     out["each rank: in all, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
     if layout.servers:
-        each = server_bytes(size, tensor_parallel=layout.width, tokens=parts.max_context)
-        out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in each.items()}
+        out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in demand.server(layout.width).items()}
     if layout.is_shared:
-        phases = shared_bytes(size, load, tensor_parallel=layout.width, tokens=parts.max_context)
-        out |= {f"each shared GPU {phase}": _mib(sum(bytes_by_part.values())) for phase, bytes_by_part in phases.items()}
+        out |= {title: _mib(sum(parts_of_one.values())) for title, parts_of_one in demand.tables(layout).items()}
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
     out["tokens a step, at most"] = f"{longest * episodes}"
