@@ -221,13 +221,4 @@ def _become(wanted: Mapping[str, str], out: int, err: int) -> None:
     sys.argv = ["polyturn", *wanted["arguments"]]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]  # what the launcher of several ranks starts each with
     module, _, name = wanted["call"].partition(":")
-    code = 1
-    try:
-        code = getattr(importlib.import_module(module), name)() or 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    sys.exit(getattr(importlib.import_module(module), name)())

@@ -1,6 +1,8 @@
-"""The end of a process of the command line, whatever threads and exit handlers plug-ins began.
+"""The end of a process of the command line, whatever threads, tasks and exit handlers plug-ins left behind.
 
-Python ends a process only after every thread that is not a daemon, and after every exit handler. Here both have a limit.
+Python ends a process only after every thread that is not a daemon and after every exit handler, and then closes coroutines
+that still wait, which runs their code once more. Only a plug-in's author can end what the plug-in began, so here threads
+and handlers get `GRACE_S` and are then named, and objects are not taken down one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from polyturn.core.code_origin import place_of
@@ -25,31 +28,17 @@ GRACE_S = 4.0
 
 
 def end_process(run: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end the process with its exit code, as Python would; threads of plug-ins do not keep it.
-
-    What Python does at its end is done here with a limit: threads are waited for, then exit handlers are called. Objects
-    are not taken down one by one, so that no code of a plug-in runs again.
-    """
-    code = _call(run)
-    threading.Thread(target=_end_anyway, args=(code,), name="polyturn-end", daemon=True).start()
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    _flush()
-    os._exit(code)
-
-
-def _call(run: Callable[[], object]) -> int:
+    """Call `run`, and end the process with its exit code as Python would, within `GRACE_S`."""
+    code = 1
+    atexit.register(lambda: _leave(code))  # handlers run in reverse order, so this one follows those of plug-ins
     try:
         run()
+        sys.exit(0)
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        print(end.code, file=sys.stderr)
-        return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        threading.Thread(target=partial(_end_anyway, code), name="polyturn-end", daemon=True).start()
 
 
 def _end_anyway(code: int) -> None:
@@ -65,11 +54,11 @@ def _end_anyway(code: int) -> None:
         logger.warning("abandoned at the end of the process: the thread %r in %s", thread.name, location)
     if not left:
         logger.warning("abandoned at the end of the process: an exit handler that took longer than %g s", GRACE_S)
-    _flush()
-    os._exit(code)
+    _leave(code)
 
 
-def _flush() -> None:
+def _leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
+    os._exit(code)
