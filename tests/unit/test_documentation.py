@@ -155,7 +155,7 @@ def test_commands_of_a_page_parse(page: str) -> None:
             continue
         found: Any = typer.main.get_command(app)
         while isinstance(found, TyperGroup) and words and words[0] in found.commands:
-            found = found.commands[words.pop(0)]
+            found = found.get_command(typer.Context(found), words.pop(0))
         if isinstance(found, TyperGroup):
             assert found.name == "config", f"{command}: there is no such command"
             continue

@@ -1,10 +1,15 @@
-"""Arguments that several commands take, each with one help text, and how every command reads them."""
+"""The form of a command: `declare` makes one of a function. Also the arguments that several commands take.
+
+@declare("show")
+def main(folder: Path, limit: Annotated[int, typer.Option("-n", min=1, help="How many …")] = 20) -> None: …
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +20,8 @@ from typer.core import TyperCommand
 from polyturn.core.errors import ConfigError, PolyturnError, one_line, raised_at
 from polyturn.core.interrupts import ends_for_a_plugin
 from polyturn.infra.writable import check_file_writable, check_writable
+
+EMBED_TOKEN_VARIABLE = "POLYTURN_EMBED_TOKEN"
 
 
 class Command(TyperCommand):
@@ -31,7 +38,16 @@ class Command(TyperCommand):
         for option, times in Counter(each for each in rest if each.param_type_name == "option").items():
             if times > 1 and not (option.multiple or option.is_eager):  # type: ignore[attr-defined]
                 raise ConfigError(f"{max(option.opts, key=len)} is given {times} times; keep one of them")
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as problem:
+            from pydantic import ValidationError
+
+            from polyturn.infra.expected import expected
+
+            if isinstance(problem.__cause__, ValidationError):  # so typer converts values
+                problem.message = expected(problem.__cause__.errors()[0])
+            raise
 
     def _refuse_keys_as_options(self, args: Sequence[str]) -> None:
         """Refuse `--steps 5` with `train.steps=5`, in a command that takes overrides."""
@@ -62,6 +78,21 @@ class Command(TyperCommand):
             if isinstance(problem, KeyboardInterrupt):
                 print("polyturn: interrupted", file=sys.stderr)
             raise
+
+
+def declare(
+    name: str, *, cls: type[Command] = Command, takes_unknown_options: bool = False
+) -> Callable[[Callable[..., None]], TyperCommand]:
+    """Return a decorator that makes a command of a function: its parameters are the arguments, its docstring the help."""
+
+    def decorate(function: Callable[..., None]) -> TyperCommand:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(name, cls=cls, context_settings={"ignore_unknown_options": takes_unknown_options})(function)
+        command = typer.main.get_command(app)
+        assert isinstance(command, TyperCommand)
+        return command
+
+    return decorate
 
 
 def _key_of(option: str, value: str) -> str:
@@ -126,11 +157,24 @@ def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -
             raise ConfigError(f"{written} means nothing {here}; leave it out")
 
 
+def embedder_config(embed: str | None, model: str | None) -> Any:
+    """Return `--embed` and `--embed-model` as the config of an embedder; the token comes from the environment.
+
+    Raises:
+        ConfigError: a URL has no model, or a model no URL.
+    """
+    is_url = embed is not None and embed.startswith(("http://", "https://"))
+    if is_url != (model is not None):
+        raise ConfigError("--embed URL and --embed-model NAME go together; --embed file.py:function needs no model")
+    return {"url": embed, "model": model, "token": os.environ.get(EMBED_TOKEN_VARIABLE)} if is_url else embed
+
+
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to lay above."),
 ]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")]
 PortOption = Annotated[

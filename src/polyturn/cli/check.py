@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from polyturn.api.console import quiet_transformers
+from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.models import PACKAGED, packaged
@@ -36,32 +39,35 @@ _LABELS = {
 }
 
 
-def run(model: str, *, template: str | None, as_json: bool = False) -> bool:
-    """Print the certificate of `model`; return whether a run can use it.
-
-    Args:
-        model: Folder or hub name of a model or a tokenizer.
-        template: A Jinja file or the name of a shipped template, which replaces the model's; markers that the tokenizer
-            lacks are added to a copy.
-        as_json: Print one JSON object instead of the table.
-    """
+@declare("check")
+def main(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN", help="Folder or hub id of a model or tokenizer, or the folder of a run.")
+    ],
+    template: Annotated[
+        str | None, typer.Option(help="Replaces the chat template: a Jinja file, or hermes, which shows tools.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Certify that a model's chat template trains token-exactly. Exit code 1 says that it cannot."""
     began = time.monotonic()
     model = _tokenizer_of(model)
     quiet_transformers()
     name = model if template is None else template
     try:
         codec, added = _load(model, template)
+        report = certify(codec)
+        error = report.error
     except TemplateError as problem:
-        return _refuse(name, str(problem), as_json=as_json)
-    report = certify(codec)
-    if report.error is not None:
-        return _refuse(name, report.error, as_json=as_json)
+        error = str(problem)
+    if error is not None:
+        _refuse(name, error, as_json=as_json)
+        raise typer.Exit(1)
     seconds = time.monotonic() - began
     if as_json:
         Output().text(json.dumps(_object(report, name, added, seconds), ensure_ascii=False))
     else:
         _print(report, name, added, seconds)
-    return True
 
 
 def _tokenizer_of(model: str) -> str:
@@ -85,19 +91,18 @@ def _tokenizer_of(model: str) -> str:
     return model
 
 
-def _refuse(name: str, error: str, *, as_json: bool) -> bool:
+def _refuse(name: str, error: str, *, as_json: bool) -> None:
     """Print why there is no safe strategy."""
     if as_json:
         none = dict.fromkeys(("strategy", "inference_strategy", "parser"), "none")
         row = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
         Output().text(json.dumps({**row, "control_tokens_from_text": 0, "properties": {}}, ensure_ascii=False))
-        return False
+        return
     table = Table("property", "value", box=None, pad_edge=False)
     table.add_row("template", name)
     table.add_row("strategy", "none")
     table.add_row("why", error)
     Output().table(table)
-    return False
 
 
 def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
@@ -111,23 +116,9 @@ def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
 
 
 def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    return {
-        "template": name,
-        "strategy": report.strategy,
-        "inference_strategy": report.inference_strategy,
-        "reason": report.reason,
-        "error": report.error,
-        "violations": list(report.violations),
-        "control_tokens_from_text": report.control_tokens_from_text,
-        "findings": list(report.findings),
-        "properties": report.properties,
-        "prefix_preserving": report.is_prefix_preserving,
-        "parser": report.parser,
-        "stop_tokens": list(report.stop_tokens),
-        "added_markers": list(added),
-        "num_dialogues": report.num_dialogues,
-        "seconds": round(seconds, 3),
-    }
+    own = {key: value for key, value in dataclasses.asdict(report).items() if key not in report.properties}
+    more = {"properties": report.properties, "prefix_preserving": report.is_prefix_preserving, "added_markers": added}
+    return {"template": name, **own, **more, "seconds": round(seconds, 3)}
 
 
 def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> None:

@@ -1,25 +1,31 @@
-"""`polyturn compare A B`: two evaluations of the same tasks, with a paired test and a verdict."""
+"""`polyturn compare A B`: two evaluations of the same tasks, with a paired test and a verdict; also in B/compare-A.json."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import pyarrow.compute as pc
+import typer
 from rich.table import Table
 
+from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.evaluation.compare import Comparison, compare
 from polyturn.store.stored_run import StoredRun, open_store
 
 
-def run(a: Path, b: Path, *, split: str | None, success_at: float, as_json: bool) -> None:
-    """Compare, print, and leave compare-A.json in the folder of B.
-
-    Raises:
-        DataError: there is no evaluation that both have, or no task that both ran.
-    """
+@declare("compare")
+def main(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of the run that is the baseline.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of the run that is compared with it.")],
+    split: Annotated[str | None, typer.Option(help="Which evaluation, for instance eval/greedy.")] = None,
+    success_at: Annotated[float, typer.Option(help="The outcome that counts as success.")] = 1.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two evaluations of the same tasks by a paired test. The table says what is significant."""
     stores = open_store(a), open_store(b)
     splits = [split] if split is not None else _common(stores[0], stores[1], a, b)
     comparisons = {}

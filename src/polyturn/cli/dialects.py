@@ -82,6 +82,13 @@ def load_native(
         ) from problem
 
 
+def begin(path: Path, overrides: Sequence[str]) -> None:
+    """Check a config before anything slow is imported, and say that its run begins."""
+    from polyturn.api.ranks import tell_start
+
+    tell_start(load_native(path, overrides, tells=False).config.name)
+
+
 def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
     """Train what a file describes in the keys of a dialect; of a file in polyturn's own it is said that it is one.
 

@@ -16,12 +16,15 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import typer
 from rich.table import Table
 
+from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
 from polyturn.core.plugins import NAMESPACES, offered
+from polyturn.infra.machine_memory import machine_memory
 
 FEATURES = {
     "train": "training, the embedded engine",
@@ -65,8 +68,17 @@ class Extra(NamedTuple):
     missing: list[str]
 
 
-def run(*, as_json: bool) -> None:
-    """Print what is here and what is missing."""
+@declare("doctor")
+def main(
+    project: Annotated[
+        Path | None, typer.Argument(metavar="[PROJECT]", help="A project's folder or config, to be explained instead.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the environment, or a PROJECT, and what is missing in it."""
+    if project is not None:
+        _explain(project, as_json=as_json)
+        return
     facts = environment()
     checks = list(extras())
     programs = {name: shutil.which(name) for name in PROGRAMS}
@@ -93,22 +105,16 @@ def run(*, as_json: bool) -> None:
     out.table(table)
 
 
-def run_project(path: Path, *, as_json: bool) -> bool:
-    """Print what a project consists of, and return whether it could run.
-
-    Raises:
-        ConfigError: it has no config that can be read.
-    """
+def _explain(project: Path, *, as_json: bool) -> None:
     from polyturn.cli.project import explain
 
-    checks = list(explain(path))
+    checks, out = list(explain(project)), Output()
     if as_json:
         print(json.dumps({name: {"is": value, "is_right": is_right} for name, value, is_right in checks}))
-    else:
-        out = Output()
-        for name, value, is_right in checks:
-            out.fact(name, value if is_right else f"PROBLEM: {value}")
-    return all(is_right for *_, is_right in checks)
+    for name, value, is_right in () if as_json else checks:
+        out.fact(name, value if is_right else f"PROBLEM: {value}")
+    if not all(is_right for *_, is_right in checks):
+        raise typer.Exit(1)
 
 
 def environment() -> dict[str, str]:
@@ -119,7 +125,7 @@ def environment() -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processors": f"{usable} usable, {_processor()}",
-        "memory": _memory(),
+        "memory": f"{machine_memory() / 2**30:.0f} GiB",
         "disk": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
     }
     facts |= {name: _version(name) for name in ("transformers", "tokenizers", "pydantic", "pyarrow")}
@@ -136,12 +142,8 @@ def extras() -> Iterator[Extra]:
         if name is not None and extra is not None and extra[1] not in _DEVELOPMENT:
             wanted.setdefault(extra[1], []).append(name[0])
     for extra_name, packages in wanted.items():
-        versions = {package: _version(package) for package in packages}
-        yield Extra(
-            extra_name,
-            [f"{p} {v}" for p, v in versions.items() if v != _MISSING],
-            [p for p, v in versions.items() if v == _MISSING],
-        )
+        missing = [package for package in packages if _version(package) == _MISSING]
+        yield Extra(extra_name, [f"{one} {_version(one)}" for one in packages if one not in missing], missing)
 
 
 _MISSING = "not installed"
@@ -176,13 +178,3 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or "unknown"
-
-
-def _memory() -> str:
-    try:
-        with open("/proc/meminfo", encoding="utf-8") as file:
-            sizes = dict(line.split(":", 1) for line in file)
-    except OSError:
-        return "unknown"
-    total, free = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-    return f"{free:.0f} of {total:.0f} GiB available"

@@ -1,47 +1,84 @@
-"""`polyturn eval`: the evaluation sets of a config, on any weights or any served model, without training."""
+"""`polyturn eval`: the evaluation sets of a config, on any weights or any served model, without training.
+
+It prints tables, and leaves the trajectories and a report.json in a run folder of their own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.table import Table
 
-from polyturn.api.evaluating import Evaluation, evaluate_endpoint, evaluate_sets
-from polyturn.api.folders import open_source
+from polyturn.cli.arguments import CheckpointOption, ConfigArgument, JsonFlag, Overrides, declare, refuse_unused
 from polyturn.cli.console import Output, command
-from polyturn.engines.chat_completions import Endpoint
-from polyturn.evaluation.report import EvalReport
-from polyturn.evaluation.statistics import Statistics
+from polyturn.cli.dialects import begin
+from polyturn.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from polyturn.api.evaluating import Evaluation
+    from polyturn.evaluation.statistics import Statistics
 
 
-def run(
-    path: Path, overrides: Sequence[str], *, checkpoint: Path | None, model: str | None = None, as_json: bool = False
+@declare("eval")
+def main(
+    context: typer.Context,
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    checkpoint: CheckpointOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a model, in place of the config's; with --endpoint, its name there."),
+    ] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server that is evaluated, e.g. http://host:8000/v1.")
+    ] = None,
+    key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
+    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: requests at once, at most.")] = 32,
+    request_timeout: Annotated[float, typer.Option(min=0.1, help="With --endpoint: seconds that one try may take.")] = 300.0,
+    tries: Annotated[int, typer.Option(min=1, help="With --endpoint: tries of one request.")] = 6,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate, print tables, and leave the trajectories and a report.json in a run folder of their own."""
-    model_overrides = (
-        [] if model is None else _model_overrides(str(Path(model).resolve()) if Path(model).is_dir() else model)
+    """Evaluate a checkpoint, a model, or what an endpoint serves. The config's `evaluation` part says on what."""
+    if endpoint is None:
+        refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
+    elif not model or checkpoint is not None:
+        raise ConfigError("--endpoint needs --model NAME, the model's name at the endpoint, and takes no --checkpoint")
+    if not model:
+        begin(config, overrides or [])
+    from polyturn.api.evaluating import evaluate_endpoint, evaluate_sets
+    from polyturn.api.folders import open_source
+    from polyturn.engines.chat_completions import Endpoint
+
+    changes = overrides or []
+    if model is not None:
+        path = str(Path(model).resolve()) if endpoint is None and Path(model).is_dir() else model
+        nothing = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
+        changes = [f"model.path={json.dumps(path)}", *nothing, *changes]
+    source, resolved = open_source(config, changes)
+    if endpoint is None or model is None:
+        _show(evaluate_sets(source, resolved, checkpoint=checkpoint), as_json=as_json)
+        return
+    served = Endpoint(
+        url=endpoint,
+        model=model,
+        key=os.environ.get(key_env),
+        max_concurrent=concurrency,
+        timeout_s=request_timeout,
+        max_tries=tries,
     )
-    source, resolved = open_source(path, [*model_overrides, *overrides])
-    _show(evaluate_sets(source, resolved, checkpoint=checkpoint), as_json=as_json)
-
-
-def run_endpoint(path: Path, overrides: Sequence[str], endpoint: Endpoint, *, as_json: bool = False) -> None:
-    """Evaluate a model that is served elsewhere; nothing of training needs to be installed."""
-    source, resolved = open_source(path, [*_model_overrides(endpoint.model), *overrides])
-    _show(evaluate_endpoint(source, resolved, endpoint), as_json=as_json)
-
-
-def _model_overrides(model: str) -> list[str]:
-    """Return the overrides that make a config use another model in place of its own."""
-    nothing = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
-    return [f"model.path={json.dumps(model)}", *nothing]
+    _show(evaluate_endpoint(source, resolved, served), as_json=as_json)
 
 
 def _show(evaluation: Evaluation, *, as_json: bool) -> None:
+    from polyturn.evaluation.report import EvalReport
+
     folder, sets = evaluation
     out = Output()
     if as_json:

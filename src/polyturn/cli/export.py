@@ -14,17 +14,20 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import httpx
+import typer
 from safetensors import SafetensorError, safe_open
 
 from polyturn import build
 from polyturn.api.folders import open_source
+from polyturn.cli.arguments import declare, new_folder
 from polyturn.cli.console import Output, command
 from polyturn.config.load import base_of
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.infra.yaml_file import read_yaml
+from polyturn.models import PACKAGED, packaged
 from polyturn.tokens.codec import load_codec
 from polyturn.training.checkpoint import MODEL, Checkpoints
 
@@ -34,25 +37,32 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def run(
-    source: Path, *, out: Path, config: Path | None = None, dtype: str | None = None, push_to: str | None = None
+@declare("export")
+def main(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|MODEL",
+            help="Folder of a run (its latest checkpoint), a checkpoint or a model; or smollm2, of 93 MB to download.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder, in Hugging Face format.")],
+    config: Annotated[
+        Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of the weights; by default that of the model that was trained from."),
+    ] = None,
+    push_to: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="USER/MODEL", help="Upload it to the Hugging Face hub as well.")
+    ] = None,
 ) -> None:
-    """Write the model of `source` to the new folder `out`.
-
-    Args:
-        source: A run's folder (its latest checkpoint), a checkpoint, or a model's folder.
-        out: Where it goes.
-        config: The run's config, where `source` holds an adapter and its own config.yaml is not beside it.
-        dtype: Of its weights; None is that of the model that was trained from, where it is found on this machine.
-        push_to: A repository of the Hugging Face hub that the folder is uploaded to.
-
-    Raises:
-        CheckpointError: there is no model in `source`, or its weights are missing or damaged.
-        ConfigError: `out` is there already, the base model of an adapter is not known, or the hub does not take it.
-    """
+    """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; name a new folder, or remove it")
-    model = build.model_folder(source)
+    is_packaged = str(source) in PACKAGED and not source.exists()
+    model = packaged(str(source)) if is_packaged else build.model_folder(source)
     assert model is not None
     hub = None if push_to is None else _sign_in(push_to)
     if (model / "config.json").is_file():
@@ -60,7 +70,7 @@ def run(
         _copy(model, out)
     else:
         _merge(model, out, config=config or _config_of(source))
-    kept = dtype or _dtype_of_origin(source)
+    kept = dtype or (None if is_packaged else _dtype_of_origin(source))
     if kept is not None:
         _cast(out, kept)
     console = Output()

@@ -11,9 +11,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import jinja2
+import typer
 
+from polyturn.cli.arguments import declare
 from polyturn.cli.console import Output, program
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.writable import check_writable
@@ -28,12 +31,12 @@ KINDS = {
 MODEL = "Qwen/Qwen3-0.6B"
 
 
-def run(folder: Path, *, kind: str) -> None:
-    """Write a project into `folder`, which must be new or empty.
-
-    Raises:
-        ConfigError: there is no such kind, something is there already, or it cannot be made.
-    """
+@declare("init")
+def main(
+    folder: Annotated[Path, typer.Argument(metavar="NAME", help="The new folder.")],
+    kind: Annotated[str, typer.Option(help="What you write: tool, interaction, env or agent.")] = "tool",
+) -> None:
+    """Write a project that trains: task, plug-in, config, tests."""
     if kind not in KINDS:
         raise ConfigError(f"there is no kind of project {kind!r}.{did_you_mean(kind, KINDS)}")
     check_writable(folder)

@@ -1,6 +1,6 @@
-"""`polyturn`: the list of commands, and the process around them. What a command takes is declared in `commands/`.
+"""`polyturn`: the list of commands, and the process around them. Each command is declared and done in the file of its name.
 
-    main(["train", "config.yaml"])  ->  commands/learning.py: train  ->  cli/train.py: run, imported only now
+    main(["train", "config.yaml"])  ->  cli/train.py, imported only now: main
 
 An error of the library, a full disk or a closed output is one sentence on stderr and exit code 2; anything else is a bug
 and shows its traceback.
@@ -9,57 +9,94 @@ and shows its traceback.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import polyturn
-from polyturn.cli.arguments import Command
-from polyturn.cli.commands import around, config, data, learning, recorded, serving
 from polyturn.cli.end_process import end_process
-from polyturn.cli.retired import RETIRED, retired
-from polyturn.core.errors import PolyturnError
+from polyturn.core.errors import ConfigError, PolyturnError
+from polyturn.core.plugins import NAMESPACES, offered
 from polyturn.core.printable import printable
 from polyturn.core.secrets import hide, secret_variables
 
-_ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
+COMMANDS = {
+    "train": "Train: warm start if configured, evaluation, RL, evaluation.",
+    "plan": "Estimate the memory of each process of a run.",
+    "sft": "Train on conversations, or on a run's best trajectories.",
+    "eval": "Evaluate a checkpoint, a model, or what an endpoint serves.",
+    "compare": "Compare two evaluations of the same tasks by a paired test.",
+    "rollout": "Run episodes on the training tasks, and record them.",
+    "serve": "Serve rollouts over HTTP, to a trainer elsewhere.",
+    "show": "List the runs of a folder, or a run's trajectories, or show one.",
+    "rescore": "Score a run's trajectories again, with another reward.",
+    "view": "Look at runs in the browser, while they train and after.",
+    "report": "Write a page about runs in one file, or plot their metrics.",
+    "check": "Certify that a model's chat template trains token-exactly.",
+    "init": "Write a project that trains: task, plug-in, config, tests.",
+    "doctor": "Show the environment, or a PROJECT, and what is missing in it.",
+    "export": "Write a run's model as a Hugging Face folder.",
+    "run-as": "Run another library's command with polyturn in its place.",
+    "data": "Prepare datasets and indexes.",
+    "config": "Print a config, or all keys, or migrate another library's.",
+}
+"""Command -> the first sentence of its help, here so that the list needs no command's imports."""
+_FILES = {"eval": "evaluate", "run-as": "run_as"}
+RETIRED = {
+    "simulate": "its predictions were not exact enough to choose servers by; run a few steps on one server and read "
+    "engine/queue and engine/kv_use of its metrics",
+    "runs": "`polyturn show FOLDER` lists the runs of a folder",
+    "plot": "`polyturn report RUN... --metric NAME -o curve.png` draws metrics",
+    "answer": "`polyturn view --desk DESK` shows the conversations that wait, and answers them here with --terminal",
+    "model": "model.path=smollm2 fetches the model where a config names it; `polyturn export smollm2 -o FOLDER` writes it "
+    "to a folder",
+}
+"""Command that is gone -> what to do instead."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+LEVEL_VARIABLE = "POLYTURN_LOG_LEVEL"
+_LEVEL_OF_OTHERS = "_LOGGING_LEVEL"
+"""The end of the variable of a library that polyturn stands in for, behind its name."""
+_LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL"}
+
+
+class Commands(TyperGroup):
+    """The commands, each imported when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": dict.fromkeys(COMMANDS)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; None if there is none.
+
+        Raises:
+            ConfigError: it is gone; with its successor.
+        """
+        if cmd_name in RETIRED:
+            raise ConfigError(f"polyturn {cmd_name} is no longer a command: {RETIRED[cmd_name]}")
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"polyturn.cli.{_FILES.get(cmd_name, cmd_name)}").main
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
 
 app = typer.Typer(
     name="polyturn",
-    help="Multi-turn reinforcement learning for language-model agents.",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-command = partial(app.command, cls=Command)
-app.add_typer(data.data_app, name="data")
-app.add_typer(config.config_app, name="config")
-command(cls=learning.TrainCommand)(learning.train)
-command()(learning.plan)
-command()(learning.sft)
-command("eval")(learning.evaluate)
-command()(recorded.compare)
-command()(learning.rollout)
-command()(serving.serve)
-command()(recorded.show)
-command()(recorded.rescore)
-command()(recorded.view)
-command()(recorded.report)
-command()(around.check)
-command()(around.init)
-command()(around.doctor)
-command()(around.model)
-command()(around.export)
-command("run-as", context_settings={"ignore_unknown_options": True})(around.run_as)
-for _name in RETIRED:
-    command(_name, hidden=True, add_help_option=False, context_settings=_ANY_ARGUMENTS)(retired(_name))
 
 
 def _version(is_asked: bool) -> None:
@@ -92,12 +129,22 @@ def _run(arguments: Sequence[str] | None = None) -> None:
 def prepare_process() -> None:
     """Set what a process of the command line needs before anything heavy is imported."""
     from polyturn.api.console import log_to_console
-    from polyturn.cli.log_level import log_level
 
     # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
     # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     log_to_console(log_level(os.environ))
+
+
+def log_level(environ: Mapping[str, str]) -> str:
+    """Return the level that the environment asks for, by our variable or that of another library's scripts.
+
+    {"POLYTURN_LOG_LEVEL": "warn"}  ->  "WARNING"
+    """
+    ends = [name for name in environ if name.endswith(_LEVEL_OF_OTHERS)]
+    of_others = [f"{name.upper()}{_LEVEL_OF_OTHERS}" for name in offered(NAMESPACES)] if ends else []
+    level = next((environ[name] for name in (LEVEL_VARIABLE, *of_others) if environ.get(name)), "INFO").strip().upper()
+    return _LEVELS.get(level, level)
 
 
 def guarded(run: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from polyturn import build
 from polyturn.api.step_size import with_step_size
@@ -76,25 +77,24 @@ def _model(source: ConfigSource) -> str:
 
 def _plugins(source: ConfigSource) -> str:
     check_plugins(source)
-    rollout, config = source.config.rollout, source.config
-    plugins = [f"tool {name}" for name in rollout.tools.functions]
-    if isinstance(rollout.tools.file, str):
-        plugins.append(f"tools of {rollout.tools.file}")
-    else:
-        plugins += [f"tool {one.get('class_name', one)}" for one in rollout.tools.file or ()]
-    if isinstance(rollout.interactions, str):
-        plugins.append(f"interactions of {rollout.interactions}")
-    else:
-        plugins += [f"interaction {one.get('class_name', one)}" for one in rollout.interactions or ()]
-    if config.env is not None:
-        plugins.append(
-            f"environment {config.env if isinstance(config.env, str) else getattr(config.env, 'name', config.env)}"
-        )
-    if rollout.scheduler is not None:
-        plugins.append(f"scheduler {rollout.scheduler} {rollout.scheduler_kwargs or ''}".rstrip())
-    if config.reward.function is not None:
-        plugins.append(f"reward {config.reward.function.name}")
+    config, rollout = source.config, source.config.rollout
+    written: dict[str, Any] = {
+        "tool": [*rollout.tools.functions, *_entries(rollout.tools.file)],
+        "interaction": _entries(rollout.interactions),
+        "environment": _entries(config.env),
+        "scheduler": _entries(rollout.scheduler),
+        "reward": _entries(config.reward.function),
+    }
+    plugins = [f"{kind} {_name(entry)}" for kind, entries in written.items() for entry in entries]
     return ", ".join(plugins) or "none: the model answers once"
+
+
+def _entries(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _name(entry: Any) -> Any:
+    return entry.get("class_name", entry) if isinstance(entry, dict) else getattr(entry, "name", entry)
 
 
 def _tasks(source: ConfigSource) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import typer
 from rich.table import Table
 
+from polyturn.cli.arguments import RunFolder, declare
 from polyturn.cli.console import Output
 from polyturn.core.errors import ConfigError, DataError, RolloutError
 from polyturn.evaluation.rescore import rescore
@@ -19,16 +22,15 @@ from polyturn.rewards.router import EPISODE_ROUTES, RewardRouter, Weighing
 from polyturn.store.stored_run import StoredRun, open_store
 
 
-def run(folder: Path, *, reward: str, where: str | None, out: Path | None) -> None:
-    """Score, print how the rewards moved, and write one row a trajectory as Parquet.
-
-    Raises:
-        ConfigError: the function cannot be found, its parameters fit no form, or the file cannot be written or is one of
-            the run's own.
-        DataError: there is nothing to score, or no trajectory holds scores of what `reward` names.
-        RolloutError: nothing could be scored; the reasons are in the file.
-    """
-    folder = Path(os.path.realpath(folder))  # whatever the function does to the working directory
+@declare("rescore")
+def main(
+    run: RunFolder,
+    reward: Annotated[str, typer.Option(help="The reward function: file.py:function, module:function or a known name.")],
+    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: split = 'train' and step > 10.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
+) -> None:
+    """Score a run's trajectories again, with another reward. One row a trajectory says how its reward moved."""
+    folder = Path(os.path.realpath(run))  # whatever the function does to the working directory
     rescored = folder / "rescored"
     file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
     out = Path(os.path.realpath(out or rescored / file))

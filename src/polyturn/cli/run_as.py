@@ -14,7 +14,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from polyturn.cli.arguments import declare
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.plugins import install_namespace
 from polyturn.core.stand_in import StandIn, stand_ins
@@ -34,6 +38,30 @@ case ":$PYTHONPATH:" in
 esac
 exec {command} "$@"
 """
+
+
+@declare("run-as", takes_unknown_options=True)
+def main(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command as that library's users write it.")
+    ] = None,
+    with_runtime_env: Annotated[
+        bool, typer.Option("--runtime-env", help="Print the same as a runtime environment of Ray, and run nothing.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let the library's training programs check everything, show it, and stop.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Append an override to those of its training programs."),
+    ] = None,
+) -> None:
+    """Run another library's command with polyturn in its place."""
+    if with_runtime_env:
+        print(json.dumps(runtime_env(name, os.environ)))
+    else:
+        run(name, words or [], dry_run=dry_run, overrides=overrides or [])
 
 
 def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: Sequence[str] = ()) -> None:

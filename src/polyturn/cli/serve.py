@@ -1,165 +1,151 @@
-"""`polyturn serve`: a rollout server of episodes."""
+"""`polyturn serve`: a server of rollouts, of a model, of tools, of programs or of passages.
+
+    polyturn serve [--openai | --sandbox | --search INDEX | --mcp TOOLS]
+
+Beyond this machine each of them demands a token. Without one of these options it is a rollout server, whose episodes a
+trainer elsewhere asks for; the others are in `serve_openai.py` and `serve_services.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from polyturn.core.errors import ConfigError, one_line
+import typer
+
+from polyturn.cli.arguments import (
+    AllowHosts,
+    EmbedModelOption,
+    EmbedOption,
+    HostOption,
+    Overrides,
+    PortOption,
+    RateLimitOption,
+    declare,
+    refuse_unused,
+)
+from polyturn.cli.listening import ServeOptions, needing
+from polyturn.core.errors import ConfigError
 from polyturn.infra.loop import run_loop
 
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded
     from polyturn.config.models import RunConfig
-    from polyturn.serving.auth import ServerRules
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "POLYTURN_TOKEN"
+_PLACE = {"host", "port", "token_file", "rate_limit", "allow_host"}
+_MODEL = {"overrides", "config", "model", "max_turns", "plugins", "engine", "grace"}
+_USED = {
+    "sandbox": {*_PLACE, "sandbox_python", "deadline", "grace"},
+    "search": {*_PLACE, "topk", "embed", "embed_model", "deadline", "grace"},
+    "stdio": {"mcp", "deadline"},
+    "mcp": {*_PLACE, "idle", "deadline", "grace"},
+    "openai": {*_PLACE, *_MODEL, "model_name", "record", "idle"},
+}
+"""The parameters that each kind of server reads, by the parameter that asks for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Options of the server itself, not of its episodes."""
+@declare("serve")
+def main(
+    context: typer.Context,
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
+    plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
+    engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
+    openai: Annotated[
+        bool,
+        typer.Option("--openai", help="Serve the model behind OpenAI's and Anthropic's APIs, for agents and evaluations."),
+    ] = False,
+    model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="With --openai: a name of the model; may be repeated. '*' takes any name."),
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")
+    ] = None,
+    idle: Annotated[
+        float, typer.Option(min=1, help="With --openai or --mcp: seconds after which an unused episode is ended.")
+    ] = 600.0,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
+    ] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")] = 30.0,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")
+    ] = False,
+    sandbox_python: Annotated[
+        Path | None, typer.Option(help="With --sandbox: the interpreter whose packages programs may import.")
+    ] = None,
+    search: Annotated[
+        Path | None,
+        typer.Option(metavar="INDEX", help="Search the passages of an index instead, in Search-R1's protocol."),
+    ] = None,
+    topk: Annotated[int, typer.Option(min=1, help="With --search: passages for a request that does not say.")] = 3,
+    mcp: Annotated[
+        Path | None,
+        typer.Option(metavar="TOOLS", help="Serve the tools of a tool file, or of a Python file, by MCP instead."),
+    ] = None,
+    stdio: Annotated[
+        bool, typer.Option("--stdio", help="With --mcp: over standard input and output, as a client's own process.")
+    ] = False,
+    embed: EmbedOption = None,
+    embed_model: EmbedModelOption = None,
+    rate_limit: RateLimitOption = None,
+    allow_host: AllowHosts = None,
+) -> None:
+    """Serve rollouts over HTTP, to a trainer elsewhere."""
+    _refuse_unused_here(context)
+    from polyturn.cli import serve_openai, serve_services
 
-    host: str = "127.0.0.1"
-    port: int | None = None
-    """The port that was asked for, and no other; None takes the first free one from `first_port` on."""
-    first_port: int = 8000
-    token: str | None = None
-    """The token itself; else it is in `token_file`."""
-    token_file: Path | None = None
-    """File with the token; else the environment variable POLYTURN_TOKEN."""
-    grace_s: float = 30.0
-    deadline_s: float | None = None
-    rate_limit: str | None = None
-    """The rate at which one client may ask, as `ClientRateLimit.parse` reads it; None is as often as it likes."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Further names under which the server is reached."""
-
-    def bind(self) -> socket.socket:
-        """Return a socket that listens.
-
-        Raises:
-            ConfigError: the address is not one of this machine's, or the port is in use.
-        """
-        from polyturn.serving.listen import bind
-
-        return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
-
-    def check_port(self) -> None:
-        """Refuse a port that was asked for and is in use, before a model is loaded for it.
-
-        Raises:
-            ConfigError: as `bind` does.
-        """
-        if self.port is not None:
-            self.bind().close()
-
-    def find_token(self) -> str | None:
-        """Return the token, if there is one."""
-        if self.token is not None:
-            return self.token
-        if self.token_file is not None:
-            return read_token(self.token_file)
-        return os.environ.get(TOKEN_VARIABLE)
-
-    def rules(self, **changes: Any) -> ServerRules:
-        """Return the server's rules for requests; `changes` are fields of `ServerRules`.
-
-        Raises:
-            ConfigError: the address would be open to others without a token, or a value cannot work.
-        """
-        return server_rules(
-            self.host, self.find_token(), rate_limit=self.rate_limit, allowed_hosts=self.allowed_hosts, **changes
-        )
-
-
-def server_rules(
-    host: str, token: str | None, *, rate_limit: str | None, allowed_hosts: Sequence[str], **changes: Any
-) -> ServerRules:
-    """Return the rules for requests to a server on this host.
-
-    Raises:
-        ConfigError: the address would be open to others without a token, or a value cannot work.
-    """
-    from polyturn.serving.auth import ServerRules, is_loopback
-    from polyturn.serving.listen import check_exposure
-    from polyturn.serving.rate_limit import ClientRateLimit
-
-    check_exposure(host, token)
-    return ServerRules(
-        token=token,
-        is_loopback=is_loopback(host),
-        allowed_hosts=frozenset(name.lower() for name in allowed_hosts),
-        rate=None if rate_limit is None else ClientRateLimit.parse(rate_limit),
-        **changes,
+    options = ServeOptions(
+        host=host,
+        port=port,
+        token_file=token_file,
+        grace_s=grace,
+        deadline_s=deadline,
+        rate_limit=rate_limit,
+        allowed_hosts=tuple(allow_host or ()),
     )
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            logger.warning("the token file %s can be read by others; run `chmod 600 %s`", path, path)
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"the token file {str(path)!r} cannot be read ({one_line(problem)})") from problem
-
-
-def run(config: Path | None, overrides: Sequence[str], options: ServeOptions) -> None:
-    """Serve the scheduler of a configuration until a signal asks to stop."""
+    if sandbox:
+        return serve_services.serve_sandbox(options, python=sandbox_python)
+    if search is not None:
+        return serve_services.serve_search(options, search, topk=topk, embed=embed, model=embed_model)
+    if mcp is not None:
+        return serve_services.serve_mcp(options, mcp, stdio=stdio, idle_s=idle)
+    if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
+        raise ConfigError("no model to serve is named; give --model FOLDER, or the config of a run: --config run.yaml")
+    flags = overrides_of(
+        config=config, model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine
+    )
+    arguments = [*flags, *(overrides or [])]
+    if openai:
+        hosted = serve_openai.Hosted(model_names=tuple(model_name or ()), record=record, idle_s=idle)
+        return serve_openai.run(config, arguments, options, hosted)
     from polyturn.cli.dialects import load_native
     from polyturn.config.load import base_of
 
-    loaded = load_native(config, overrides)
-    serve_config(loaded, base=Path() if config is None else base_of(config), options=options)
+    serve_config(load_native(config, arguments), base=Path() if config is None else base_of(config), options=options)
 
 
-def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
-    try:
-        from polyturn.serving.server import serve
-    except ModuleNotFoundError as missing:
-        raise ConfigError(
-            f"{missing.name} is not installed; `pip install 'polyturn[serve]'` brings what a server needs"
-        ) from None
-    rules = options.rules()
-    options.check_port()
-
-    from polyturn import build
-    from polyturn.api.console import quiet_transformers
-    from polyturn.serving.app import create_app
-    from polyturn.serving.rollout_service import RolloutService
-
-    quiet_transformers()
-    if loaded.config.rollout.min_concurrent is not None:
-        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")
-    parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))
-
-    async def serve_parts() -> None:
-        service = RolloutService(
-            parts.context, max_concurrent=loaded.config.rollout.max_concurrent, deadline_s=options.deadline_s
-        )
-        app = create_app(
-            service,
-            model=parts.model,
-            rules=rules,
-            enable_multi_turn=loaded.config.rollout.scheduler is not None,
-            use_gym_env=loaded.config.rollout.scheduler in ("gym", "gym_scheduler"),
-        )
-        await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
-
-    run_loop(serve_parts())
+def _refuse_unused_here(context: typer.Context) -> None:
+    """Refuse a parameter of `serve` that this kind of server does not read."""
+    kind = next((name for name in _USED if context.params[name]), None)
+    if kind == "stdio" and context.params["mcp"] is None:
+        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
+    if kind is None:
+        refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
+    else:
+        refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
 
 
 def overrides_of(
@@ -195,3 +181,41 @@ def _model(model: str, config: Path | None) -> str:
     folder = build.model_folder(Path(model))
     assert folder is not None
     return str(folder if config is None else folder.resolve())  # paths in a config start from its own folder
+
+
+def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
+    """Serve the scheduler of a configuration until a signal asks to stop."""
+    with needing("serve", what="a server"):
+        from polyturn.serving.server import serve
+    rules = options.rules()
+    options.check_port()
+
+    from polyturn import build
+    from polyturn.api.console import quiet_transformers
+    from polyturn.serving.app import create_app
+    from polyturn.serving.rollout_service import RolloutService
+
+    quiet_transformers()
+    warn_of_min_concurrent(loaded.config)
+    parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))
+
+    async def serve_parts() -> None:
+        service = RolloutService(
+            parts.context, max_concurrent=loaded.config.rollout.max_concurrent, deadline_s=options.deadline_s
+        )
+        app = create_app(
+            service,
+            model=parts.model,
+            rules=rules,
+            enable_multi_turn=loaded.config.rollout.scheduler is not None,
+            use_gym_env=loaded.config.rollout.scheduler in ("gym", "gym_scheduler"),
+        )
+        await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
+
+    run_loop(serve_parts())
+
+
+def warn_of_min_concurrent(config: RunConfig) -> None:
+    """Say that a server does not read `rollout.min_concurrent`."""
+    if config.rollout.min_concurrent is not None:
+        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")

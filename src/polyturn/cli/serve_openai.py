@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.cli.serve import ServeOptions
+from polyturn.cli.listening import ServeOptions
+from polyturn.cli.serve import warn_of_min_concurrent
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.infra.loop import run_loop
 
@@ -59,8 +60,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
             "%s: not used here, for an agent brings its own tools and loop; polyturn serve --mcp TOOLS offers tools",
             ", ".join(unused),
         )
-    if loaded.config.rollout.min_concurrent is not None:
-        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")
+    warn_of_min_concurrent(loaded.config)
     quiet_transformers()
     base = Path() if config is None else base_of(config)
     read: Any = loaded.config

@@ -12,8 +12,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from polyturn.cli.listening import listen, needing
-from polyturn.cli.serve import ServeOptions
+from polyturn.cli.arguments import embedder_config
+from polyturn.cli.listening import ServeOptions, listen, needing
 from polyturn.core.errors import ConfigError
 from polyturn.infra.loop import run_loop
 
@@ -90,11 +90,10 @@ def serve_search(
     """
     with needing("serve", what="a server"):
         from polyturn.serving.search import MAX_BODY_BYTES, create_app
-    from polyturn.cli.index import embed_option
     from polyturn.retrieval.searcher import Searcher
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
-    searcher = Searcher.of_config({"index": str(index), "embed": embed_option(embed, model)})
+    searcher = Searcher.of_config({"index": str(index), "embed": embedder_config(embed, model)})
     deadline_s = 30.0 if options.deadline_s is None else options.deadline_s
     app = create_app(searcher, topk=topk, deadline_s=deadline_s, rules=rules)
     details = f" ({len(searcher.index)} passages, {searcher.mode.value})"

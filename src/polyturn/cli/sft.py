@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn import build
-from polyturn.api.console import stderr_console
-from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_source
-from polyturn.api.signals import Signals
+from polyturn.cli.arguments import CheckpointOption, ConfigArgument, Overrides, declare
 from polyturn.cli.console import Output, command
-from polyturn.config.load import write_resolved
+from polyturn.cli.dialects import begin
 from polyturn.core.errors import ConfigError
-from polyturn.infra.folder_lock import hold_folder
-from polyturn.infra.writable import check_writable
-from polyturn.training.observer import RunObserver
 
 
-def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> None:
-    """Train on the conversations of the config at `path`, and write the model.
+@declare("sft")
+def main(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
+    """Train on conversations, or on a run's best trajectories. It is the `warm_start` part of the config, alone."""
+    changes = overrides or []
+    begin(config, changes)
+    from polyturn import build
+    from polyturn.api.folders import ANOTHER_FOLDER, new_run_folder, open_source
+    from polyturn.api.signals import Signals
+    from polyturn.config.load import write_resolved
+    from polyturn.infra.console import stderr_console
+    from polyturn.infra.folder_lock import hold_folder
+    from polyturn.infra.writable import check_writable
+    from polyturn.training.observer import RunObserver
 
-    A `checkpoint` that is the folder of such a run, interrupted before its end, lets that run go on.
-    """
-    source, resolved = open_source(path, overrides)
+    source, resolved = open_source(config, changes)
     if source.config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
     if checkpoint is None:
@@ -33,12 +35,13 @@ def run(path: Path, overrides: Sequence[str], *, checkpoint: Path | None) -> Non
     build.check_warm_start(source)
     from polyturn.api.warm_starting import warm_checkpoints, warm_start  # imports PyTorch, which takes seconds
 
+    # The folder of such a run that was interrupted goes on.
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
     folder = interrupted or Path(source.config.out) / f"{source.config.name}-sft"
     check_writable(interrupted or folder.parent, instead=ANOTHER_FOLDER)
     parts = build.build_parts(source, checkpoint=None if interrupted else build.model_folder(checkpoint))
     folder = interrupted or new_run_folder(folder)
-    again = command("sft", path, *overrides, "--checkpoint", folder)
+    again = command("sft", config, *changes, "--checkpoint", folder)
     keep_settings = functools.partial(write_resolved, resolved, folder / "config.yaml", base=source.base)
     out = Output()
     with hold_folder(folder):

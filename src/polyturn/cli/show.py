@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from polyturn.cli import list_runs
+from polyturn.cli.arguments import declare
 from polyturn.cli.console import Output, command
-from polyturn.core.errors import DataError, did_you_mean
+from polyturn.core.errors import ConfigError, DataError, did_you_mean
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
@@ -38,31 +41,23 @@ TRAINED, UNTRAINED = "black on green", "green"
 TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
 
-def run(
-    folder: Path,
-    *,
-    trajectory: str | None,
-    split: str | None,
-    limit: int,
-    where: str | None = None,
-    tokens: bool = False,
-    lists_runs: bool = False,
+@declare("show")
+def main(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="Folder of a run, or a folder of runs, which are listed.")
+    ] = Path("runs"),
+    trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
+    named: Annotated[str | None, typer.Option("--trajectory", help="The same as the second argument.")] = None,
+    split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
+    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: reward < 1 and num_turns > 2.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
+    limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
 ) -> None:
-    """List the newest `limit` trajectories of a run, or show the one with an id.
-
-    Args:
-        folder: The folder of the run.
-        trajectory: The id of the one that is shown.
-        split: Only this split.
-        limit: How many are listed.
-        where: Only these, an SQL condition.
-        tokens: Show the one token by token.
-        lists_runs: List the runs in `folder` if it is not a run itself.
-
-    Raises:
-        DataError: there is nothing to show; the message says what there is.
-    """
-    if lists_runs and _holds_runs(folder):
+    """List the runs of a folder, or a run's trajectories, or show one."""
+    trajectory = named or trajectory
+    if tokens and trajectory is None:
+        raise ConfigError("--tokens shows one trajectory; name it, as `polyturn show RUN` lists them")
+    if trajectory is None and split is None and where is None and _holds_runs(folder):
         list_runs.run(folder)
         return
     out = Output()
@@ -76,7 +71,7 @@ def run(
         rows = [r for r in stored.table().to_pylist() if split is None or r["split"] == split]
         if not rows:
             raise DataError(_nothing(folder, stored, split=split, where=where))
-        _list(out, folder, rows, limit=limit)
+        list_rows(out, folder, rows, limit=limit)
     finally:
         for part, reason in stored.problems.items():
             out.text(f"not shown: {folder / 'trajectories' / part} cannot be read ({reason})", style="red")
@@ -87,16 +82,6 @@ def _holds_runs(folder: Path) -> bool:
         return find_runs([folder]) != [folder]
     except DataError:
         return False
-
-
-def trajectory_table(trajectories: Sequence[Trajectory]) -> Table:
-    """Return one row per trajectory."""
-    table = Table("id", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
-    for t in trajectories:
-        reward = "-" if t.reward is None else f"{t.reward.total:.3g}"
-        cells = (t.id, reward, str(len(t.turns)), str(t.num_sampled_tokens), t.error or t.stop_reason.value, t.task.id)
-        table.add_row(*cells)
-    return table
 
 
 def show_one(console: Console, trajectory: Trajectory) -> None:
@@ -211,10 +196,12 @@ def _learnt(record: StoredTrajectory) -> str:
     return f"trained with advantage {low:.3g}" if low == high else f"trained with advantages from {low:.3g} to {high:.3g}"
 
 
-def _list(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit: int) -> None:
+def list_rows(out: Output, folder: Path, rows: Sequence[dict[str, object]], *, limit: int) -> None:
+    """Print the newest `limit` rows of a run's table, and counts of all of them."""
     table = Table("id", "step", "split", "reward", "turns", "tokens", "stop", "task", box=None, pad_edge=False)
-    columns = ("id", "step", "split", "reward", "num_turns", "num_sampled_tokens", "stop_reason", "task_id")
+    columns = ("id", "step", "split", "reward", "num_turns", "num_sampled_tokens", "stop", "task_id")
     for row in rows[-limit:]:
+        row = {**row, "stop": row["error"] or row["stop_reason"]}
         table.add_row(*(_cell(row[name]) for name in columns))
     out.table(table)
     out.text(f"{len(rows)} trajectories; one of them: {command('show', folder, rows[-1]['id'])}")

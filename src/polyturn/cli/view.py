@@ -1,25 +1,52 @@
-"""`polyturn view`: runs in the browser, live, and the desk of a person who answers; beyond this machine with a token."""
+"""`polyturn view`: runs in the browser, live, and the desk of a person who answers conversations, on a page or here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import time
 from pathlib import Path
+from typing import Annotated
 
-from polyturn.cli.answer import open_desk
+import typer
+
+from polyturn.cli.arguments import AllowHosts, HostOption, PageTokenFile, PortOption, RateLimitOption, declare
 from polyturn.cli.console import Output
-from polyturn.cli.listening import needing, show_page
-from polyturn.cli.serve import ServeOptions
-from polyturn.core.errors import DataError
+from polyturn.cli.listening import ServeOptions, needing, show_page
+from polyturn.core.errors import ConfigError, DataError
+from polyturn.interactions.person import POLL_S, HumanQueue, Terminal, TerminalClosedError
 from polyturn.store.run_folders import find_runs
 
 
-def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = None) -> None:
-    """Serve the page until interrupted.
-
-    Raises:
-        ConfigError: what the viewer needs is not installed, or the address cannot be used.
-        DataError: a folder is not a run's, or no conversation waits in `desk`.
-    """
+@declare("view")
+def main(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs, or a folder that holds runs.")
+    ] = None,
+    desk: Annotated[Path | None, typer.Option(help="Answer the conversations that wait in this folder.")] = None,
+    terminal: Annotated[bool, typer.Option("--terminal", help="With --desk: answer here instead of on a page.")] = False,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = None,
+    token_file: PageTokenFile = None,
+    rate_limit: RateLimitOption = None,
+    allow_host: AllowHosts = None,
+) -> None:
+    """Look at runs in the browser, while they train and after. Curves, conversations, every token; answer as their user."""
+    folders = runs or []
+    if not folders and desk is None:
+        raise ConfigError("name the folder of a run, or --desk FOLDER to answer its conversations")
+    if terminal:
+        if desk is None or folders:
+            raise ConfigError("--terminal answers the conversations of --desk FOLDER alone; leave the runs out")
+        run_terminal(desk)
+        return
+    options = ServeOptions(
+        host=host,
+        port=port,
+        first_port=7860 if folders else 7870,
+        token_file=token_file,
+        rate_limit=rate_limit,
+        allowed_hosts=tuple(allow_host or ()),
+    )
     with needing("view", what="the viewer"):
         from polyturn.viewer.app import MAX_BODY_BYTES, create_app
         from polyturn.viewer.run_view import RunView
@@ -43,3 +70,42 @@ def run(folders: Sequence[Path], options: ServeOptions, *, desk: Path | None = N
         label="look at" if folders else "answer at",
         max_body_bytes=MAX_BODY_BYTES,
     )
+
+
+def open_desk(folder: Path) -> HumanQueue:
+    """Return the desk of a folder, which is made and waited at if no run has begun there yet.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    is_new = not (folder / "waiting").is_dir()
+    desk = HumanQueue(folder)
+    if is_new:
+        Output().text(
+            f"the desk {str(folder)!r} is new: conversations appear here once a run asks whose interaction has "
+            f"at: desk and desk: {folder}"
+        )
+    return desk
+
+
+def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:
+    """Answer one conversation after another here, until interrupted, the input ends, or `num` are answered."""
+    desk, terminal = open_desk(folder), terminal or Terminal(sys.stdin, sys.stdout)
+    while num is None or num > 0:
+        waiting = desk.waiting()
+        if not waiting:
+            time.sleep(POLL_S)
+            continue
+        paper = waiting[0]
+        left_s = max(1.0, paper["until"] - time.time())
+        try:
+            answer = terminal.ask(paper["messages"], about=paper["about"], deadline_s=left_s)
+        except TerminalClosedError:
+            return
+        if answer is None:
+            continue
+        try:
+            desk.answer(paper["ticket"], answer)
+        except DataError as problem:
+            Output().text(str(problem))
+        num = None if num is None else num - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import io
@@ -19,17 +20,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from polyturn.api import console as console_module
 from polyturn.api.folders import keep_tokenizer, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
-from polyturn.cli.main import guarded, main
+from polyturn.cli.main import COMMANDS, app, guarded, main
 from polyturn.core.errors import CheckpointError, ConfigError
+from polyturn.evaluation.report import EvalReport
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.store.stored_run import open_store
-from polyturn.tracking.console import Progress
+from polyturn.tracking import console as progress_module
 from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
@@ -322,9 +325,10 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
 
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=60)
-    monkeypatch.setattr(console_module, "stderr_console", lambda: console)
+    for module in (console_module, progress_module):
+        monkeypatch.setattr(module, "stderr_console", lambda: console)
     handler = console_module.ConsoleHandler()
-    with Progress("rollout", 3, console=console, every_s=0.0) as bar:
+    with progress_module.Progress("rollout", 3, every_s=0.0) as bar:
         while "rollout" not in shown.getvalue():
             time.sleep(0.005)
         bar.advance()
@@ -363,6 +367,18 @@ def test_help_loads_nothing_heavy():
     assert "..." not in ended.stdout.replace("[ARGS]...", ""), "every command is told whole, in a line"
     assert ended.stdout.splitlines()[-1] == "[]"
     assert all(command in ended.stdout for command in ("train", "sft", "eval", "rollout", "show", "check", "config", "data"))
+
+
+def test_list_of_commands_has_the_first_sentence_of_each_help():
+    group = typer.main.get_command(app)
+    assert len(COMMANDS) <= 18
+    for name, sentence in COMMANDS.items():
+        shown = group.get_command(typer.Context(group), name).get_short_help_str(200)
+        assert shown.rstrip(".") == sentence.rstrip("."), name
+
+
+def test_before_and_after_table_shows_numbers_of_a_report():
+    assert set(train_command.ROWS) <= {field.name for field in dataclasses.fields(EvalReport)}
 
 
 def test_lists_load_no_config_and_configs_load_no_model():

@@ -11,7 +11,7 @@ from polyturn.cli import doctor
 
 
 def test_environment_extras_and_servers_are_named(capsys: pytest.CaptureFixture[str]):
-    doctor.run(as_json=True)
+    doctor.main.main(["--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert told["torch"].startswith(metadata.version("torch"))
     assert told["transformers"] == metadata.version("transformers")
@@ -33,7 +33,7 @@ def test_missing_package_comes_with_its_install_command(capsys: pytest.CaptureFi
 
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setenv("COLUMNS", "200")
-    doctor.run(as_json=False)
+    doctor.main.main([], standalone_mode=False)
     shown = capsys.readouterr().out
     assert "missing duckdb: pip install 'polyturn[view]'" in shown
     assert "not installed: pip install 'polyturn[train]'" in shown

@@ -45,6 +45,13 @@ class OddMapping(dict):
 """
 
 
+def score_again(run: Path, *, reward: str, where: str | None = None, out: Path | None = None) -> None:
+    """Call `polyturn rescore`, whose errors are raised."""
+    options = {"--reward": reward, "--where": where, "--out": out}
+    words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    rescore.main.main([str(run), *words], standalone_mode=False)
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "one"
@@ -61,7 +68,7 @@ def test_rescoring_writes_both_rewards_and_errors(
 ):
     (tmp_path / "mine.py").write_text(LENGTH)
     monkeypatch.chdir(tmp_path)
-    rescore.run(run_folder, reward="mine.py:length", where=None, out=None)
+    score_again(run_folder, reward="mine.py:length")
     rows = pq.read_table(run_folder / "rescored" / "mine.py-length.parquet").to_pylist()
     assert [r["new_reward"] for r in rows] == [4.0, None]
     assert rows[0]["info"] == '{"gt": "4"}'
@@ -73,7 +80,7 @@ def test_rescoring_writes_both_rewards_and_errors(
 def test_reward_that_changes_directory_moves_no_file(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.py").write_text("import os\n\ndef moves(trajectory):\n    os.chdir('/')\n    return 1\n")
     monkeypatch.chdir(tmp_path)
-    rescore.run(Path("runs/one"), reward="mine.py:moves", where=None, out=Path("x.parquet"))
+    score_again(Path("runs/one"), reward="mine.py:moves", out=Path("x.parquet"))
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 2
 
 
@@ -86,7 +93,7 @@ def test_rescoring_fails_with_reasons_where_nothing_is_scored(
     (tmp_path / "mine.py").write_text(ODD + f"def f(trajectory):\n    {code}\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RolloutError, match="none of the 2 trajectories could be scored"):
-        rescore.run(run_folder, reward="mine.py:f", where=None, out=Path("x.parquet"))
+        score_again(run_folder, reward="mine.py:f", out=Path("x.parquet"))
     rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert all(row["error"].startswith("reward 'mine.py:f' of trajectory ") for row in rows)
 
@@ -101,7 +108,7 @@ def test_route_with_one_score_is_enough(tmp_path: Path, component: str):
             reward = Reward(total=components["outcome"], components=components)
             one = dataclasses.replace(group.trajectories[0], reward=reward)
             store.add(dataclasses.replace(group, trajectories=(one,)), step=0, split="train")
-    rescore.run(tmp_path, reward=route, where=None, out=None)
+    score_again(tmp_path, reward=route)
     assert pq.read_table(tmp_path / "rescored" / f"{route}.parquet").num_rows == 2
 
 
@@ -112,13 +119,13 @@ def test_too_many_hanging_calls_end_rescoring(run_folder: Path, tmp_path: Path, 
     monkeypatch.setattr(rescore, "RewardRouter", partial(RewardRouter, calls=CallOptions(timeout_s=0.05)))
     monkeypatch.setattr(rescore, "rescore", partial(rescore.rescore, max_concurrent=1))
     with pytest.raises(RolloutError, match=r"1 calls of the reward 'mine.py:hangs' still run past their deadline"):
-        rescore.run(run_folder, reward="mine.py:hangs", where=None, out=None)
+        score_again(run_folder, reward="mine.py:hangs")
 
 
 def test_condition_narrows_what_is_rescored(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.py").write_text(LENGTH)
     monkeypatch.chdir(tmp_path)
-    rescore.run(run_folder, reward="mine.py:length", where="step = 0", out=tmp_path / "x.parquet")
+    score_again(run_folder, reward="mine.py:length", where="step = 0", out=tmp_path / "x.parquet")
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 1
 
 
@@ -140,7 +147,7 @@ def test_impossible_rescoring_is_refused_and_writes_nothing(
     (tmp_path / "mine.py").write_text(LENGTH)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=says):
-        rescore.run(run_folder, **{"reward": "mine.py:length", "where": None, "out": None, **changed})
+        score_again(run_folder, **{"reward": "mine.py:length", **changed})
     assert not (run_folder / "rescored").exists()
 
 

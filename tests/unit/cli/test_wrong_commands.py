@@ -25,8 +25,8 @@ from polyturn.api import training
 from polyturn.build import parts as parts_module
 from polyturn.cli.arguments import Command
 from polyturn.cli.console import command, program
+from polyturn.cli.listening import ServeOptions
 from polyturn.cli.main import app, main
-from polyturn.cli.serve import ServeOptions
 from polyturn.cli.serve_openai import unused_keys
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
@@ -279,6 +279,15 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("serve --openai --model x --scheduler gym", "--scheduler means nothing with --openai"),
         ("serve --model x --record run", "--record means nothing"),
         ("eval config.yaml --tries 2", "--tries means nothing without --endpoint"),
+        # runs that are not there
+        ("train --resume", "train runs/NAME --resume"),
+        ("train runs/none --resume", "'runs/none'"),
+        ("train config.yaml --resume runs/none", "train runs/none --resume"),
+        ("report runs/none", "no folder 'runs/none'"),
+        ("report runs/none --metric reward/mean", "no folder 'runs/none'"),
+        # values that do not fit
+        ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),
+        ("plan c.yaml --gpus many", "--gpus': it must be a whole number"),
         # options that are given twice
         ("rollout c.yaml --tasks 3 -n 5", "--tasks is given 2 times"),
         ("train c.yaml --resume --no-resume", "--resume is given 2 times"),
@@ -294,7 +303,8 @@ def test_wrong_words_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_every_command_refuses_an_option_given_twice() -> None:
     def commands(group: Any) -> Iterator[Any]:
-        for each in group.commands.values():
+        for name in group.commands:
+            each = group.get_command(typer.Context(group), name)
             yield from commands(each) if hasattr(each, "commands") else (each,)
 
     found = list(commands(typer.main.get_command(app)))
@@ -309,6 +319,7 @@ def test_retired_command_names_its_replacement() -> None:
         ("runs", "polyturn show"),
         ("plot", "polyturn report"),
         ("answer", "polyturn view --desk"),
+        ("model", "polyturn export smollm2"),
     ):
         assert_refused(call(name, "x", "--option", "y"), successor)
         assert_refused(call(name, "--help"), successor)

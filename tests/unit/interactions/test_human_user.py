@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import httpx
 import pytest
 
-from polyturn.cli.answer import open_desk, run_terminal
+from polyturn.cli.view import open_desk, run_terminal
 from polyturn.core.errors import DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import InteractionRef, Task
@@ -229,6 +229,18 @@ async def test_other_sites_and_strangers_may_not_answer(client: httpx.AsyncClien
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://h:1") as strange:
         assert (await strange.get("/api/waiting")).status_code == 401
         assert (await strange.get("/api/waiting", headers={"authorization": "Bearer a-long-token"})).status_code == 200
+
+
+async def test_desk_waits_for_a_run_that_begins_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    desk = open_desk(tmp_path / "desk")
+    shown = capsys.readouterr().out
+    assert desk.waiting() == [] and f"desk: {tmp_path / 'desk'}" in shown
+    asking = asyncio.create_task(HumanQueue(tmp_path / "desk").ask([], about={}, deadline_s=120))
+    (paper,) = await waiting(desk)
+    desk.answer(paper["ticket"], HumanReply(text="Four."))
+    assert (await asking) == HumanReply(text="Four.")
+    open_desk(tmp_path / "desk")
+    assert capsys.readouterr().out == ""
 
 
 async def test_desk_can_be_answered_in_another_terminal(keyboard: Keyboard, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.cli import index as index_command
+from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError
 from polyturn.retrieval import searcher as searcher_module
 from polyturn.retrieval.embedders import EmbeddingError, FunctionEmbedder, read_embedder
@@ -35,6 +35,11 @@ def embeddings(asked: dict[str, Any], number: int) -> Any:
     return {"data": [{"index": i, "embedding": row} for i, row in reversed(list(enumerate(rows)))], "model": asked["model"]}
 
 
+def index(*words: object) -> None:
+    """Call `polyturn data index`, whose errors are raised."""
+    app(["data", "index", *map(str, words)], standalone_mode=False)
+
+
 async def titles(searcher: Searcher, query: str) -> list[str]:
     searcher.open()
     try:
@@ -47,13 +52,12 @@ async def test_vectors_come_from_an_endpoint(tmp_path: Path):
     lines = "".join(f'{{"id": "{p.id}", "contents": "{p.id}\\nabout {p.id}"}}\n' for p in PASSAGES)
     (tmp_path / "p.jsonl").write_text(lines)
     async with serve(embeddings) as server:
-        built = await asyncio.to_thread(
-            index_command.run, [tmp_path / "p.jsonl"], out=tmp_path / "index", embed=server.url, model="toy"
-        )
+        words = [tmp_path / "p.jsonl", "-o", tmp_path / "index", "--embed", server.url, "--embed-model", "toy"]
+        await asyncio.to_thread(index, *words)
         embed = {"url": server.url, "model": "toy"}
         config = {"index": "index", "embed": embed}
         searcher = Searcher.of_config(config, base=tmp_path)
-        assert (built, searcher.mode) == (3, Mode.HYBRID)
+        assert (len(searcher.index), searcher.mode) == (3, Mode.HYBRID)
         assert (await titles(searcher, "a pet"))[0] in ("cats", "dogs")
         assert await titles(Searcher.of_config({**config, "mode": "dense"}, base=tmp_path), "an engine") == ["cars", "cats"]
         with pytest.raises(ConfigError, match="made by 'toy' and queries would be embedded by 'other'"):
@@ -107,6 +111,6 @@ def test_modes_that_cannot_work_are_refused(tmp_path: Path):
     for embed, message in (({"model": "m", "modle": "m"}, "'modle'.* Did you mean 'model'"), ({}, "model")):
         with pytest.raises(ConfigError, match=message):
             read_embedder({"url": "http://x", **embed})
-    for options in ({"embed": "http://127.0.0.1:1/v1/embeddings"}, {"model": "m"}):
+    for option in (("--embed", "http://127.0.0.1:1/v1/embeddings"), ("--embed-model", "m")):
         with pytest.raises(ConfigError, match="go together"):
-            index_command.run([tmp_path], out=tmp_path / "i", **options)
+            index(tmp_path, "-o", tmp_path / "i", *option)

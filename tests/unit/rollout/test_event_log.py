@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import polyturn
-from polyturn.cli.log_level import log_level
+from polyturn.cli.main import log_level
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task

@@ -201,7 +201,7 @@ def test_swift_arguments_configure_the_server(tmp_path, monkeypatch):
     loaded, options = read_swift([*written.split(), "--port", "9", "--api_key", "secret"])
     assert (loaded.config.rollout.scheduler, loaded.config.rollout.limits.max_turns) == ("again", 3)
     assert [Path(plugin).name for plugin in loaded.config.plugins] == ["my.py"]
-    assert (options.host, options.port, options.find_token()) == ("127.0.0.1", 9, "secret")
+    assert (options.host, options.port, options.rules().token) == ("127.0.0.1", 9, "secret")
     gym = "--model M --use_gym_env true --gym_env lake --max_turns 3 --vllm_enforce_eager true"
     rollout = read_swift(gym.split())[0].config.rollout
     assert (rollout.scheduler, rollout.scheduler_kwargs["gym_env"]) == ("gym_scheduler", "lake")

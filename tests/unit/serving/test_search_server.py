@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from polyturn.cli.serve import ServeOptions
+from polyturn.cli.listening import ServeOptions
 from polyturn.cli.serve_services import serve_search
 from polyturn.core.errors import ConfigError
 from polyturn.retrieval.index import SearchIndex, build_index

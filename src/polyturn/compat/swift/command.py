@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.cli.console import program
+from polyturn.cli.listening import ServeOptions
 from polyturn.cli.run_as import find_like
-from polyturn.cli.serve import ServeOptions, serve_config
+from polyturn.cli.serve import serve_config
 from polyturn.compat.swift.args.arguments import (
     DEFAULTS,
     MEGATRON_DEFAULTS,

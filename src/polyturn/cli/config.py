@@ -26,10 +26,15 @@ class DefaultGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-config_app = typer.Typer(cls=DefaultGroup, help="Print a config, or all keys, or migrate another library's.")
+app = typer.Typer(name="config", cls=DefaultGroup, rich_markup_mode=None, add_completion=False)
 
 
-@config_app.command("print", cls=Command)
+@app.callback()
+def config() -> None:
+    """Print a config, or all keys, or migrate another library's."""
+
+
+@app.command("print", cls=Command)
 def config_print(
     path: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it, every key is listed.")
@@ -54,7 +59,7 @@ def config_print(
     Output().table(table)
 
 
-@config_app.command("migrate", cls=Command)
+@app.command("migrate", cls=Command)
 def config_migrate(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file in the keys of another library.")],
     overrides: Overrides = None,
@@ -67,3 +72,6 @@ def config_migrate(
     from polyturn.cli.dialects import to_migrate
 
     to_migrate(path)(path, overrides or [], out=out)
+
+
+main = typer.main.get_command(app)

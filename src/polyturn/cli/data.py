@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import Command, EmbedModelOption, EmbedOption, new_folder
+from polyturn.cli.arguments import Command, EmbedModelOption, EmbedOption, embedder_config, new_folder
 from polyturn.core.errors import ConfigError
 
-data_app = typer.Typer(help="Prepare datasets and indexes.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from polyturn.environments.harbor_task import HarborTask
+
+app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+
+@app.callback()
+def data() -> None:
+    """Prepare datasets and indexes."""
 
 
 @contextmanager
@@ -40,7 +48,7 @@ def _print(paths: Iterable[Path]) -> None:
         print(path)
 
 
-@data_app.command(cls=Command)
+@app.command(cls=Command)
 def gsm8k(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -67,7 +75,7 @@ def gsm8k(
     _print(written)
 
 
-@data_app.command(cls=Command)
+@app.command(cls=Command)
 def geo3k(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -85,7 +93,7 @@ def geo3k(
     _print(written)
 
 
-@data_app.command(cls=Command)
+@app.command(cls=Command)
 def search(
     out: Annotated[
         Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
@@ -113,7 +121,7 @@ def search(
     _print(written)
 
 
-@data_app.command(cls=Command)
+@app.command(cls=Command)
 def index(
     passages: Annotated[
         list[Path],
@@ -127,14 +135,26 @@ def index(
     embed_model: EmbedModelOption = None,
 ) -> None:
     """Index passages for search: the tool, or `serve --search`."""
-    from polyturn.cli import index as command
+    from polyturn.retrieval.dense import read_matrix
+    from polyturn.retrieval.embedders import embed_all, read_embedder
+    from polyturn.retrieval.index import build_index
+    from polyturn.retrieval.passages import read_passages
 
     with _all_or_nothing(out):
-        count = command.run(passages, out=out, vectors=vectors, embed=embed, model=embed_model)
+        texts = (passage for source in passages for passage in read_passages(source))
+        embedder = read_embedder(embedder_config(embed, embed_model))
+        name = None if embedder is None else embedder.name
+        if vectors is not None:
+            count = build_index(texts, out, vectors=read_matrix(vectors), embedder=name)
+        elif embedder is None or not (listed := list(texts)):
+            count = build_index(texts, out)
+        else:
+            matrix = embed_all([passage.contents for passage in listed], embedder)
+            count = build_index(listed, out, vectors=matrix, embedder=name)
     print(f"{out}: {count} passages")
 
 
-@data_app.command(cls=Command)
+@app.command(cls=Command)
 def harbor(
     folder: Annotated[Path, typer.Argument(help="A Harbor task, or a folder of them.")],
     backend: Annotated[
@@ -146,7 +166,45 @@ def harbor(
     ] = False,
 ) -> None:
     """Check Harbor's task folders: what each needs, and why a run could not do it. Nothing is started."""
-    from polyturn.cli import harbor as command
+    from rich.table import Table
 
-    if not command.run(folder, backend=backend, network=network, host_programs=host_programs):
+    from polyturn.cli.console import Output
+    from polyturn.core.errors import DataError
+    from polyturn.environments.harbor_task import read_task, task_folders
+    from polyturn.sandbox import SandboxSpec
+
+    spec = SandboxSpec(backend=backend, network=network)
+    table = Table("task", "steps", "image", "cpus", "memory", "agent", "verifier", "", box=None, pad_edge=False)
+    reasons: list[str] = []
+    notes: list[str] = []
+    for one in task_folders(folder):
+        try:
+            task = read_task(one)
+        except DataError as problem:
+            table.add_row(one.name, *["-"] * 6, "unreadable")
+            reasons.append(str(problem))
+            continue
+        refused = list(task.refusals(spec, host_programs=host_programs))
+        reasons += [f"{task.name}: {reason}" for reason in refused]
+        notes += [f"{task.name}: {note}" for note in task.notes(spec)]
+        table.add_row(task.name, *_needs(task), "refused" if refused else "ok")
+    output = Output()
+    output.table(table)
+    for line in [*reasons, *notes]:
+        output.text(line)
+    if reasons:
         raise typer.Exit(1)
+
+
+def _needs(task: HarborTask) -> list[str]:
+    """The needs of a task: its steps, image, limits and deadlines in seconds."""
+    wanted, has_dockerfile = task.file.environment, (task.folder / "environment/Dockerfile").exists()
+    memory = f"{wanted.memory_mb} MB" if wanted.memory_mb else wanted.memory or "-"
+    agents, verifiers = [step.agent.timeout_sec for step in task.steps], [step.verifier.timeout_sec for step in task.steps]
+    agent = "no limit" if None in agents else f"{sum(filter(None, agents)):g} s"
+    image = wanted.docker_image or ("Dockerfile" if has_dockerfile else "-")
+    cpus = "-" if wanted.cpus is None else f"{wanted.cpus:g}"
+    return [str(len(task.steps)), image, cpus, memory, agent, f"{sum(verifiers):g} s"]
+
+
+main = typer.main.get_command(app)

@@ -1,0 +1,43 @@
+"""`polyturn report`: runs as a page in one file, or their metrics as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyturn.cli.arguments import declare, new_file
+from polyturn.cli.console import Output
+from polyturn.core.errors import ConfigError
+
+
+@declare("report")
+def main(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; two are shown side by side.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", callback=new_file, help="The file to write: report.html, or curve.png with --metric."),
+    ] = None,
+    trajectories: Annotated[
+        int | None, typer.Option("-n", min=0, help="How many trajectories of each run are shown; 10 by default.")
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Draw this metric as a picture (.png, .svg, .pdf) instead; * is any part; may be repeated."),
+    ] = None,
+) -> None:
+    """Write a page about runs in one file, or plot their metrics."""
+    if metric:
+        if trajectories is not None:
+            raise ConfigError("-n counts trajectories of a page, and --metric draws a picture, which has none; drop one")
+        from polyturn.tracking.plot import plot_metrics
+
+        Output().fact("curve", plot_metrics(runs, metric, out or Path("curve.png")))
+        return
+    if out is not None and out.suffix.lower() not in ("", ".html", ".htm"):
+        raise ConfigError(f"--out is {out}, and a report is a page: name a .html file, or the metrics to draw with --metric")
+    from polyturn.viewer.report import write_report
+
+    num_trajectories = 10 if trajectories is None else trajectories
+    Output().fact("report", write_report(runs, out or Path("report.html"), num_trajectories=num_trajectories))
