@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def updates_per_rollout(s: Source) -> int:
-    """Return how many optimizer updates a rollout is trained for, which count as steps there."""
+    """Return the number of optimizer updates for each rollout; each is a step there."""
     return int(s.native.get("train", {}).get("minibatches", 1)) * s.whole("num_iterations", 1, least=1)
 
 
