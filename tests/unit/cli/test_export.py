@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polyturn.cli.main import main
-from polyturn.models import PACKAGED, cache_folder
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training.checkpoint import STATE
 from polyturn.training.hf import save_model
@@ -70,17 +69,6 @@ def run(tmp_path: Path) -> Path:
 
 def kinds(model: Path) -> set[torch.dtype]:
     return {tensor.dtype for file in model.glob("*.safetensors") for tensor in load_file(file).values()}
-
-
-def test_model_of_the_package_index_is_written_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tokenizer = tiny_tokenizer()
-    cached = cache_folder() / f"{PACKAGED['smollm2'].folder}-float32"
-    save_model(tiny_model(len(tokenizer), hidden=16, layers=1), cached, tokenizer=tokenizer)
-    exported = call_command(main, "export", "smollm2", "-o", tmp_path / "out", "--dtype", "bfloat16")
-    assert exported.code == 0, exported.err
-    assert kinds(tmp_path / "out") == {torch.bfloat16} and kinds(cached) == {torch.float32}
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
 def test_export_keeps_the_dtype_of_the_model_it_started_from(run: Path, tmp_path: Path) -> None:

@@ -319,7 +319,6 @@ def test_retired_command_names_its_replacement() -> None:
         ("runs", "polyturn show"),
         ("plot", "polyturn report"),
         ("answer", "polyturn view --desk"),
-        ("model", "polyturn export smollm2"),
     ):
         assert_refused(call(name, "x", "--option", "y"), successor)
         assert_refused(call(name, "--help"), successor)

