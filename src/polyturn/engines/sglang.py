@@ -36,7 +36,7 @@ class SglangEngine(RemoteEngine):
     """One SGLang server."""
 
     name = "sglang"
-    tested_version = "0.5.21"
+    tested_version = "0.5.23"
     sleep_flag, share_flag = "--enable-memory-saver", "--mem-fraction-static"
     _has_sessions = True
     """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
@@ -55,7 +55,7 @@ class SglangEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         info = await self._link.get("/server_info")
-        numbers = re.findall(r"\d+", str(info.get("version") or "0.5.21"))
+        numbers = re.findall(r"\d+", str(info.get("version") or "0.5.23"))
         self._has_sessions = tuple(map(int, numbers[:3])) >= (0, 5, 21)
         self._routes.check_given(bool(info.get("enable_return_routed_experts")), url=self.url)
         return ServerFacts(
