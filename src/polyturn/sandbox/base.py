@@ -39,6 +39,8 @@ CLOSE_S = 60.0
 MAX_AT_ONCE = 256
 DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
 """Exit codes with which a command ends, among others, because its sandbox did."""
+KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 5, 0.1
+"""Exit codes of a killed command, and how often and every how many seconds its sandbox is then looked at."""
 SLEEP = "while :; do sleep 3600 & wait $!; done"
 """The first process of a sandbox: it reaps what others leave, and survives when all others are killed."""
 
@@ -328,8 +330,14 @@ class BaseSandbox:
         return output.stdout
 
     async def _check_alive(self, output: ProgramEnd) -> None:
-        if (self._closing is not None or output.exit_code in DEAD_CODES) and not await self.is_alive():
-            raise SandboxGoneError(f"the {self.spec.backend} sandbox is gone: {_last_line(output)}")
+        if self._closing is None and output.exit_code not in DEAD_CODES:
+            return
+        # A sandbox that is killed takes its commands along, which may be seen to end before it.
+        for look in range(KILLED_LOOKS if output.exit_code in KILLED_CODES else 1):
+            if look:
+                await asyncio.sleep(LOOK_AGAIN_S)
+            if not await self.is_alive():
+                raise SandboxGoneError(f"the {self.spec.backend} sandbox is gone: {_last_line(output)}")
 
     async def _run(
         self,
