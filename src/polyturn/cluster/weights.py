@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import numpy as np
 import ray
-import torch
 from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.weight_files import WrittenWeights
 from polyturn.engines.weight_transport import buckets, first_names
+from polyturn.infra.array_socket import tensor_as_array, tensor_over
 
 if TYPE_CHECKING:
     from polyturn.engines.launcher import RunningServer
@@ -42,11 +40,13 @@ class StoredWeights(Mapping[str, Any]):
         """Put weights there, a tied tensor once."""
         tied = {name: of for name, of in first_names(weights).items() if name != of}
         pieces = buckets({name: t.detach() for name, t in weights.items() if name not in tied} if tied else weights)
-        return cls(tuple(ray.put({name: _stored(tensor) for name, tensor in piece.items()}) for piece in pieces), tied)
+        return cls(
+            tuple(ray.put({name: tensor_as_array(tensor) for name, tensor in piece.items()}) for piece in pieces), tied
+        )
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {name: _read(stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
+        tensors = {name: tensor_over(*stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
         return tensors | {name: tensors[of] for name, of in self._tied.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,19 +60,6 @@ class StoredWeights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def _stored(tensor: Tensor) -> tuple[Any, str, tuple[int, ...]]:
-    """Return a tensor as an array of bytes, which the store gives to readers without a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-
-
-def _read(stored: tuple[np.ndarray[Any, Any], str, tuple[int, ...]]) -> Tensor:
-    data, dtype, shape = stored
-    with warnings.catch_warnings():  # it is read-only
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
 
 
 class WeightHolder(Protocol):

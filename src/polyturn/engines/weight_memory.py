@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyturn.core.errors import EngineError, did_you_mean
+from polyturn.infra.array_socket import anonymous_memory
 
 _ALIGN = 64
 NUM_SLOTS = 2
@@ -54,7 +53,7 @@ class WeightMemory:
         for name, tensor in tensors_of(model).items():
             places.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
-        fd = _anonymous()
+        fd = anonymous_memory("polyturn-weights")
         os.ftruncate(fd, max(1, NUM_SLOTS * offset))
         return cls(fd, places, size=offset)
 
@@ -103,11 +102,3 @@ def listed_names(model: nn.Module) -> dict[str, str]:
     first = {id(tensor): name for name, tensor in tensors_of(model).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first[id(tensor)] for name, tensor in every}
-
-
-def _anonymous() -> int:
-    """Return a descriptor of memory that has no name."""
-    if sys.platform == "linux":
-        return os.memfd_create("polyturn-weights")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
