@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.config.models import RunConfig
+from polyturn.config.sources import leaves
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
+from polyturn.core.plugins import register_again, registered_by_program
 from polyturn.models import PACKAGED, packaged
 
 if TYPE_CHECKING:
@@ -19,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """A configuration, and where its relative paths start."""
+    """A configuration, and where its relative paths start.
+
+    Pickled for another process of the run, it brings along what the program registered under the names that it uses.
+    """
 
     config: RunConfig
     base: Path
@@ -34,7 +39,12 @@ class ConfigSource:
     another process makes its own."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "adapters": {}}
+        named = {value for _, value in leaves(self.config.model_dump(), ()) if isinstance(value, str)}
+        return {**self.__dict__, "adapters": {}, "registered": registered_by_program(named)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register_again(state.pop("registered"))
+        self.__dict__.update(state)
 
 
 _WHERE = "name a model's folder, from the config's folder on, a model on the hub as owner/name, or smollm2"

@@ -25,7 +25,7 @@ import sys
 import threading
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -51,6 +51,10 @@ OWN = "polyturn"
 NAMESPACES = "polyturn.namespaces"
 """Entry points of libraries that polyturn can stand in for: the root name, and a function that puts that in place."""
 _PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+_REGISTRIES: dict[str, Registry[Any]] = {}
+"""Kind -> its registry."""
+_RECEIVED: dict[str, dict[str, Any]] = {}
+"""Kind -> name -> what the program registered, in another process of its run."""
 _LOADING = threading.RLock()
 """Held while a file is imported, which several threads may ask for at once."""
 
@@ -61,9 +65,10 @@ class Registry(Generic[T]):
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.group = f"polyturn.{kind}"
-        self._entries: dict[str, T] = {}
-        self._replaced: set[str] = set()
+        self._entries: dict[str, T] = {**_RECEIVED.get(kind, {})}
+        self._replaced: set[str] = set(self._entries)
         """Names that were registered in place of others."""
+        _REGISTRIES[kind] = self
 
     def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
         """Return a decorator that registers its argument under `name`, with `replace` in place of another.
@@ -122,6 +127,28 @@ class Registry(Generic[T]):
         else:
             raise UnknownNameError(f"{where}: there is no {name!r}.{did_you_mean(name, self)}")
         return target
+
+
+def registered_by_program(names: Set[str]) -> dict[str, dict[str, Any]]:
+    """Return kind -> name -> those of `names` that were registered outside polyturn, for another process of the run."""
+    entries = {
+        kind: {name: entry for name, entry in registry._entries.items() if name in names and not _is_own(entry)}
+        for kind, registry in _REGISTRIES.items()
+    }
+    return {kind: named for kind, named in entries.items() if named}
+
+
+def register_again(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Register in this process what `registered_by_program` returned in another; what is known here stays."""
+    for kind, named in entries.items():
+        _RECEIVED.setdefault(kind, {}).update(named)
+        if (registry := _REGISTRIES.get(kind)) is not None:  # else it is made when its module is imported
+            registry._replaced |= named.keys() - registry._entries.keys()
+            registry._entries = {**named, **registry._entries}
+
+
+def _is_own(entry: Any) -> bool:
+    return str(getattr(entry, "__module__", type(entry).__module__)).partition(".")[0] == OWN
 
 
 def is_same_source(one: Any, other: Any) -> bool:
