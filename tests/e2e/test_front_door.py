@@ -20,7 +20,6 @@ from polyturn.cli.main import main
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.models import tiny_model
-from support.refusals import refuses
 from support.runs import call_command
 
 ROWS = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1), "secret": i} for i in range(4)]
@@ -153,11 +152,12 @@ def test_training_works_in_a_running_loop(tmp_path: Path) -> None:
     assert asyncio.run(cell()).metrics["step"] == [1]
 
 
-def test_ranks_in_a_running_loop_are_refused(tmp_path: Path) -> None:
+@pytest.mark.cluster  # it starts two processes
+def test_ranks_train_in_a_running_loop(tmp_path: Path) -> None:
     async def cell() -> polyturn.Run:
-        return polyturn.train(**given(tmp_path, ranks=2))
+        return polyturn.train(**given(tmp_path, steps=1, ranks=2, num_threads=1))
 
-    refuses(lambda: asyncio.run(cell()), polyturn.ConfigError, "torchrun --nproc-per-node 2 FILE", "'auto'")
+    assert asyncio.run(cell()).metrics["step"] == [1]
 
 
 def test_evaluation_and_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,12 +55,15 @@ if TYPE_CHECKING:
     from polyturn.build.parts import Plugins
     from polyturn.tools.toolbox import Toolbox
     from polyturn.training.loop import Trainer
+    from polyturn.training.rank_group import RankGroup
     from polyturn.training.state import LoopState
     from polyturn.training.update import Revise
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_LOOK_S = 0.5
+"""Seconds between two looks whether all ranks live."""
 DryRun = Callable[[build.Parts, build.RunTasks], object]
 """Is shown what a run would start from, in place of training."""
 
@@ -113,7 +116,7 @@ class RunOptions:
 
 
 def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | Path | None:
-    """Train a run, in as many processes as its configuration or the launcher of this one says.
+    """Train a run, with as many ranks as its configuration or torchrun says.
 
     Args:
         source: Its configuration.
@@ -121,8 +124,8 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         options: The caller's options.
 
     Returns:
-        What it came to. On a rank that follows another one, the run's folder. None for a dry run, and where the run went
-        on in processes that this one started.
+        What it came to. On a rank that torchrun started and that follows another one, the run's folder. None for a dry
+        run.
     """
     config = source.config
     this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
@@ -132,17 +135,12 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank: it sums over ranks")
     if this.rank > 0:
         return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
-    ranks.end_with_launcher()
-    is_on_cluster = config.cluster.address is not None and options.dry_run is None
-    if this.size == 1 and config.train.distributed.ranks > 1 and options.dry_run is None and not is_on_cluster:
-        ranks.launch(config.train.distributed.ranks)
-        return None
     attempt = _Attempt(source=source, resume=options.resume)
     restarts = 0 if options.dry_run is not None else config.cluster.restarts
     if restarts and this.size > 1:
         logger.warning(
-            "cluster.restarts is %d, and ranks of --nproc or torchrun are not started again: the run ends with one of them. "
-            "Place them on Ray (--ray), or go on with --resume",
+            "cluster.restarts is %d, and ranks of torchrun are not started again: the run ends with one of them. Let this "
+            "command start them (--nproc), place them on Ray (--ray), or go on with --resume",
             restarts,
         )
         restarts = 0
@@ -227,16 +225,23 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         build.check_before_weights(source, tasks, None, None)
         parts = build.cluster_parts(source)
     else:
-        source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=this.size)))
+        num_ranks = max(this.size, config.train.distributed.ranks)
+        source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=num_ranks)))
+        rank_group: RankGroup | None = None
 
         def check(plugins: Plugins | None, tools: Toolbox) -> None:
+            nonlocal rank_group
             build.check_before_weights(source, tasks, plugins, tools)
-            if not source.is_plan:
-                from polyturn.build.memory_check import require_memory  # imports PyTorch
+            if source.is_plan:
+                return
+            from polyturn.build.memory_check import require_memory  # imports PyTorch
 
-                require_memory(source)
+            require_memory(source)
+            if num_ranks > 1 and this.size == 1:  # before the model is loaded here, for the ranks take as long to start
+                rank_group = attempt.locks.enter_context(contextlib.closing(build.start_ranks(source, num_ranks)))
 
         parts = build.build_parts(source, check=check)
+        parts = replace(parts, rank_group=rank_group)
     parts, tasks = build.settle(parts, tasks)
     build.check_training(parts, tasks)
     if options.dry_run is not None:
@@ -425,28 +430,50 @@ async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, ag
     """Run `trainer`; an interruption leaves a checkpoint."""
     try:
         return await _until_done(
-            trainer.run(), signals, message=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}"
+            trainer.run(),
+            signals,
+            message=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}",
+            lost=(lambda: None) if parts.rank_group is None else parts.rank_group.lost,
         )
     finally:
         await (parts.pool or parts.context).close()
 
 
-async def _until_done(work: Coroutine[Any, Any, T], signals: Signals, *, message: Callable[[], str]) -> T:
+async def _until_done(
+    work: Coroutine[Any, Any, T],
+    signals: Signals,
+    *,
+    message: Callable[[], str],
+    lost: Callable[[], str | None] = lambda: None,
+) -> T:
     """Await `work`; SIGINT and SIGTERM cancel it, and end with 128 + their number, and with the line `message`.
 
     A second signal of the same kind ends the process at once; the checkpoint before is whole.
+
+    Raises:
+        RankLostError: `lost` says that a rank is gone, which also cancels the work: a rollout may take long.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
+    watching = asyncio.create_task(_cancel_when_lost(task, lost), name="trainer ranks")
     signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
     if signals.received:
         loop.call_soon(task.cancel)  # once it has begun, so that it leaves a checkpoint
     try:
         return await task
     except asyncio.CancelledError:
+        if (problem := lost()) is not None:
+            raise RankLostError(problem) from None
         if not signals.received:
             raise
         logger.warning("%s", message())
         raise SystemExit(128 + signals.received[0]) from None
     finally:
+        watching.cancel()
         signals.on_signal = lambda: None
+
+
+async def _cancel_when_lost(task: asyncio.Future[Any], lost: Callable[[], str | None]) -> None:
+    while lost() is None:  # noqa: ASYNC110 - the end of a process is not an event of this loop
+        await asyncio.sleep(_LOOK_S)
+    task.cancel()

@@ -16,7 +16,7 @@ from polyturn.build.checks import (
     fitting,
     settle,
 )
-from polyturn.build.cluster import check_cluster, check_workers, cluster_parts, pool_of, with_workers
+from polyturn.build.cluster import check_cluster, check_workers, cluster_parts, pool_of, start_ranks, with_workers
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import build_engine, sends_adapter, untrained
 from polyturn.build.model import build_codec, build_media, build_model
@@ -50,8 +50,6 @@ __all__ = [
     "build_train_tasks", "build_trainer", "check_before_weights", "check_cluster", "check_endpoint_run",
     "check_first_tasks", "check_plugins", "check_ranks", "check_run", "check_training", "check_warm_start", "check_workers",
     "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
-    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "stored_exporter", "try_credit",
-    "untrained",
-    "warm_start_samples",
-    "with_workers",
+    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "start_ranks", "stored_exporter",
+    "try_credit", "untrained", "warm_start_samples", "with_workers",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import pickle
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from polyturn.rollout.pool import RolloutPool
 if TYPE_CHECKING:
     from polyturn.cluster.journal import WorkerJournal
     from polyturn.cluster.members import Member
+    from polyturn.cluster.rank_processes import RankProcesses
     from polyturn.cluster.servers import NodePlaces
     from polyturn.cluster.worker_pool import RemoteWorker
     from polyturn.core.protocols import Engine, EngineCapabilities
@@ -164,6 +166,28 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
     return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 
+def start_ranks(source: ConfigSource, num_ranks: int) -> RankProcesses:
+    """Start a process of this machine for each trainer rank; the first command waits until they are built.
+
+    Raises:
+        ConfigError: an object of the program cannot be sent to another process.
+    """
+    from polyturn.cluster.rank_processes import RankProcesses
+
+    own = _for_ranks(source)
+    check_travels(own.config)
+    return RankProcesses(functools.partial(_rank, own), num_ranks, row_width=row_width(source.config))
+
+
+def _for_ranks(source: ConfigSource) -> ConfigSource:
+    """Return the part of a configuration that ranks read, without objects that only episodes use."""
+    config = source.config
+    unused = ("data", "env", "policies", "rollout", "reward", "evaluation", "dump", "store", "tracking")
+    fields = type(config).model_fields
+    update = {name: fields[name].get_default(call_default_factory=True) for name in unused}
+    return dataclasses.replace(source, config=config.model_copy(update=update))
+
+
 def check_travels(config: RunConfig) -> None:
     """Refuse a configuration with an object of the program that cannot be sent to other processes.
 
@@ -180,7 +204,7 @@ def check_travels(config: RunConfig) -> None:
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
             raise ConfigError(
                 f"{dotted(path)} is {value!r}, which cannot be sent to the run's other processes ({one_line(problem)}); "
-                "give its class, which each of them makes objects of, or drop ray= and cluster.workers"
+                "give its class, which each of them makes objects of, or drop ray=, ranks= and cluster.workers"
             ) from problem
 
 
@@ -287,8 +311,8 @@ def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine) -> Rol
 
 
 def _rank(source: ConfigSource) -> RankWorker:
-    """Build a trainer rank, in its actor."""
+    """Build a trainer rank, in its process or actor."""
     from polyturn.training import process_group
 
     make_model, media = model_of(source)
-    return rank_of(source, make_model, media, process_group.join(local_rank=0))
+    return rank_of(source, make_model, media, process_group.join(local_rank=int(os.environ["LOCAL_RANK"])))

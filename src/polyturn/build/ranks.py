@@ -1,7 +1,8 @@
-"""Many ranks from one configuration: the leader builds everything, the others only their share of the model.
+"""Many ranks from one configuration: the controller builds everything, each rank only its share of the model.
 
-leader     build_parts -> lead -> parts with a group        tools, rewards, engine, tasks exist here alone
-follower   follow_leader                                     tokenizer and shards of the model, then the leader's commands
+controller   build_parts, with a group of ranks      tools, rewards, engine, tasks exist here alone
+rank         model_of, rank_of                       tokenizer and shards of the model, then the controller's commands
+torchrun     lead on rank 0, follow_leader           rank 0 is both
 """
 
 from __future__ import annotations

@@ -84,7 +84,9 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     optim = train.optim.over(train.steps, updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    thread = None if parts.engine.capabilities.shares_loop else OneThread("polyturn-update")
+    # An engine that samples on the event loop, from the trained parameters themselves, must not meet half an update.
+    computes_here = parts.rank_group is None or not parts.rank_group.is_elsewhere
+    thread = None if parts.engine.capabilities.shares_loop and computes_here else OneThread("polyturn-update")
     channel = _gated(parts, _channel(parts, policy, thread))
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
@@ -173,7 +175,9 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
         return PushedWeights(parts.engine, backend.trained)
     if parts.engine.capabilities.shares_weights:
         shared = SharedWeights(parts.engine)
-        return GatheredWeights(backend, shared, thread=thread) if isinstance(backend, RankedBackend) else shared
+        if not isinstance(backend, RankedBackend):
+            return shared
+        return GatheredWeights(backend, shared, thread=None if parts.engine.capabilities.shares_loop else thread)
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
     alone = sends_adapter(config)
     sync = WeightSync(

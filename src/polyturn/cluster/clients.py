@@ -32,6 +32,8 @@ class RayRankGroup:
         self._lock = threading.Lock()
         self.num_ranks = len(ranks)
         self.row_width = row_width
+        self.is_elsewhere = True
+        self._lost: str | None = None
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return the results in the order of ranks.
@@ -48,11 +50,17 @@ class RayRankGroup:
             try:
                 values[done] = ray.get(done)
             except RayActorError as problem:
-                raise RankLostError(self._ranks[refs.index(done)].crash_report()) from problem
+                self._lost = self._ranks[refs.index(done)].crash_report()
+                raise RankLostError(self._lost) from problem
             except RayError as problem:
                 dead = next((r for r in self._ranks if r.is_dead()), self._ranks[refs.index(done)])
-                raise RankLostError(f"{dead.crash_report()}\n({type(problem).__name__} during {command!r})") from problem
+                self._lost = f"{dead.crash_report()}\n({type(problem).__name__} during {command!r})"
+                raise RankLostError(self._lost) from problem
         return values_of([values[ref] for ref in refs])
+
+    def lost(self) -> str | None:
+        """The reason that the last command gave, if a rank was gone."""
+        return self._lost
 
     def close(self) -> None:
         """Let the ranks end, and give their places back."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from polyturn.engines.launcher import RunningServer
-from polyturn.engines.weight_transport import buckets, untied
+from polyturn.engines.weight_transport import StreamedTensors, buckets, untied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,7 +192,8 @@ class WeightFolder:
         folder.mkdir()
         if self.adapter is None:
             shutil.copy(self._config, folder / "config.json")
-            write_safetensors(buckets(untied(weights)), folder)
+            if not (isinstance(weights, StreamedTensors) and weights.write(folder)):
+                write_safetensors(buckets(untied(weights)), folder)
         else:
             (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
             write_safetensors([dict(weights)], folder, name="adapter_model")

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
@@ -114,10 +115,15 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         *,
         limit: int = BUCKET_BYTES,
         groups: Iterable[Sequence[str]] | None = None,
+        write: Callable[[Sequence[Sequence[str]], Path], None] | None = None,
     ) -> None:
-        """Bring name -> tensor by `bring`, at most `limit` bytes at once; names of one of `groups` always come together."""
+        """Bring name -> tensor by `bring`, at most `limit` bytes at once; names of one of `groups` always come together.
+
+        `write` writes buckets of names as a checkpoint's weights to a folder, from where they are; None where it cannot.
+        """
         self.kinds = dict(kinds)
         self._bring = bring
+        self._write = write
         self._buckets: list[list[str]] = []
         size = 0
         for names in groups or ([name] for name in self.kinds):
@@ -135,6 +141,13 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         self._held = (-1, {})
         for names in self._buckets:
             yield self._bring(names)
+
+    def write(self, folder: Path) -> bool:
+        """Have them written to `folder` without bringing them here, if that can be, and return whether it was."""
+        if self._write is None:
+            return False
+        self._write(self._buckets, folder)
+        return True
 
     def __getitem__(self, name: str) -> Tensor:
         number, (at, bucket) = self._at[name], self._held

@@ -258,6 +258,8 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
         needed = {name: weights[name] for names_reverted in names for name in source[names_reverted]}
         return dict(revert_weight_conversion(model, needed))
 
+    if kinds == weights.kinds:
+        return weights
     return StreamedTensors(kinds, bring, groups=groups)
 
 

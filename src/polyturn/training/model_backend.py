@@ -34,6 +34,7 @@ from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
+from polyturn.engines.weight_files import write_safetensors
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
@@ -347,6 +348,15 @@ class ModelBackend:
             if whole is not None and is_first:
                 collected[name] = whole.cpu()
         return collected if is_first else None
+
+    def write(self, pieces: Sequence[Sequence[str]], is_merged: bool, folder: Path) -> None:
+        """Write what `gathered` returns as the weights of a checkpoint in `folder`, each piece of names to a file; rank 0
+        writes."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_safetensors((self.gathered(names, is_merged) or {} for names in pieces), folder)
+        else:
+            for names in pieces:
+                self.gathered(names, is_merged)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""

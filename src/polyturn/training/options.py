@@ -174,7 +174,7 @@ class DistributedOptions:
     """Keys that belong to a backend, and to which."""
 
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that train together, a GPU each where there are GPUs; `polyturn train` starts them. Under
+    """Processes that train together, a GPU each where there are GPUs; the run starts them, and is none of them itself. Under
     torchrun its own number counts."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that split every layer among them and see the same samples; for models too wide for one device."""

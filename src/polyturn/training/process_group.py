@@ -1,4 +1,4 @@
-"""The rank group of processes that torchrun, or `polyturn train --nproc`, started: rank 0 leads, the others follow.
+"""The rank group of processes that torchrun started, or of this process alone: rank 0 leads, the others follow.
 
     leader     call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
     follower   follow(): wait for a command, run it, answer; until the leader closes
@@ -61,6 +61,7 @@ class ProcessRankGroup:
         """Lead the process group; every process makes this or `follow`s, at the same time."""
         self.num_ranks = dist.get_world_size()
         self.row_width = row_width
+        self.is_elsewhere = False
         self._rank = rank
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._lock = threading.Lock()
@@ -93,6 +94,10 @@ class ProcessRankGroup:
             raise RankLostError(self._lost) from problem
         assert answers is not None
         return values_of([answer, *answers[1:]])
+
+    def lost(self) -> str | None:
+        """The reason that the last command gave, if a rank was gone."""
+        return self._lost
 
     def close(self) -> None:
         """Let the followers end; a second call does nothing."""

@@ -3,7 +3,7 @@
     leader   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on every rank  ->  replies
 
 A command names a network of the rank (its policy or its critic) and a method of that backend. How it travels is that of
-processes that torchrun started (`process_group`), or of Ray (`cluster`).
+this machine's processes (`cluster/rank_processes.py`), of processes that torchrun started (`process_group.py`), or of Ray.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class RankGroup(Protocol):
     num_ranks: int
     row_width: int
     """Consecutive ranks that see the same samples, and split layers or tokens."""
+    is_elsewhere: bool
+    """Whether all of them are other processes, so that this one goes on while they compute."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Let every rank run `command` on its share, and return the results in the order of ranks.
@@ -39,6 +41,10 @@ class RankGroup(Protocol):
             RankLostError: a rank is gone.
             PolyturnError: what a rank raised.
         """
+        ...
+
+    def lost(self) -> str | None:
+        """How a rank ended that is known to be gone; None otherwise. It asks no rank, and returns at once."""
         ...
 
     def close(self) -> None:

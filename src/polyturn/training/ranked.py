@@ -200,7 +200,11 @@ class RankedBackend:
             return tensors
 
         kinds: Mapping[str, TensorKind] = self._all("kinds", is_merged)[0]
-        return StreamedTensors(kinds, bring, limit=self._bucket_bytes)
+
+        def write(pieces: Sequence[Sequence[str]], folder: Path) -> None:
+            self._all("write", pieces, is_merged, folder)
+
+        return StreamedTensors(kinds, bring, limit=self._bucket_bytes, write=write)
 
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call with a share for each row of ranks, and return the result of the first rank of each row."""

@@ -37,9 +37,9 @@ class ClusterConfig(Section):
     `engine.urls`."""
     workers: ActorsConfig = ActorsConfig()
     """Processes that run episodes: tools, interactions, rewards. Without an address they are on this machine, and 1 leaves
-    episodes in the trainer's own process."""
+    episodes in the run's own process."""
     restarts: int = Field(0, ge=0)
     """Restarts of a run from its latest checkpoint when a rank, or the last rollout worker or engine, died. Not of ranks
-    that `--nproc` or torchrun started."""
+    that torchrun started."""
     patience_s: float = Field(300.0, gt=0)
     """Seconds to wait until the cluster has room."""

@@ -1,0 +1,237 @@
+"""Trainer ranks as processes of this machine; the process that starts them leads the run, and is no rank itself.
+
+    controller   RankProcesses.call(command, a share for each rank)      samples in memory that both processes map
+    rank         main: join the group of ranks, build a part, RankWorker.run(command, share), until the controller hangs up
+
+Between themselves the ranks have the process group of `torch.distributed`, in which gradients are summed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from polyturn.core.errors import PolyturnError, RankLostError
+from polyturn.infra.array_socket import ArraySocket, Packed
+from polyturn.infra.process import ManagedProcess, free_port
+from polyturn.training.rank_group import RankReply, RankWorker, values_of
+
+_MAIN = "from polyturn.cluster.rank_processes import main; main()"
+_END_S = 10.0
+"""Seconds that ranks may take to end by themselves."""
+_HUNG_UP_S = 10.0
+"""Seconds that a rank which hung up may take to end."""
+_SETTLE_S = 0.5
+"""Seconds in which ranks follow one that died: the first to hang up need not be the one that was killed."""
+
+Build = Callable[[], RankWorker]
+"""Joins the process group of the environment, and builds a rank."""
+
+
+class _Answer(NamedTuple):
+    """What a rank sends back."""
+
+    reply: RankReply
+    log: list[tuple[str, int, str]]
+    """Logger, level and message of each record since the last answer."""
+
+
+class RankProcesses:
+    """All trainer ranks of a run on this machine; implements `RankGroup`."""
+
+    def __init__(self, build: Build, num_ranks: int, *, row_width: int) -> None:
+        """Start a process for each rank; the first call waits until all are built.
+
+        Args:
+            build: What each of them does first, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
+            num_ranks: How many there are.
+            row_width: Consecutive ranks that see the same samples.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: `build` has an object that cannot be sent to another process.
+        """
+        self.num_ranks = num_ranks
+        self.row_width = row_width
+        self.is_elsewhere = True
+        self._lock = threading.Lock()
+        """One command at a time: a checkpoint is asked after from another thread than training's."""
+        self._problem: str | None = None
+        self._is_built = self._is_closed = False
+        self._processes: list[ManagedProcess] = []
+        self._sockets: list[ArraySocket] = []
+        shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if num_ranks > 1:  # as torchrun does: each of them would take all cores
+            shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        path, packed = Packed.of(sys.path), Packed.of(build)
+        try:
+            for rank in range(num_ranks):
+                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._sockets.append(ArraySocket(ours))
+                with theirs:
+                    command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())]
+                    self._processes.append(ManagedProcess(command, env=env, pass_fds=(theirs.fileno(),)))
+            self._send([path] * num_ranks)
+            self._send([packed] * num_ranks)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            packed.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return [process.pid for process in self._processes]
+
+    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Let every rank run `command` on its share, and return the results in the order of ranks.
+
+        Raises:
+            RankLostError: a rank is gone.
+            PolyturnError: what a rank raised.
+        """
+        with self._lock:
+            if not self._is_built:
+                values_of(self._answers())
+                self._is_built = True
+            self._check()
+            packed = {id(share): Packed.of((command, share)) for share in shares}  # a share of all ranks is packed once
+            try:
+                self._send([packed[id(share)] for share in shares])
+            finally:
+                for one in packed.values():
+                    one.close()
+            return values_of(self._answers())
+
+    def lost(self) -> str | None:
+        """How a rank ended, also between two calls; None while all live."""
+        if self._problem is None and not self._is_closed:
+            ended = next((rank for rank, process in enumerate(self._processes) if not process.is_alive), None)
+            if ended is not None:
+                self._lose(ended)
+        return self._problem
+
+    def close(self) -> None:
+        """Let the ranks end, and end those that do not; a second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for connection in self._sockets:
+            connection.close()
+        deadline = time.monotonic() + (_END_S if self._problem is None else 0.0)
+        for process in self._processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+            process.end()
+            process.close()
+
+    def _send(self, packed: Sequence[Packed]) -> None:
+        for rank, (connection, one) in enumerate(zip(self._sockets, packed, strict=True)):
+            try:
+                connection.send(one)
+            except OSError as problem:
+                self._lose(rank)
+                raise RankLostError(self._problem) from problem
+
+    def _answers(self) -> list[RankReply]:
+        """Wait for an answer of every rank; those of all are read in the order in which they come, to see one that died."""
+        answers: dict[int, RankReply] = {}
+        with selectors.DefaultSelector() as waiting:
+            for rank, connection in enumerate(self._sockets):
+                waiting.register(connection, selectors.EVENT_READ, rank)
+            while len(answers) < self.num_ranks:
+                for key, _ in waiting.select():
+                    try:
+                        answer: _Answer = self._sockets[key.data].receive()
+                    except OSError as problem:
+                        self._lose(key.data)
+                        raise RankLostError(self._problem) from problem
+                    answers[key.data] = answer.reply
+                    waiting.unregister(key.fileobj)
+                    for name, level, message in answer.log:
+                        logging.getLogger(name).log(level, "%s", message)
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise RankLostError(self._problem)
+
+    def _lose(self, first: int) -> None:
+        """Find out which rank explains the end of `first`, and end those that are left: they would wait for it for ever."""
+        self._processes[first].wait(_HUNG_UP_S)
+        deadline = time.monotonic() + _SETTLE_S
+        for process in self._processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        codes = [process.returncode for process in self._processes]
+        killed = next((rank for rank, code in enumerate(codes) if code == -signal.SIGKILL), first)
+        if self._problem is None:
+            self._problem = self._crash_report(killed, codes[killed])
+        for process in self._processes:
+            process.end()
+
+    def _crash_report(self, rank: int, code: int | None) -> str:
+        how = "hung up" if code is None else f"ended with code {code}"
+        if code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        tail = "\n".join(f"  {line}" for line in self._processes[rank].tail().splitlines())
+        return (
+            f"rank {rank} {how}, and training cannot go on without its share of the model. Resume the run to go on from "
+            f"its latest checkpoint. The last lines of its log:\n{tail or '  (nothing)'}"
+        )
+
+
+class _Log(logging.Handler):
+    """Keeps what is logged for the controller: of the first rank all, of the others warnings."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO if rank == 0 else logging.WARNING)
+        self._prefix = f"rank {rank}: " if rank else ""
+        self.records: list[tuple[str, int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one record, from whichever thread."""
+        self.records.append((record.name, record.levelno, self._prefix + self.format(record)))
+
+    def taken(self) -> list[tuple[str, int, str]]:
+        """The records since the last call."""
+        records, self.records = self.records, []
+        return records
+
+
+def main() -> None:
+    """Build a rank, and run the controller's commands until it hangs up."""
+    connection = ArraySocket(socket.socket(fileno=int(sys.argv[1])))
+    sys.path[:] = connection.receive()  # modules beside the program's own file are found here, too
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    log = _Log(int(os.environ["RANK"]))
+    logging.getLogger("polyturn").addHandler(log)
+
+    def answer(reply: RankReply) -> None:
+        packed = Packed.of(_Answer(reply, log.taken()))
+        connection.send(packed)
+        packed.close()
+
+    try:
+        rank = connection.receive()()
+    except PolyturnError as problem:
+        answer(RankReply(error=problem))
+        return
+    answer(RankReply())
+    while True:
+        try:
+            command, share = connection.receive()
+        except OSError:  # the controller closed the group, or is gone
+            break
+        answer(rank.run(command, share))
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""Ranks in processes of their own: commands, errors, log lines, and the end of one of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyturn.cluster.rank_processes import RankProcesses
+from polyturn.core.errors import ConfigError, RankLostError
+from polyturn.training.rank_group import RankReply
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+class Rank:
+    """Stands for a `RankWorker`, without a model."""
+
+    def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
+        logging.getLogger("polyturn.rank").warning("ran %s", command)
+        match command:
+            case "double":
+                return RankReply(value=(os.environ["RANK"], 2 * share[0]))
+            case "refuse":
+                return RankReply(error=ConfigError("it cannot"))
+            case "break":
+                raise ZeroDivisionError
+            case _:
+                threading.Event().wait()
+                raise AssertionError
+
+
+@pytest.fixture
+def ranks() -> Iterator[RankProcesses]:
+    group = RankProcesses(Rank, 2, row_width=1)
+    yield group
+    group.close()
+
+
+def test_each_rank_gets_its_share(ranks: RankProcesses, caplog: pytest.LogCaptureFixture) -> None:
+    answers = ranks.call("double", [(np.arange(2_000),), (np.arange(3),)])
+    assert [rank for rank, _ in answers] == ["0", "1"]
+    assert answers[0][1][-1] == 2 * 1_999 and answers[1][1].tolist() == [0, 2, 4]
+    assert {"ran double", "rank 1: ran double"} <= set(caplog.messages), "warnings of ranks are seen where people look"
+
+
+def test_error_of_a_rank_is_raised_and_the_group_goes_on(ranks: RankProcesses) -> None:
+    with pytest.raises(ConfigError, match="it cannot"):
+        ranks.call("refuse", [(), ()])
+    assert len(ranks.call("double", [(1,), (2,)])) == 2 and ranks.lost() is None
+
+
+def test_rank_that_is_killed_in_a_command_is_named(ranks: RankProcesses) -> None:
+    ranks.call("double", [(1,), (2,)])
+    threading.Timer(0.2, os.kill, (ranks.pids[1], signal.SIGKILL)).start()
+    with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
+        ranks.call("wait", [(), ()])
+    with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
+        ranks.call("double", [(1,), (2,)])
+
+
+def test_rank_that_ends_between_commands_is_noticed(ranks: RankProcesses) -> None:
+    ranks.call("double", [(1,), (2,)])
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankLostError, match="rank 0 was killed by SIGKILL"):
+        ranks.call("wait", [(), ()])
+    assert "rank 0 was killed" in str(ranks.lost())
+
+
+def test_crash_report_has_the_last_lines_of_the_log(ranks: RankProcesses) -> None:
+    with pytest.raises(RankLostError, match=r"(?s)rank . ended with code 1.*ZeroDivisionError"):
+        ranks.call("break", [(), ()])
+
+
+def test_error_while_a_rank_is_built_is_raised_by_the_first_command() -> None:
+    group = RankProcesses(functools.partial(_refuse, "no such model"), 2, row_width=1)
+    try:
+        with pytest.raises(ConfigError, match="no such model"):
+            group.call("double", [(1,), (2,)])
+    finally:
+        group.close()
+
+
+def _refuse(message: str) -> Any:
+    raise ConfigError(message)
+
+
+def test_closed_group_leaves_no_process() -> None:
+    group = RankProcesses(Rank, 2, row_width=1)
+    group.call("double", [(1,), (2,)])
+    group.close()
+    group.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in group.pids)
