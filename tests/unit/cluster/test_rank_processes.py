@@ -8,12 +8,17 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from polyturn.algorithms.losses import policy_losses
 from polyturn.cluster.rank_processes import RankProcesses
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, RankLostError
 from polyturn.training.rank_group import RankReply
 
@@ -98,3 +103,27 @@ def test_closed_group_leaves_no_process() -> None:
     group.close()
     group.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in group.pids)
+
+
+class Registered(Rank):
+    """Answers with a loss that it looks up by its name."""
+
+    def __init__(self, source: ConfigSource) -> None:
+        self._name = source.config.algorithm.loss.name
+
+    def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
+        return RankReply(value=policy_losses.resolve(self._name).__name__)
+
+
+def test_ranks_know_what_the_program_registered(tmp_path: Path) -> None:
+    def mine(*arguments: Any) -> Any:
+        raise AssertionError
+
+    policy_losses.register("registered_in_a_test", replace=True)(mine)
+    values = {"model": {"path": "x"}, "algorithm": {"loss": "registered_in_a_test"}}
+    source = ConfigSource(config=load_config(RunConfig, None, values=values).config, base=tmp_path)
+    group = RankProcesses(functools.partial(Registered, source), 1, row_width=1)
+    try:
+        assert group.call("name", [()]) == ["mine"]
+    finally:
+        group.close()
