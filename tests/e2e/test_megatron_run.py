@@ -111,6 +111,6 @@ def test_impossible_backend_settings_are_refused(tmp_path, overrides, sentence):
 
 def test_missing_backend_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
-    monkeypatch.delitem(__import__("sys").modules, "polyturn.training.megatron", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "polyturn.training.megatron.placement", raising=False)
     called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", "train.backend=megatron")
     assert called.code == 2 and "megatron" in called.err and "polyturn[megatron]" in called.err, called.err

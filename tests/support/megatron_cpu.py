@@ -25,7 +25,7 @@ def pretend() -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import token_dispatcher
 
-    from polyturn.training import megatron
+    from polyturn.training.megatron import placement as megatron
 
     megatron.require_no_cuda = lambda *args: None
     stream = Stream()

@@ -50,7 +50,7 @@ def measure(out, folder, *tensor_parallel):
     split = Degrees(tensor_parallel=int(tensor_parallel[0])) if tensor_parallel else None
     if split is not None:
         megatron_cpu.pretend()
-        from polyturn.training.megatron import Megatron
+        from polyturn.training.megatron.placement import Megatron
     Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
     before = bytes_of("VmRSS")
     if split is not None:

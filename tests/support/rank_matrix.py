@@ -360,7 +360,7 @@ def loss_of(case):
 def placement_of(case, backend, device, *, start=None):
     """Return where this rank's part of a model goes."""
     if backend == "megatron":
-        from polyturn.training.megatron import Megatron
+        from polyturn.training.megatron.placement import Megatron
 
         return Megatron(case.degrees, device, start=start)
     return fsdp.Sharded.of(case.degrees, device, start=start)
@@ -448,7 +448,7 @@ def layer_passes(decoder):
 @contextlib.contextmanager
 def counted_reads(backend):
     """Yield the numbers of bytes that this rank reads of a model's files."""
-    from polyturn.training import megatron
+    from polyturn.training.megatron import placement as megatron
 
     module, reads = {"fsdp": fsdp, "megatron": megatron}[backend], []
     read = module.read_weights

@@ -12,7 +12,7 @@ import torch
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import add_lora
-from polyturn.training.megatron_weights import entries, require_split, source_rows
+from polyturn.training.megatron.weights import entries, require_split, source_rows
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import box_of
 from support.models import tiny_model
@@ -132,7 +132,7 @@ def test_degrees_that_do_not_divide_are_refused(kind, degrees, sentence):
     ],
 )
 def test_adapter_of_unsupported_layers_is_refused(kind, targets, sentence):
-    from polyturn.training.megatron import Megatron
+    from polyturn.training.megatron.placement import Megatron
 
     model = tiny_model(32, kind=kind)
     add_lora(model, LoraSettings(target_modules=targets))
@@ -150,7 +150,7 @@ def test_adapter_of_unsupported_layers_is_refused(kind, targets, sentence):
     ],
 )
 def test_degrees_that_need_a_gpu_are_refused_without_one(kind, degrees, why):
-    from polyturn.training.megatron import Megatron
+    from polyturn.training.megatron.placement import Megatron
 
     with pytest.raises(ConfigError, match=f"{why} and there is no GPU"):
         Megatron.of(degrees, torch.device("cpu")).policy(tiny_model(32, kind, heads=2, kv_heads=2))

@@ -28,9 +28,9 @@ from polyturn.engines.routers import Routers
 from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
 from polyturn.training.lora import base_weights, plain_name
-from polyturn.training.megatron_lora import adapter_entries
-from polyturn.training.megatron_network import MegatronNetwork, MegatronPolicy, MegatronValues
-from polyturn.training.megatron_weights import HEAD, entries, require_split
+from polyturn.training.megatron.lora import adapter_entries
+from polyturn.training.megatron.network import MegatronNetwork, MegatronPolicy, MegatronValues
+from polyturn.training.megatron.weights import HEAD, entries, require_split
 from polyturn.training.network import Network, ValueNetwork
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights

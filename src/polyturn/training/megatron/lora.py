@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import ADAPTER, adapted_layers
-from polyturn.training.megatron_weights import HEAD, Entry, counted, source_rows
+from polyturn.training.megatron.weights import HEAD, Entry, counted, source_rows
 
 
 def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrainedConfig, degrees: Degrees) -> list[Entry]:

@@ -1,7 +1,7 @@
 """megatron-core's layers as a causal language model of Hugging Face needs them, made from its config.
 
 They are composed with torch's own attention and norms, which run on a CPU too, and with a router that can be told its
-choices. What is made of the last hidden states is for `megatron_network` to say.
+choices. What is made of the last hidden states is for `network.py` to say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
-from polyturn.training.megatron_weights import is_sparse
+from polyturn.training.megatron.weights import is_sparse
 from polyturn.training.network import value_head
 from polyturn.training.packed_attention import PackedView, attend_packed
 

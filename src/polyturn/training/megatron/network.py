@@ -3,7 +3,7 @@
     ids [B, T]  ->  stage -> stage  ->  hidden states of targets [S, H]  ->  log-probabilities or values [S] on every rank
 
 Between stages, hidden states and their gradients are sent by two autograd functions, so that the code of a loss calls
-`backward` as anywhere. The layers are `megatron_layers`.
+`backward` as anywhere. The layers are in `layers.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from polyturn.engines.routers import LIVE, require_told
 from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
-from polyturn.training.megatron_layers import make_gpt
-from polyturn.training.megatron_lora import adapter_entries, add_adapter
-from polyturn.training.megatron_weights import ShardedNames, entries, is_sparse, value_entries
+from polyturn.training.megatron.layers import make_gpt
+from polyturn.training.megatron.lora import adapter_entries, add_adapter
+from polyturn.training.megatron.weights import ShardedNames, entries, is_sparse, value_entries
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores, ValueNetwork
 from polyturn.training.packed_attention import PackedView
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences

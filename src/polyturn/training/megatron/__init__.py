@@ -1,0 +1,1 @@
+"""The backend `megatron`: megatron-core splits the layers; entry points lead to `placement.py`."""
