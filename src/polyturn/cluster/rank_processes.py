@@ -11,12 +11,15 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.core.errors import PolyturnError, RankLostError
@@ -65,6 +68,8 @@ class RankProcesses:
         """One command at a time: a checkpoint is asked after from another thread than training's."""
         self._problem: str | None = None
         self._is_built = self._is_closed = False
+        self.logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
+        """A log of each rank; it stays where one is lost."""
         self._processes: list[ManagedProcess] = []
         self._sockets: list[ArraySocket] = []
         shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -78,7 +83,8 @@ class RankProcesses:
                 self._sockets.append(ArraySocket(ours))
                 with theirs:
                     command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())]
-                    self._processes.append(ManagedProcess(command, env=env, pass_fds=(theirs.fileno(),)))
+                    own = ManagedProcess(command, env=env, pass_fds=(theirs.fileno(),), log=self._log_of(rank))
+                    self._processes.append(own)
             self._send([path] * num_ranks)
             self._send([packed] * num_ranks)
         except BaseException:
@@ -132,6 +138,11 @@ class RankProcesses:
             process.wait(max(0.0, deadline - time.monotonic()))
             process.end()
             process.close()
+        if self._problem is None:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+    def _log_of(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
 
     def _send(self, packed: Sequence[Packed]) -> None:
         for rank, (connection, one) in enumerate(zip(self._sockets, packed, strict=True)):
@@ -184,7 +195,7 @@ class RankProcesses:
         tail = "\n".join(f"  {line}" for line in self._processes[rank].tail().splitlines())
         return (
             f"rank {rank} {how}, and training cannot go on without its share of the model. Resume the run to go on from "
-            f"its latest checkpoint. The last lines of its log:\n{tail or '  (nothing)'}"
+            f"its latest checkpoint. The last lines of its log, {self._log_of(rank)}:\n{tail or '  (nothing)'}"
         )
 
 

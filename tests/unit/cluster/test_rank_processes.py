@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -80,8 +82,12 @@ def test_rank_that_ends_between_commands_is_noticed(ranks: RankProcesses) -> Non
 
 
 def test_crash_report_has_the_last_lines_of_the_log(ranks: RankProcesses) -> None:
-    with pytest.raises(RankLostError, match=r"(?s)rank . ended with code 1.*ZeroDivisionError"):
+    with pytest.raises(RankLostError, match=r"(?s)rank . ended with code 1.*ZeroDivisionError") as lost:
         ranks.call("break", [(), ()])
+    ranks.close()
+    (log,) = re.findall(r"its log, (.*):$", str(lost.value), re.MULTILINE)
+    assert "ran break" in Path(log).read_text(), "the whole log stays"
+    shutil.rmtree(Path(log).parent)
 
 
 def test_error_while_a_rank_is_built_is_raised_by_the_first_command() -> None:
@@ -103,6 +109,7 @@ def test_closed_group_leaves_no_process() -> None:
     group.close()
     group.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in group.pids)
+    assert not group.logs.exists()
 
 
 class Registered(Rank):
