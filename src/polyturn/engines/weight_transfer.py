@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -176,27 +176,35 @@ class SentWeights(ServerWeights):
 
     async def _send(self, ready: dict[TransferServer, asyncio.Future[None]]) -> None:
         """Send to all; where some are lost on the way, to the others again."""
-        while ready:
-            problem: EngineError | None = None
-            receivers = list(ready)
-            try:
-                if self._weights is None:
-                    raise EngineError("the weights that it was to be sent are not kept; it gets the next ones")
-                await self._transfer.send(self._weights, receivers)
-            except EngineError as caught:
-                problem = caught
-                left = await on_all(receivers, lambda server: server.is_as_left())
-                lost = [server for server, is_as_left in zip(receivers, left, strict=True) if is_as_left is None]
-                if lost and len(lost) < len(receivers):
-                    logger.warning("weights go to %d servers again (%s)", len(receivers) - len(lost), one_line(problem))
-                    receivers = lost
-            for done in map(ready.pop, receivers):
-                if done.done():  # its update was cancelled
-                    continue
-                if problem is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(problem)
+        try:
+            while ready:
+                problem: EngineError | None = None
+                receivers = list(ready)
+                try:
+                    if self._weights is None:
+                        raise EngineError("the weights that it was to be sent are not kept; it gets the next ones")
+                    await self._transfer.send(self._weights, receivers)
+                except EngineError as caught:
+                    problem = caught
+                    left = await on_all(receivers, lambda server: server.is_as_left())
+                    lost = [server for server, is_as_left in zip(receivers, left, strict=True) if is_as_left is None]
+                    if lost and len(lost) < len(receivers):
+                        logger.warning("weights go to %d servers again (%s)", len(receivers) - len(lost), one_line(problem))
+                        receivers = lost
+                _resolve([ready.pop(server) for server in receivers], problem)
+        except Exception as problem:  # of the trainer, such as a lost rank or memory that ran out: every `load` raises it
+            _resolve(ready.values(), problem)
+
+
+def _resolve(updates: Iterable[asyncio.Future[None]], problem: Exception | None) -> None:
+    """End the waits of `load` on a transfer that arrived, or failed with `problem`."""
+    for done in updates:
+        if done.done():  # its update was cancelled
+            continue
+        if problem is None:
+            done.set_result(None)
+        else:
+            done.set_exception(problem)
 
 
 async def on_all(servers: Sequence[TransferServer], call: Callable[[TransferServer], Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import keys_of
-from polyturn.core.errors import ConfigError, EngineError, EngineLostError
+from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RankLostError
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_group import WeightGroup
@@ -113,6 +113,17 @@ async def test_lost_server_leaves_the_others_a_new_link(transfer, log):
     assert [server.weights for server in servers] == [{"w": 1}, None, {"w": 1}]
     assert [entry[0] for entry in log] == ["open", "send", "close", "open", "send"]
     assert sorted(log[-1][1]) == ["a", "c"]
+
+
+@pytest.mark.parametrize("problem", [RankLostError("rank 1 ended"), MemoryError("no memory is left")])
+async def test_error_of_the_trainer_reaches_every_server(problem):
+    async def open_link(way, servers):
+        raise problem
+
+    servers = [Server("a"), Server("b")]
+    async with asyncio.timeout(30):
+        _, results = await push(WeightTransfer("gloo", open_link), {"w": 1}, servers)
+    assert results == [problem, problem]
 
 
 async def test_replaced_weights_are_not_sent(transfer):
