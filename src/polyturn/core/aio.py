@@ -97,9 +97,32 @@ class OneThread:
         self._work.put(work)
         return future
 
+    async def finish(self, function: Callable[[], T]) -> Finished[T]:
+        """Run `function` in the thread and wait for its end, even while the caller is cancelled.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled before the function began, so that it never does.
+        """
+        turn = threading.Lock()  # taken for good by the first of two: the beginning, or the cancellation
+
+        def begin() -> T:
+            if not turn.acquire(blocking=False):
+                raise asyncio.CancelledError
+            return function()
+
+        work = self.submit(begin)
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError as cancelled:
+            if turn.acquire(blocking=False):
+                work.cancel()
+                raise
+            return Finished((await finish(work)).result, cancelled)
+        return Finished(work.result(), None)
+
     async def run(self, function: Callable[[], T]) -> T:
-        """Run `function` in the thread and wait for its end, even while the caller is cancelled."""
-        result, cancelled = await finish(self.submit(function))
+        """Run `function` in the thread and return its result, as `finish` does."""
+        result, cancelled = await self.finish(function)
         if cancelled is not None:
             raise cancelled
         return result

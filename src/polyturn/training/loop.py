@@ -25,7 +25,7 @@ from typing import Any
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Taken
 from polyturn.buffer.staleness import Replay, check_staleness
-from polyturn.core.aio import Finished, finish, first_error
+from polyturn.core.aio import Finished, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
@@ -208,9 +208,9 @@ class Trainer:
         if train.max_staleness == 0:  # else the next step's rollout goes on meanwhile
             self._observer.begin_phase("training", None)
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
-        # A cancellation waits for the end of the update: between two optimizer steps there is no state to go on from.
+        # A cancellation waits for the end of an update that has begun: there is no state to go on from in its middle.
         try:
-            done = Finished(update(), None) if self._thread is None else await finish(self._thread.submit(update))
+            done = Finished(update(), None) if self._thread is None else await self._thread.finish(update)
         except Exception:
             self._observer.on_failed_step(state.step + 1, groups)
             raise

@@ -1,0 +1,87 @@
+"""Work in a thread of its own, and what a cancellation of its caller does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from polyturn.core.aio import OneThread, finish
+from support.refusals import refuses_later
+
+
+async def test_one_thread_runs_in_order_and_raises_errors():
+    thread = OneThread("test")
+    names = [await thread.submit(lambda: threading.current_thread().name) for _ in range(3)]
+    assert names == ["test"] * 3
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    await refuses_later(lambda: thread.submit(fail), ValueError, "no")
+
+
+async def test_held_thread_begins_nothing():
+    thread, done, begun, go = OneThread("test"), [], threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert go.wait(60)
+        done.append("before")
+
+    async def hold() -> None:
+        async with thread.held():
+            raise AssertionError("it works")
+
+    before = thread.submit(work)
+    await asyncio.to_thread(begun.wait, 60)
+    given_up = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    go.set()
+    async with thread.held():
+        assert done == ["before"]
+        after = thread.submit(lambda: done.append("after"))
+        await asyncio.sleep(0.05)
+        assert done == ["before"]
+    await asyncio.gather(before, after)
+    assert done == ["before", "after"]
+
+
+async def test_finish_waits_for_work_and_keeps_the_cancellation():
+    thread, done, begun, go = OneThread("test"), [], threading.Event(), threading.Event()
+
+    def train() -> str:
+        begun.set()
+        assert go.wait(60)
+        return "trained"
+
+    async def step() -> None:
+        result, cancelled = await finish(thread.submit(train))
+        done.append(result)
+        assert cancelled is not None
+        raise cancelled
+
+    running = asyncio.create_task(step())
+    await asyncio.to_thread(begun.wait, 60)
+    running.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert done == ["trained"]
+
+
+@pytest.mark.parametrize("waits_by", ["run", "finish"])
+async def test_work_that_has_not_begun_is_cancelled_at_once(waits_by: str):
+    thread, done = OneThread("test"), []
+    async with asyncio.timeout(30), thread.held():
+        waiting = asyncio.create_task(getattr(thread, waits_by)(lambda: done.append("it ran")))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+    await thread.run(lambda: None)
+    assert waiting.cancelled() and done == []
