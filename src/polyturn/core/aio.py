@@ -166,6 +166,8 @@ async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Fi
 
     Raises:
         asyncio.CancelledError: the caller was cancelled, and the work goes on by itself after `grace_s`.
+        Exception: the work's own error. If the caller was cancelled meanwhile, that is its `__context__`, as where a
+            `finally` raises; a caller that goes on after errors asks `cancelling()` of its task.
     """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
@@ -176,4 +178,6 @@ async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Fi
         else:
             if cancelled is not None and not done:
                 raise cancelled
+    if cancelled is not None and not work.cancelled() and (error := work.exception()) is not None:
+        error.__context__ = cancelled
     return Finished(work.result(), cancelled)

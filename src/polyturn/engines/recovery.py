@@ -157,6 +157,8 @@ async def recover(
         except EngineGoneError:
             raise
         except (EngineError, TimeoutError) as problem:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError from problem  # its cleanup failed, as where the server cannot be resumed
             logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
             on_failure(problem)
             pause = min(2 * pause, LAST_RETRY_S)

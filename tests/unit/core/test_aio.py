@@ -85,3 +85,24 @@ async def test_work_that_has_not_begun_is_cancelled_at_once(waits_by: str):
         await asyncio.wait({waiting})
     await thread.run(lambda: None)
     assert waiting.cancelled() and done == []
+
+
+@pytest.mark.parametrize("waits_by", ["run", "finish", "a task"])
+async def test_error_of_work_keeps_the_cancellation_as_context(waits_by: str):
+    thread, begun, go = OneThread("test"), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert go.wait(60)
+        raise ValueError("no memory")
+
+    working = finish(thread.submit(fail)) if waits_by == "a task" else getattr(thread, waits_by)(fail)
+    running = asyncio.create_task(working)
+    await asyncio.to_thread(begun.wait, 60)
+    running.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(ValueError, match="no memory") as caught:
+        await running
+    assert isinstance(caught.value.__context__, asyncio.CancelledError)
+    assert running.cancelling() == 1, "a caller that goes on after errors can ask"

@@ -130,6 +130,38 @@ def test_newer_weights_are_sent_to_a_recovering_server() -> None:
     assert engine.pushed == [3, 3, 4]
 
 
+@virtual
+async def test_cancelled_recovery_ends_where_its_cleanup_fails() -> None:
+    begun = asyncio.Event()
+
+    class Unresumable(Restartable):
+        async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise EngineLostError("it cannot be resumed")
+
+    engine = Unresumable()
+    engine.fail()
+    recovery = asyncio.create_task(
+        recover(
+            Replica(engine, "replica 0", 0, 8, version=3),
+            engine,
+            served=lambda: PoolWeights(3, {"w": 1}),
+            again=lambda served: contextlib.nullcontext(served.weights),
+            verify=lambda: None,
+            on_back=lambda served: True,
+            on_failure=lambda problem: None,
+            attempt_s=60.0,
+        )
+    )
+    await begun.wait()
+    recovery.cancel()
+    await asyncio.wait({recovery}, timeout=600)
+    assert recovery.cancelled()
+
+
 class Reading(Restartable):
     """A server whose restart takes as long as a step or two, and which reads a folder."""
 
