@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -61,6 +61,11 @@ class WeightChecksums:
         """Check `engine` again at the next sync: it has come back."""
         self._right.discard(engine)
 
+    def keep(self, live: Iterable[Engine]) -> None:
+        """Check all but the `live` ones again once they serve: where weights go to a server that was down, it may be a new
+        process."""
+        self._right &= set(live)
+
     async def _sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compute the checksums that every engine's tensors should have now."""
         wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
@@ -74,7 +79,7 @@ class WeightChecksums:
 
         Of `engines`, all that serve, those are asked that were not found right before, or did not serve since.
         """
-        self._right &= set(engines.values())
+        self.keep(engines.values())
         compared = self._made_of.keys() - self._right
         to_check = {name: engine for name, engine in engines.items() if engine in compared}
         if not to_check:

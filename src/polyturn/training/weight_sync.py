@@ -267,6 +267,7 @@ class WeightSync:
         self._sent = version, self._source.step_count
         try:
             weights = await self._thread.run(self._weights)
+            self._held.keep(self._engines().values())
             await self._engine.update_weights(version, weights=weights)
             return weights
         finally:

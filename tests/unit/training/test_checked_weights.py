@@ -97,6 +97,19 @@ async def test_server_is_asked_again_only_once_it_came_back():
     assert [server.num_asked for server in servers] == [asked[0], asked[1] + 2]
 
 
+async def test_server_lost_between_syncs_is_asked_at_the_next():
+    policy = make_policy()
+    servers = [Server(policy), Server(policy)]
+    pool = EnginePool(servers)
+    sync = WeightSync(pool, policy, WeightProbe(**SMALL))
+    await sync.start(0)
+    asked = [server.num_asked for server in servers]
+    pool.exclude(pool.replicas[1], EngineLostError("it was killed"))
+    await sync.publish(1)
+    assert pool.replicas[1].is_live
+    assert [server.num_asked for server in servers] == [asked[0], asked[1] + 1]
+
+
 async def test_later_sync_reads_the_weights_once():
     policy = make_policy()
     reads = Counter()
