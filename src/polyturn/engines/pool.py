@@ -271,7 +271,7 @@ class EnginePool(BaseEngine):
         finally:
             self._coming, self._is_pushing = self._served.version, False
             if isinstance(payload, ServerWeights):
-                payload.settle()  # also after a failure
+                await payload.settle()  # also after a failure
         logger.debug(
             "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
             version,
@@ -403,7 +403,7 @@ class EnginePool(BaseEngine):
             try:
                 yield payload
             finally:
-                payload.settle()
+                await payload.settle()
 
     async def _recover(self, replica: Replica, engine: Revivable) -> None:
         def on_back(served: PoolWeights) -> bool:

@@ -229,7 +229,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         try:
             await self._take(written, version)
         finally:
-            written.settle()
+            await written.settle()
             self._store.drop()
 
     async def sleep(self) -> None:

@@ -82,8 +82,8 @@ class ServerWeights(ABC):
             EngineError: it cannot.
         """
 
-    def settle(self) -> None:
-        """Drop references to the trainer's tensors, which are about to change."""
+    async def settle(self) -> None:
+        """Let go of the trainer's tensors, which are about to change."""
         return
 
 

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+SETTLE_S = 60.0
+"""Seconds in which a transfer that no server waits for may end before it is broken off, and in which a link is closed."""
+
 
 class TransferServer(Protocol):
     """One server, as far as a transfer goes: it is held, and takes weights."""
@@ -117,8 +120,9 @@ class WeightTransfer:
     async def _unlink(self) -> None:
         if self._link is not None:
             link, self._link, self._linked = self._link, None, ()
-            with contextlib.suppress(EngineError):
-                await link.close()
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(SETTLE_S):  # of a server that hangs, which would hold the end of the run up
+                    await link.close()
 
     def drop(self) -> None:
         """Nothing is kept."""
@@ -149,6 +153,7 @@ class SentWeights(ServerWeights):
             yield
         finally:
             self._given.discard(server)
+            self._ready.pop(server, None)  # of a `load` that was cancelled before the others were held
             self._begin()
 
     async def load(self, server: TransferServer) -> None:
@@ -162,9 +167,15 @@ class SentWeights(ServerWeights):
         self._begin()
         await done
 
-    def settle(self) -> None:
-        """Forget the trainer's own tensors, which are about to change."""
+    async def settle(self) -> None:
+        """Begin no transfer any more, and wait for the end of those that a cancelled `load` left behind."""
         self._weights = None
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=SETTLE_S)
+        for task in late:
+            logger.warning("weights are still sent %g s after their server was given up, and are broken off", SETTLE_S)
+            task.cancel()
 
     def _begin(self) -> None:
         if self._ready and self._given <= self._ready.keys():

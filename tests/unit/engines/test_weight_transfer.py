@@ -18,9 +18,10 @@ from polyturn.core.errors import ConfigError, EngineError, EngineLostError, Rank
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_group import WeightGroup
-from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
 from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
 from support.forked import run_program
+from support.parts import virtual
 from support.refusals import refuses_later
 
 
@@ -84,7 +85,7 @@ def transfer(log):
 async def push(transfer, weights, servers):
     sent = transfer.write(weights)
     results = await asyncio.gather(*(server.take(sent) for server in servers), return_exceptions=True)
-    sent.settle()
+    await sent.settle()
     return sent, results
 
 
@@ -124,6 +125,70 @@ async def test_error_of_the_trainer_reaches_every_server(problem):
     async with asyncio.timeout(30):
         _, results = await push(WeightTransfer("gloo", open_link), {"w": 1}, servers)
     assert results == [problem, problem]
+
+
+class Gated(Link):
+    """Sends, and closes, once its gate is open."""
+
+    def __init__(self, servers, log, begun, gate):
+        super().__init__("gloo", servers, log)
+        self.begun, self.gate = begun, gate
+
+    async def send(self, weights):
+        self.begun.set()
+        await self.gate.wait()
+        self.log.append("ends")
+
+    async def close(self):
+        await self.gate.wait()
+
+
+async def given_up(gate, log):
+    """Return weights of which a transfer has begun that no server waits for any more, and what sends them."""
+
+    begun = asyncio.Event()
+
+    async def open_link(way, servers):
+        return Gated(servers, log, begun, gate)
+
+    transfer = WeightTransfer("gloo", open_link)
+    sent = transfer.write({"w": 1})
+    taking = asyncio.create_task(Server("a").take(sent))
+    await begun.wait()
+    taking.cancel()
+    await asyncio.wait({taking})
+    return sent, transfer
+
+
+async def test_weights_are_held_until_a_given_up_transfer_ends(log):
+    sent, _ = await given_up(gate := asyncio.Event(), log)
+    settling = asyncio.create_task(sent.settle())
+    await asyncio.wait({settling}, timeout=0.05)
+    assert not settling.done()
+    gate.set()
+    await settling
+    assert log[-1] == "ends"
+
+
+@virtual
+async def test_given_up_transfer_that_hangs_is_broken_off():
+    sent, transfer = await given_up(asyncio.Event(), log := [])
+    async with asyncio.timeout(3 * SETTLE_S):
+        await sent.settle()
+        await transfer.unlink()
+    assert "ends" not in log
+
+
+async def test_server_given_up_before_others_are_held_is_not_sent_to(transfer, log):
+    sent, first, second = transfer.write({"w": 1}), Server("a"), Server("b")
+    with sent.given_to(second):
+        taking = asyncio.create_task(first.take(sent))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.wait({taking})
+        await sent.load(second)
+    assert log[-1] == ("send", ["b"]) and first.weights is None
 
 
 async def test_replaced_weights_are_not_sent(transfer):

@@ -317,6 +317,34 @@ async def test_server_lost_between_syncs_is_sent_the_trainers_weights():
     await pool.close()
 
 
+async def test_trainer_waits_for_a_given_up_recovery_to_stop_sending():
+    policy, thread, order = make_policy(tied=False), OneThread("trainer"), []
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    class Slow(Link):
+        async def send(self, weights):
+            if server.num_restarts:
+                begun.set()
+                await may_end.wait()
+                order.append("sent")
+            await super().send(weights)
+
+    async def open_link(transport, servers):
+        return Slow(servers)
+
+    pool = EnginePool([server := Sent(policy)], files=WeightTransfer("gloo", open_link), patience_s=30.0)
+    await WeightSync(pool, policy, WeightProbe(**SMALL), thread=thread).start(0)
+    server.is_lost = True
+    pool.exclude(pool.replicas[0], EngineLostError("it was killed"))
+    await asyncio.wait_for(begun.wait(), 60)
+    closing = asyncio.create_task(pool.close())
+    step = asyncio.ensure_future(thread.submit(lambda: order.append("step")))
+    await asyncio.wait({closing, step}, timeout=0.1)
+    may_end.set()
+    await asyncio.gather(closing, step)
+    assert order == ["sent", "step"]
+
+
 async def test_only_server_may_die_during_a_sync_and_return(tmp_path):
     class Mortal(Leaky):
         num_restarts = 0
