@@ -25,7 +25,9 @@ case $1 in
   run) [ ! -e "$STAND_IN/no-run" ] || { echo "Error: no such image" >&2; exit 125; } ;;
   ps) cat "$STAND_IN/running" 2> /dev/null || true ;;
   rm) rm -f "$STAND_IN/running" ;;
-  inspect) [ -e "$STAND_IN/dead" ] && echo false || echo true ;;
+  inspect)
+    [ -e "$STAND_IN/dead" ] && echo false || echo true
+    [ ! -e "$STAND_IN/dying" ] || : > "$STAND_IN/dead" ;;
   instance)
     case $2 in
       start) [ ! -e "$STAND_IN/no-run" ] || { echo "FATAL: no such image" >&2; exit 255; } ;;
@@ -52,7 +54,7 @@ class StandIn:
         program.chmod(0o755)
 
     def set(self, flag: str) -> None:
-        """Let it behave as `flag` says: no-build, no-run, dead."""
+        """Let it behave as `flag` says: no-build, no-run, dead, dying (dead behind the next look at it)."""
         (self.folder / flag).touch()
 
     def calls(self, command: str) -> list[list[str]]:

@@ -39,8 +39,9 @@ CLOSE_S = 60.0
 MAX_AT_ONCE = 256
 DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
 """Exit codes with which a command ends, among others, because its sandbox did."""
-KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 5, 0.1
-"""Exit codes of a killed command, and how often and every how many seconds its sandbox is then looked at."""
+KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 3, 0.1
+"""Exit codes of a killed command, and how often and every how many seconds its sandbox is then looked at. On a
+busy machine the first process of a namespace that was killed ended at most 5 ms after the commands in it."""
 SLEEP = "while :; do sleep 3600 & wait $!; done"
 """The first process of a sandbox: it reaps what others leave, and survives when all others are killed."""
 
