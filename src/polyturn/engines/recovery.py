@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from polyturn.core.errors import EngineError, EngineGoneError, one_line
+from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Replica
@@ -190,6 +190,12 @@ async def _serves(engine: Engine, version: int) -> bool:
     request = GenerateRequest(
         request_id=name, session_id=name, prompt_ids=np.zeros(1, np.int32), sampling=SamplingParams(max_tokens=1)
     )
-    answer = await engine.generate(request)
+    try:
+        answer = await engine.generate(request)
+    except EngineLostError:
+        raise
+    except EngineError as problem:  # a server that was started again does not know the adapter that the request names
+        logger.debug("policy version %d is not served there (%s)", version, one_line(problem))
+        return False
     await engine.end_session(name)
     return {tag for _, tag in answer.policy_versions} == {version} and len(answer.token_ids) == 1

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
-from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
@@ -101,6 +101,22 @@ def test_server_that_kept_its_weights_is_not_sent_them() -> None:
     engine = Restartable(keeps_weights=True)
     run_recovery(engine)
     assert engine.pushed == [3]
+
+
+def test_server_that_refuses_the_adapter_is_sent_the_weights() -> None:
+    class Forgetful(Restartable):
+        num_refused = 0
+
+        async def generate(self, request: GenerateRequest) -> Completion:
+            if self.num_restarts and len(self.pushed) == 1:
+                self.num_refused += 1
+                assert self.num_refused == 1, "it is asked again and again"
+                raise EngineError("answered 404: the model `polyturn-adapter-1` does not exist")
+            return await super().generate(request)
+
+    engine = Forgetful()
+    run_recovery(engine)
+    assert engine.pushed == [3, 3]
 
 
 def test_server_stays_out_until_it_passes_the_proof() -> None:
