@@ -37,7 +37,7 @@ from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.observer_base import Observer
 from polyturn.training.producer import Producer
-from polyturn.training.resume import identity_of, require_same_identity
+from polyturn.training.resume import identity_of, require_same_identity, warn_of_other_updates
 from polyturn.training.rollout_metrics import state_metrics
 from polyturn.training.state import Data, EngineLink, LoopSettings, LoopState, Saving
 from polyturn.training.update import Update
@@ -131,6 +131,8 @@ class Trainer:
         # Of a sampler that is made for this alone: it refuses another order of tasks, and what a mix has learnt is shared.
         self._sampler().load_state_dict(saved["sampler"])
         require_same_identity(saved.get("identity", {}), self._identity(), path=path)
+        critic = [] if self.update.critic is None else [self.update.critic.settings.optim]
+        warn_of_other_updates(saved, self.settings.train, [self.settings.train.optim, *critic])
         self.policy.load_state_dict(saved["policy"])
         self.update.load(path)
         self.update.load_state_dict(saved.get("update", {}))
@@ -363,6 +365,7 @@ class Trainer:
                 "pending": self._untrained(),
                 "fingerprint": self._saving.fingerprint,
                 "identity": self._identity(),
+                "updates_per_step": self.settings.train.updates_per_step,
             }
             if followers := self._engine.snapshots.state_dict(step):
                 state["followers"] = followers

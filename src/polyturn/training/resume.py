@@ -7,13 +7,16 @@ which tasks a step trains on, and the tasks themselves. Everything else may chan
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import CheckpointError
 from polyturn.core.task import Task
-from polyturn.training.options import TrainOptions
+from polyturn.training.options import OptimSettings, TrainOptions
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {
     "groups_per_step": "train.groups_per_step",
@@ -87,6 +90,19 @@ def _other_tasks(path: Path, what: str) -> CheckpointError:
         f"the checkpoint {path} was made with {what}, so that tasks would be skipped or visited twice; resume with the "
         f"same, or start a new run from its weights (model.path={path / 'model'})"
     )
+
+
+def warn_of_other_updates(saved: Mapping[str, Any], train: TrainOptions, optims: Sequence[OptimSettings]) -> None:
+    """Warn where learning rates jump, because they go by optimizer updates and a step now has another number of them."""
+    # Before checkpoints held the number, a schedule took every update for a step.
+    before, now = saved.get("updates_per_step", 1), train.updates_per_step
+    if before != now and any(optim.schedule.name != "constant" or optim.warmup_steps for optim in optims):
+        logger.warning(
+            "the learning rate goes on from another point of its schedule: the run had %d optimizer updates in a step, and "
+            "now has %d (train.minibatches × train.passes)",
+            before,
+            now,
+        )
 
 
 def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

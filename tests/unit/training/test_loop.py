@@ -34,7 +34,7 @@ from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.loop import Trainer
 from polyturn.training.observer_base import Observer
-from polyturn.training.options import TrainOptions
+from polyturn.training.options import OptimSettings, ScheduleOptions, TrainOptions
 from polyturn.training.state import Data, EngineLink, LoopSettings, Saving
 from polyturn.training.update import Update, UpdateSettings
 from polyturn.training.weight_sync import SharedWeights
@@ -453,6 +453,34 @@ def test_resume_refuses_other_data_tokenizer_or_group_sizes(tmp_path: Path, chan
     assert latest is not None
     with pytest.raises(CheckpointError):
         Rig(tmp_path, steps=2, **change).trainer.resume(latest)
+
+
+FALLS = OptimSettings(schedule=ScheduleOptions(name="linear"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "optim", "warns"),
+    [
+        (2, {"passes": 3}, FALLS, True),
+        (2, {"minibatches": 2}, FALLS, False),
+        (None, {"minibatches": 2}, FALLS, True),
+        (None, {}, FALLS, False),
+        (2, {}, OptimSettings(warmup_steps=1), True),
+        (2, {}, OptimSettings(), False),
+    ],
+)
+def test_resume_warns_of_a_jump_of_the_learning_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int | None, now: dict[str, int], optim: Any, warns: bool
+):
+    latest = Rig(tmp_path, steps=1, minibatches=before or 1).run().checkpoints.latest()
+    assert latest is not None
+    rig = Rig(tmp_path, steps=2, optim=optim, **now)
+    if before is None:  # of a version that did not count them
+        load = rig.checkpoints.load
+        rig.checkpoints.load = lambda path: {k: v for k, v in load(path).items() if k != "updates_per_step"}  # type: ignore
+    caplog.clear()
+    rig.trainer.resume(latest)
+    assert ("optimizer updates in a step" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("at_event", [1, 9, 20, 31, 50])
