@@ -153,6 +153,22 @@ def test_unused_critic_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_schedules_end_with_a_run_whose_critic_warms_up(tmp_path: Path) -> None:
+    settings = ["train.steps=10", "train.minibatches=2", "train.optim.schedule=cosine", "algorithm.advantage=gae"]
+    where = place(tmp_path, *settings, "algorithm.critic={warmup: 4, optim: {schedule: cosine}}")
+    trainer = build.build_trainer(
+        build.build_parts(where),
+        build.build_run_tasks(where),
+        folder=tmp_path,
+        observer=RunObserver(tmp_path, total_steps=1),
+    )
+    updates = [
+        network.backend.optimizer.settings.schedule.total_steps  # type: ignore[union-attr, attr-defined]
+        for network in (trainer.policy, trainer.update.critic)
+    ]
+    assert updates == [12, 20], "the policy is trained in six steps, the critic in ten"
+
+
 def test_critic_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tiny_model(200, hidden=16, layers=1).save_pretrained(tmp_path / "other")
     where = place(tmp_path, "algorithm.advantage=gae", "algorithm.critic.path=other")

@@ -81,7 +81,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
 
     source, config = parts.source, parts.source.config
     train = config.train
-    optim = train.optim.over(train.steps, updates=train.updates_per_step)
+    # The critic warms up without the policy, whose schedule would else not come to its end.
+    optim = train.optim.over(max(1, train.steps - config.algorithm.critic.warmup), updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
     # An engine that samples on the event loop, from the trained parameters themselves, must not meet half an update.

@@ -41,7 +41,8 @@ class ScheduleOptions:
     name: Literal["constant", "linear", "cosine"] = "constant"
     """constant, or the shape of a fall to `min_lr_ratio` at `total_steps`."""
     total_steps: Annotated[int, Field(ge=1)] | None = None
-    """The step at which the fall ends; null takes the steps of the run."""
+    """The step at which the fall ends; null takes the steps of the run. Steps of `critic.warmup`, which the policy sits out,
+    do not count for the policy."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The learning rate at its end, as a share of `lr`."""
 
@@ -85,8 +86,8 @@ class OptimSettings:
         """Return the settings of a run of so many steps, its warm-up and the end of its schedule in optimizer updates.
 
         Args:
-            steps: Of the run.
-            updates: Of the optimizer in each step.
+            steps: Of the run, in which these parameters are trained.
+            updates: Of the optimizer in each step, at most; a step with nothing to learn from has none.
         """
         total = self.schedule.total_steps or steps
         warmup = int((self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps) * updates)
