@@ -16,6 +16,7 @@ import pytest
 
 from polyturn.algorithms.advantages import grpo
 from polyturn.algorithms.options import AlgorithmOptions, KlOptions
+from polyturn.core.aio import OneThread
 from polyturn.core.errors import CheckpointError, EngineError, RolloutError, TrainingError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
@@ -143,6 +144,7 @@ class Rig:
         checkpoints: Checkpoints | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleeps: bool = False,
+        thread: OneThread | None = None,
         **settings: Any,
     ) -> None:
         self.events: list[Event] = []
@@ -179,7 +181,10 @@ class Rig:
             LoopSettings(train=train, evaluation=evaluation),
             update=Update(self.policy, estimator=partial(grpo), settings=steps),  # type: ignore[arg-type]
             engine=EngineLink(
-                channel=SharedWeights(context.engine), busy_s=lambda: 0.0, sleep=self.sleep if sleeps else None
+                channel=SharedWeights(context.engine),
+                busy_s=lambda: 0.0,
+                sleep=self.sleep if sleeps else None,
+                thread=thread,
             ),
             pool=RolloutPool(context, max_failed_share=max_failed_share),
             data=Data(
@@ -453,6 +458,27 @@ def test_resume_refuses_other_data_tokenizer_or_group_sizes(tmp_path: Path, chan
     assert latest is not None
     with pytest.raises(CheckpointError):
         Rig(tmp_path, steps=2, **change).trainer.resume(latest)
+
+
+async def test_cancelled_run_does_not_wait_for_a_held_thread(tmp_path: Path):
+    """A server's recovery holds it while it is sent the weights."""
+    rig = Rig(tmp_path, thread=(thread := OneThread("trainer")))
+    begin_phase, is_due = rig.observer.begin_phase, asyncio.Event()
+
+    def begins(phase: str, total: int | None) -> None:
+        begin_phase(phase, total)
+        if phase == "training":
+            is_due.set()
+
+    rig.observer.begin_phase = begins  # type: ignore[method-assign]
+    async with asyncio.timeout(30), thread.held():
+        running = asyncio.create_task(rig.trainer.run())
+        await is_due.wait()
+        running.cancel()
+        await asyncio.wait({running})
+    assert running.cancelled() and rig.of("train", "step") == []
+    latest = rig.checkpoints.latest()
+    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == 0
 
 
 FALLS = OptimSettings(schedule=ScheduleOptions(name="linear"))
