@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,8 +45,7 @@ def new_run_folder(wanted: Path) -> Path:
     Raises:
         ConfigError: it cannot be made.
     """
-    for number in itertools.count(1):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+    for folder in _numbered(wanted):
         try:
             folder.mkdir(parents=True)
             return folder
@@ -54,6 +53,18 @@ def new_run_folder(wanted: Path) -> Path:
             if not (isinstance(problem, FileExistsError) and os.path.lexists(folder)):
                 raise cannot_be_made(folder, problem, instead=ANOTHER_FOLDER) from problem
     raise AssertionError("numbers do not end")
+
+
+def later_run(folder: Path) -> Path | None:
+    """Return the last of the runs that were given the same name after `folder`; None without any."""
+    later = list(itertools.takewhile(Path.is_dir, itertools.islice(_numbered(folder), 1, None)))
+    return later[-1] if later else None
+
+
+def _numbered(wanted: Path) -> Iterator[Path]:
+    yield wanted
+    for number in itertools.count(2):
+        yield wanted.with_name(f"{wanted.name}-{number}")
 
 
 def name_of(folder: Path, out: str) -> str:

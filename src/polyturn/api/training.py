@@ -26,7 +26,7 @@ import yaml
 from polyturn import build
 from polyturn.api import ranks
 from polyturn.api.console import logging_to
-from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, name_of, new_run_folder
+from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, later_run, name_of, new_run_folder
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
@@ -215,6 +215,13 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         if former is None:
             resume = False
             attempt.locks.close()  # the run gets a folder of its own
+        if resume and (later := later_run(folder)) is not None:
+            logger.warning(
+                "this goes on with %s; a later run of that name is in %s (name=%s)",
+                folder,
+                later,
+                name_of(later, config.out),
+            )
         if resume:
             before = former_settings(folder / "config.yaml")
             if latest is not None:

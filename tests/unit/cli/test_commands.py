@@ -24,7 +24,7 @@ import typer
 import yaml
 
 from polyturn.api import console as console_module
-from polyturn.api.folders import keep_tokenizer, new_run_folder
+from polyturn.api.folders import keep_tokenizer, later_run, new_run_folder
 from polyturn.build import model_folder
 from polyturn.cli import train as train_command
 from polyturn.cli.main import COMMANDS, app, guarded, main
@@ -288,6 +288,8 @@ def test_second_run_gets_a_folder_of_its_own(tmp_path: Path):
     with ThreadPoolExecutor(4) as threads:  # at once, too
         made = list(threads.map(new_run_folder, [tmp_path / "runs" / "a"] * 4))
     assert {folder.name for folder in made} == {"a", "a-2", "a-3", "a-4"}
+    assert later_run(tmp_path / "runs" / "a") == tmp_path / "runs" / "a-4", "of which a resumed run says that it is later"
+    assert later_run(tmp_path / "runs" / "a-4") is None
     (tmp_path / "gone").symlink_to("nowhere")
     refuses(lambda: new_run_folder(tmp_path / "gone" / "a"), ConfigError, "cannot be made or written")
 
