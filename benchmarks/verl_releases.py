@@ -1,6 +1,6 @@
 """What runs here of each release of verl: the keys of its config tree, and its multi-turn launch scripts.
 
-    python benchmarks/verl_releases.py --wheels DIR --checkouts DIR --write docs/migrate/verl.md
+    python benchmarks/verl_releases.py --wheels DIR --checkouts DIR --write benchmarks/README.md
     python benchmarks/verl_releases.py --wheels DIR --names src/polyturn/compat/verl_config/names.txt
 
 DIR of the wheels holds verl-0.6.1-….whl and the like (`pip download --no-deps verl==0.6.1`), that of the checkouts one

@@ -1,7 +1,7 @@
 """verl's own tests of its multi-turn interfaces, run twice: with verl on a CPU, and as they are with polyturn in its place.
 
     python benchmarks/verl_tests.py --cache DIR --python VENV/bin/python --out benchmarks/results/verl_tests.json
-    python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write docs/migrate/verl.md
+    python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write benchmarks/README.md
 
 The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there, with the
 recipes at the commit that a checkout names; `--repository` and `--recipes` are clones to start from in place of the public
