@@ -1,7 +1,7 @@
 """Are the tokens exact, whatever the template? The long form of the property tests. Prints one JSON line.
 
     python benchmarks/token_exactness.py                                 all templates: minutes, on one core each of --jobs
-    python benchmarks/token_exactness.py --docs docs/token-exactness.md  and rewrite that page's table
+    python benchmarks/token_exactness.py --docs benchmarks/README.md  and rewrite that page's table
 
 For each published template in ../shared/data (with Qwen's vocabulary) 1,000 random dialogues of every kind, for each
 hand-written one 200 (1,000 where there are no others), run as real episodes and compared with an oracle that renders and
