@@ -85,7 +85,7 @@ learn: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs docs/demo.md
+	$(BIN)/python benchmarks/_demo_seeds.py --out runs/demo-$$(date +%F-%H%M%S) --docs benchmarks/README.md
 
 verify: $(STAMP)
 	@failed=; for mark in $(MARKS); do \

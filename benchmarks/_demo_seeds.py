@@ -1,6 +1,6 @@
 """The quick start for ten seeds under several roundings, and two controls: more supervised training, shuffled rewards.
 
-    python benchmarks/_demo_seeds.py --out runs/demo --docs docs/demo.md
+    python benchmarks/_demo_seeds.py --out runs/demo --docs benchmarks/README.md
 
 The same seed trains differently where floating-point sums are rounded differently: rounding decides now and then which token
 is sampled, and from there on the runs part. A recipe that works on one processor only was luck, so each seed runs as
@@ -45,7 +45,7 @@ ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
 if torch.backends.cpu.get_cpu_capability() == "AVX512":
     ROUNDINGS["AVX2"] = ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ["num_threads=1"])
 MAX_BEFORE, MIN_AFTER, MAX_FIRST_TURN = 0.35, 0.90, 0.20
-"""What docs/demo.md sets as the target of every run: greedy success before and after, and first-turn success."""
+"""The target of every run: greedy success before and after, and first-turn success."""
 
 
 def polyturn(*arguments: str, environment: dict[str, str] | None = None) -> float:
@@ -138,7 +138,7 @@ CONTROLS = {"more supervised training": more_supervised, "shuffled rewards": shu
 
 
 def broken_promises(runs: Sequence[dict[str, Any]], controls: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a sentence for every run that misses the target of docs/demo.md."""
+    """Return a sentence for every run that misses the target."""
     broken = []
     for r in runs:
         before, after = r["before"]["greedy"], r["after"]["greedy"]
@@ -158,7 +158,7 @@ BEGIN, END = "<!-- results: written by benchmarks/_demo_seeds.py -->", "<!-- end
 
 
 def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, list[dict[str, Any]]]) -> None:
-    """Write the tables of docs/demo.md from what was measured."""
+    """Write the tables of benchmarks/README.md from what was measured."""
     by = {(r["rounding"], r["seed"]): r for r in runs}
     seeds = sorted({r["seed"] for r in runs})
     roundings = [name for name in ROUNDINGS if any(r["rounding"] == name for r in runs)]

@@ -1,6 +1,6 @@
 """Runs learn: a tiny model what its reward counts, the quick start of `make demo-tiny` to use its turns, SmolLM2 to add.
 
-docs/demo.md aims at 90 % for every seed and rounding; this asks for a little less, because another processor rounds
+benchmarks/README.md aims at 90 % for every seed and rounding; this asks for a little less, because another processor rounds
 in another way. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
 """
 
