@@ -1,11 +1,11 @@
-"""The weight of the entropy bonus over a run: it stays, or with a target it keeps entropy from falling below that.
+"""The weight of the entropy bonus over a run: fixed, or adapted to keep the entropy above a target.
 
     c_{k+1} = max(0, c_k + step)  if entropy_k < target,  else  max(0, c_k - step)
     weight_{k+1} = c_{k+1}        if entropy_k <= target, else  0
 
 entropy_k is the mean entropy of step k at the trained tokens, in nats; c_0 is `entropy_coef`. Source: He et al. 2025
-(Skywork-OR1, adaptive entropy control). Not from there: the floor at 0, so that a policy above its target for long does not
-need as long to get its bonus back.
+(Skywork-OR1, adaptive entropy control). The floor at 0 is ours: however long a policy was above its
+target, its bonus returns with the first step below.
 """
 
 from __future__ import annotations

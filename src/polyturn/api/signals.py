@@ -1,4 +1,4 @@
-"""Signals that a command wants to answer with a checkpoint instead of an exception in the middle of a step."""
+"""Signals that end a command with a checkpoint, not with an exception in the middle of a step."""
 
 from __future__ import annotations
 

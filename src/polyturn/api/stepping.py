@@ -1,9 +1,9 @@
-"""A training run a step at a time: `for step in polyturn.steps(…)`, with what each trains on in hand, to be changed.
+"""A training run, one step at a time: `for step in polyturn.steps(…)` gets a step's samples before the update.
 
     the training thread   rollout -> samples, advantages -> waits -> loss, optimizer, weights -> the next rollout
     the caller's thread              the body of the `for`    ^
 
-It is the loop of every other run, checkpoints and records included: only the moment before the optimizer is shared.
+The caller may change the samples. Everything else, checkpoints and records included, is as in every other run.
 """
 
 from __future__ import annotations

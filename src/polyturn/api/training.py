@@ -3,7 +3,7 @@
     run_training(source, resolved, …)  ->  TrainedRun(folder=runs/quickstart, steps=30, …)
 
 Both front doors lead here: `polyturn train` in a process of its own, and `polyturn.train` in whatever process calls it.
-PyTorch, whose import takes seconds, is not imported before what can be refused without it is.
+Errors that need no PyTorch are raised before it is imported, which takes seconds.
 """
 
 from __future__ import annotations

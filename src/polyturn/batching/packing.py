@@ -1,4 +1,4 @@
-"""Packing: rows end to end on one axis, without padding, the tokens that rows have in common only once.
+"""Packing: rows end to end on one axis, without padding; a common prefix is stored once.
 
     rows      a b c d e          flat     a b c d e | x y | z          x y follows a b c, z follows a b c x
               a b c x y          place    row 0 = 0 1 2 3 4,  row 1 = 0 1 2 5 6,  row 2 = 0 1 2 5 7

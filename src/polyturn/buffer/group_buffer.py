@@ -8,8 +8,8 @@ that are sampled later only have newer versions.
     tickets   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...      two groups a step, `extra` 2: a wave of four for each step
     step 0    the first two that are complete; the others are left over
 
-`extra` groups are started beyond those that a step trains on. What is left over is cut off by the caller (waves), or, with
-`carries`, stays for a later step: then nothing is dropped, and a step waits only for those that no later step could train.
+`extra` groups are started beyond those that a step trains on. The caller cuts off what is left over (waves). With `carries`
+it stays for a later step: nothing is dropped, and a step waits only for groups that no later step could train.
 With `extra` 0 every step trains its own tickets, in order, so that nothing depends on which group finished first.
 """
 

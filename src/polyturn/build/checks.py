@@ -1,4 +1,4 @@
-"""Tasks and plug-ins that are known to work, before any time is spent on loading weights, or on training."""
+"""Checks of tasks and plug-ins, before any time is spent on loading weights or training."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     RayRankGroup    every rank runs a command on its share
     RayWorker       a worker of a `WorkerPool`
 
-An actor that dies is a sentence with what is left of its log, never a stack trace of Ray. What a dead worker ran goes on at
-another; only the last of them, and any rank, ends the run.
+A dead actor is reported in one sentence with the end of its log, without Ray's stack trace. Another worker continues the
+episodes of a dead one; the run ends if a rank or the last worker dies.
 """
 
 from __future__ import annotations

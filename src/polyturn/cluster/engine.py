@@ -1,6 +1,6 @@
-"""ClusterEngine: the engine of a run on a cluster, as its leader and its rollout workers ask it: all go to one `PoolActor`.
+"""ClusterEngine: the engine of a run on a cluster. Leader and rollout workers send their requests to one `PoolActor`.
 
-Of its servers the leader also asks each by itself, which is how weights are proved (`training/weight_sync.py`).
+The leader also asks each server by itself, to verify its weights (`training/weight_sync.py`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     worker   WorkerJournal.write   line -> post -> waits                        episode goes on once the line is on disk
     leader   carry                 posts(received so far) -> JournalFile.append   one call to each worker is always under way
 
-What a worker is handed with a group is what the leader's journal holds of its episodes: of a run that is resumed, or of a
-worker that died. So a conversation goes on behind its last complete turn on whichever worker has room.
+With a group, a worker gets the lines that the leader's journal has of its episodes, after a resume or the death of another
+worker. So any worker can continue a conversation behind its last complete turn.
 """
 
 from __future__ import annotations

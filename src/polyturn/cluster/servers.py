@@ -4,7 +4,7 @@
       |  a new actor for every start: on another node where the bundle's own is gone
     node           ServerActor -> Server (ManagedProcess)        the process, its log, the checkpoint that it reads
 
-An actor that is killed takes its server along, for the kernel ends that with its parent.
+If an actor is killed, the kernel ends its server with it.
 """
 
 from __future__ import annotations

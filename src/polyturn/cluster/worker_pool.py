@@ -3,7 +3,7 @@
     WorkerPool.run_one(spec)  ->  the worker with least to do  ->  a group
                                   died?  ->  another one, behind the last complete turn of each episode
 
-How a worker is reached is its own business (`RemoteWorker`): an actor of Ray's, or a process of this machine.
+A `RemoteWorker` is an actor of Ray's, or a process of this machine.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
     builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
     builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
     builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
-    other = builder.fork()                       a second place to append at; the one that appends second opens a segment
+    other = builder.fork()                       a second position; the one that appends second opens a segment
 
-A builder is a place in the segments of an episode: a segment, and how far into it. Forks share the segments and have
-their own places. A token is appended in place where the segment ends there; elsewhere a new segment starts, whose prompt
-replays what stands before. So a sampled token is in exactly one segment as sampled, and in others at most as prompt (I4).
+A builder is a position in the segments of an episode. Forks share the segments and have positions of their own. At the end
+of a segment a token is appended to it; elsewhere a new segment starts, whose prompt replays everything before. So a sampled
+token is in exactly one segment as sampled, and in others at most as prompt (I4).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
             self._counts[instance_id] = state                   alone, and no call changes it
 
 A run that is resumed calls `create` (or `start_interaction`) again, then `restore` with what `snapshot` returned behind the
-last complete turn; no call of that turn or of one before it is made again. A plug-in that offers neither is taken to keep
-something, and its conversations restart from their tasks. The state is what JSON can write. Both methods may be plain or
+last complete turn; no call of that turn or of one before it is made again. A plug-in that declares neither counts as
+stateful: its conversations restart from their tasks. The state is what JSON can write. Both methods may be plain or
 async; `snapshot` changes nothing. A scheduler's two take the episode in place of the id; an environment's, which serves one
 episode, take none.
 """

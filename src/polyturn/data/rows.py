@@ -10,8 +10,8 @@
       ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
 
 Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,
-the row, the key and the value. Parquet fills the keys that a row lacks with None: such keys count as absent, so a tool
-that is None, or whose kwargs are all there and all None, belongs to other rows, while an empty one is this row's.
+the row, the key and the value. Parquet fills the keys that a row lacks with None, so such keys count as absent: a
+tool that is None, or whose kwargs are all None, belongs to other rows; a tool with empty kwargs is this row's.
 """
 
 from __future__ import annotations

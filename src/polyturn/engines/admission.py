@@ -4,7 +4,7 @@
     an episode's first turn ->  the server with the fewest requests
     no server is live       ->  wait, with a look at who may be tried; in the end, `EngineLostError`
 
-Separate from the pool, which asks servers and says which of them are well: here is only the queue in front of them.
+Separate from the pool, which sends the requests and tracks the health of its servers.
 """
 
 from __future__ import annotations

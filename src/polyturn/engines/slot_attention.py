@@ -1,8 +1,8 @@
 """Attention of several tokens of each slot over the cache, on a CPU, without a copy of keys and values for every query head.
 
-Separate because it is a way around one choice of transformers: where several query heads share keys and a mask is given, it
-repeats the keys and values first, which cost more than the attention itself (measured: 5 of 7 ms a layer for 32 slots of
-350 tokens). A CPU's kernel takes both; other devices keep transformers' way.
+Separate because it replaces one choice of transformers: where several query heads share keys and a mask is given,
+transformers repeats keys and values first. That cost more than the attention itself (measured: 5 of 7 ms a layer for 32
+slots of 350 tokens). A CPU's kernel needs no copy; other devices keep transformers' code.
 """
 
 from __future__ import annotations

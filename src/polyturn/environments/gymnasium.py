@@ -5,9 +5,9 @@
     observations   Text as it is; the picture where the environment draws one in text (render_mode "ansi"); else its value
                    in words ("observation: 5", "[0.01, -0.2]"), with the names of its parts where they are known
 
-The action is read from <action>…</action> if the model writes that, else from the last word or number that is one. What is
-no action changes nothing: the model reads which ones there are, the turn earns `invalid_reward` (0, the adapter's kwarg),
-and after `max_invalid` (3) in a row the episode ends, truncated.
+The action is read from <action>…</action> if the model writes that, else from the last word or number that is one. An
+invalid action changes nothing: the model reads the valid ones, the turn earns `invalid_reward` (0, the adapter's kwarg), and
+after `max_invalid` (3) in a row the episode ends, truncated.
 """
 
 from __future__ import annotations

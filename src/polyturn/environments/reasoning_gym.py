@@ -4,7 +4,7 @@
 
 `kwargs` are the data set's (`max_terms: 6`), and two of the adapter's: `tries` (1) is how many answers an episode has, each
 wrong one answered by "retry", the text that asks for another. The score is the package's, in [0, 1], of the last answer.
-What the model wrote between <answer> and </answer> is the answer, all of it where it wrote no such thing.
+The answer is the text between <answer> and </answer>, or the model's whole text without these tags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that trains into a run's folder, and the end of the last one: a lock of the kernel, and two lines beside it.
+"""The lock of a run's folder: which process trains into it, and how the last one ended.
 
     .lock    process 4711 on node3       the holder of the file's lock (flock) trains
              ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing

@@ -1,12 +1,12 @@
-"""JsonClient: JSON over HTTP to a server and back. The one HTTP client; who asks decides what an answer means.
+"""JsonClient: JSON over HTTP to a server and back. The one HTTP client; its callers interpret the answers.
 
     client = JsonClient(headers=bearer(token), timeout_s=30)
     reply = await client.send("POST", "http://127.0.0.1:8000/retrieve", {"queries": […]})
     reply.status, reply.json(), reply.said()
     await client.close()
 
-An answer is read up to a bound, no redirect is followed (its target was never configured), and what an
-error shows holds no secret. A client may be used in one event loop after another; `ask_now` is for plain code.
+An answer is read up to a bound, no redirect is followed (its target was never configured), and errors
+show no secret. A client may be used in one event loop after another; `ask_now` is for plain code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ManagedProcess: a child process with a session of its own, its last words, and an end that leaves nothing of it behind.
+"""ManagedProcess: a child process with a session of its own, the end of its log, and an end that leaves nothing behind.
 
     process = ManagedProcess(["python", "server.py"], log=Path("server.log"))
     process.is_alive, process.tail()

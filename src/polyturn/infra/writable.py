@@ -1,8 +1,8 @@
-"""Whether something can be written somewhere, asked before anything is computed for it.
+"""Whether a folder can be written, tested before anything is computed for it.
 
     check_writable(Path("/proc/out"))    ConfigError: the folder '/proc/out' cannot be made or written (FileNotFoundError: …)
 
-Another folder is made there, or above it, and removed: no permission bits say what /proc or a read-only disk allows.
+The test makes and removes a folder there, or above it: permission bits do not describe /proc or a read-only disk.
 """
 
 from __future__ import annotations

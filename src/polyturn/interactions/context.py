@@ -1,7 +1,7 @@
 """ConversationView: facts about a conversation that its interaction may know, beyond the messages.
 
-Most interactions need none of it: they have an id, the messages and the row. One that speaks with the run's own model, that
-is sampled, or that takes longer than others has `respond` beside `generate_response`, and is then called through that:
+Most interactions need only the id, the messages and the row. One that speaks with the run's own model, that is sampled, or
+that takes longer than others defines `respond` beside `generate_response`, and is called through it:
 
     class Partner(BaseInteraction):
         async def respond(self, view, instance_id, messages, **kwargs):

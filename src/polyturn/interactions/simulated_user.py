@@ -6,9 +6,9 @@
     row: "interaction": {"name": "user", "goal": "Book a table for two.", "persona": "In a hurry, writes little."}
 
 The model behind it is at an OpenAI-compatible endpoint, a further policy of the run (`policy: NAME`, a key of the section
-`policies`), or the policy that is trained itself (`model: policy`), whose words are then kept under an agent name of their
-own and not trained. Nothing of a conversation is remembered between two replies but how often
-was asked: who it is and how far it got follows from the messages, so branches of a conversation cannot disturb each other.
+`policies`), or the policy that is trained itself (`model: policy`), whose text is then kept under an agent
+name of its own and not trained. Between two replies only the number of requests is remembered. The rest follows from the
+messages, so branches of a conversation cannot disturb each other.
 """
 
 from __future__ import annotations

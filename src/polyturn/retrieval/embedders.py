@@ -3,7 +3,7 @@
     embed: {url: "http://127.0.0.1:8001/v1/embeddings", model: bge-small, token: …}
     embed: "vectors.py:embed"                                      def embed(texts: list[str]) -> matrix, a row for each
 
-Queries and passages must be embedded alike: the index remembers the name of who made its vectors.
+Queries and passages must be embedded alike, so the index records the name of its embedder.
 """
 
 from __future__ import annotations

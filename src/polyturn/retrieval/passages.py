@@ -1,4 +1,4 @@
-"""Passages: the texts that are searched, read from what a user has and kept so that one can be had by its number.
+"""Passages: the texts that are searched, read from a user's files and stored so that each can be read by its number.
 
     {"id": "7", "contents": "Oslo\\nOslo is …"}            one line each; the first line of the contents is the title
     {"id": 7, "title": "Oslo", "text": "Oslo is …"}       the same

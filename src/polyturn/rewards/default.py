@@ -2,8 +2,8 @@
 
     default_compute_score("openai/gsm8k", "… #### 72", "72")   ->  1.0
 
-A run needs it not: `RewardRouter` has the same routes. Scorers are called through their modules, so that a replaced one is
-used.
+A run does not need it: `RewardRouter` has the same routes. Scorers are called through their modules, so that a replaced one
+is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process that calls a reward function in its main thread: keyword arguments in, (has it returned, its result) out.
 
 Run by `rewards.processes` as `python -m polyturn.rewards.process_worker`. It may be killed at any moment, and ends by itself
-when its input does. It imports what the process that asks imports: from the same path, with the same stand-ins.
+when its input does. Imports resolve as in the calling process: the same path, the same stand-ins.
 """
 
 from __future__ import annotations

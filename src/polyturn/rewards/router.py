@@ -1,13 +1,13 @@
 """RewardRouter: from a finished trajectory to its reward.
 
-outcome       the score of the function its data_source leads to; without a data_source the interaction's score;
-              without an interaction the sum of the tools' rewards for the episode
-              without either what the scheduler scored the turns with, where it does
+outcome       the score of the function that data_source routes to; without a data_source the interaction's score;
+              without an interaction the sum of the tools' rewards for the episode;
+              without tool rewards the scheduler's turn scores, if it scores turns
 tool_step     the sum of the step rewards of its tool calls
 overlong      0 or less, for a response near the limit, where the run has such a penalty
 turns         the sum of the scheduler's turn scores      recorded, weighs 0 unless asked for
 interaction   the interaction's score                     recorded, weighs 0 unless asked for
-agent/<name>  what an agent earned, where a function told agents apart ("agents" beside its score); its outcome is its own
+agent/<name>  the reward of one agent, if a function returned "agents" beside its score; it replaces the outcome for it
 tool/<name>   that tool's reward for the episode          recorded, weighs 0 unless asked for
 
 total = sum of weight x component, by default outcome + tool_step + overlong: nothing is counted twice.

@@ -1,8 +1,8 @@
-"""The scorer of questions over documents: the last `<answer>…</answer>` is a right answer, up to how it is written.
+"""The scorer of questions over documents: the last `<answer>…</answer>` equals a right answer, written in any way.
 
     "<answer> The Beatles. </answer>"  against  {"target": ["Beatles"]}   ->  1.0
 
-Written differently means case, punctuation, articles and white space, as in SQuAD (Rajpurkar et al. 2016).
+Case, punctuation, articles and white space are ignored, as in SQuAD (Rajpurkar et al. 2016).
 """
 
 from __future__ import annotations

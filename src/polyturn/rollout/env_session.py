@@ -1,12 +1,12 @@
 """EnvSession: one environment for the length of one episode, closed exactly once.
 
-Separate from the scheduler that drives it because everything here is foreign code that may raise, hang or come too late. A
-plain method runs in a thread and no two of one environment run at once: one that is past its deadline still runs when the
-episode is over, so the thread it runs in closes the environment as soon as it comes back.
+Separate from the scheduler that drives it because everything here is foreign code that may raise, hang or be late. A plain
+method runs in a thread, and no two methods of one environment run at once. A late method may still run when the episode is
+over; its thread then closes the environment as soon as the method returns.
 
-After a restart an environment takes up what its own `snapshot` returned; or, where the same seed and the same actions always
-draw the same answers (`replays = True`), it is reset and acted in again, and its `trace`, a digest of all that it answered,
-says whether it stands where it stood.
+After a restart, `restore` gets what `snapshot` returned. With `replays = True` (the same seed and actions always give the
+same answers) the environment is reset and takes the actions again. Its `trace`, a digest of all answers, tells whether it
+reached the same state.
 """
 
 from __future__ import annotations

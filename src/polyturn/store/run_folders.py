@@ -1,6 +1,6 @@
 """The folders of runs: which folders are a run's, and the runs inside one.
 
-    runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml that a run wrote; a person's makes no run
+    runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml that a run wrote, not a person
 
 Separate so that a list of runs reads no configuration.
 """

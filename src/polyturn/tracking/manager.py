@@ -1,10 +1,10 @@
-"""Trackers: passes the numbers of a run on to other programs, and keeps their troubles away from the run.
+"""Trackers: pass the numbers of a run on to other programs, whose failures do not affect the run.
 
     run ──► queue of 64 ──► thread ──► tensorboard           a tracker that raises:  said once, counted, tried again
         └─► queue of 64 ──► thread ──► wandb                 that hangs:             its queue fills, the rest is counted
 
-One thread a tracker, daemons all: `log` never waits, and `close` waits a bounded time. What is on disk for certain is
-`metrics.jsonl`, which the run itself writes.
+One thread a tracker, daemons all: `log` never waits, and `close` waits a bounded time. The run itself writes
+`metrics.jsonl`, so the numbers are on disk in any case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Critic: the model's backbone with one number per position, trained to say what is still to come.
+"""Critic: the model's backbone with one number per position, trained to predict the return from there.
 
     sample      ids      [ p0 p1 a2 a3 o4 a5 o6 ]      values at the weighted tokens [ . . v2 v3 . v5 . ]
     row         input    [ p0 p1 a2 a3 o4 ]            v2 is read off column 1, where a2 is about to be sampled

@@ -1,10 +1,10 @@
-"""Modality encoders: parts of a model that run only where a batch shows something, beside the decoder, which always runs.
+"""Modality encoders: parts of a model that run only on batches with images, video or sound; the decoder always runs.
 
     rank 0   [ image + text ]   visual, language_model
     rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not none
 
-Over ranks every collective must be every rank's. So an encoder is never sharded by itself, which would gather it only on
-ranks that see something, but with the root; and each of its parameters has a gradient on all ranks, or on none.
+Every rank must join every collective. An encoder that is sharded by itself would be gathered only on ranks that run it, so
+it is sharded with the root; and each of its parameters has a gradient on all ranks, or on none.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """WeightProbe: logprobs of tokens that an engine samples, and the weight version that they carry.
 
-Two ways to hold an engine to the trainer's weights:
+Two ways to compare an engine's weights with the trainer's:
 
     samples    random prompts, sampled; the trainer scores the same tokens, now, with the weights that it has now
-    record     greedy answers of a server that was found right, with the trainer's logprobs of them; a server that comes back
-               later is held to these, whatever the trainer's weights are by then
+    record     greedy answers of a verified server, with the trainer's logprobs of them; a server that comes back later is
+               compared with these, whatever the trainer's weights are by then
 
-A model that sees is shown a picture of noise before the random tokens: text alone would not test the vision encoder.
+A vision model gets a picture of noise before the random tokens: text alone would not test the vision encoder.
 """
 
 from __future__ import annotations

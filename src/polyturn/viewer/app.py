@@ -12,9 +12,8 @@
     GET /api/waiting               the conversations that wait at the desk, the longest first
     POST /api/answer               {"ticket": "3f…", "text": "And for four?", "is_end": false, "score": null}
 
-Of a run it reads, and writes labels alone. What models wrote is data.
-
-What is asked for a page itself, its files and its rules are those of all pages (`viewer/pages.py`).
+It reads runs, and writes nothing but their labels. Text of models is data. `viewer/pages.py` serves the page itself and its
+files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a run goes on, and how far it came, as far as its folder tells.
+"""Whether a run goes on, and how far it came, read from its folder.
 
 lock held                               running; silent where nothing was written for long
 lock free, its end beside it            finished at the last step or where the process ended by itself, stopped before

@@ -2,10 +2,9 @@
 
     group of 4 games, seat 0 against seat 1  ->  a group of 4 members for seat 0, a group of 4 members for seat 1
 
-So a player is compared with those who sat where it sat: a seat that is easier to win from teaches nothing by itself, and in
-a game whose rewards sum to 0 the winner's advantage is not the loser's. A member has its agent's samples, and its turns,
-counted by themselves. Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation), with the group of the task in
-place of a running mean, which `rae` has.
+So a player is compared with the players of the same seat. An easy seat gives no advantage by itself, and the two players of
+a zero-sum game do not cancel out. A member has its agent's samples and turns. Source: Liu et al. 2025 (SPIRAL,
+role-conditioned advantage estimation), with the group of the task instead of the running mean that `rae` has.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Policy losses whose trust region is a divergence of the sampled token's probability, or a square, in place of a clipped
-ratio.
+"""Policy losses that bound how far a token's probability moves, by a divergence or a square, instead of clipping its ratio.
 
     p = exp(logprob)      q = exp(old_logprob)      r = p / q      sg = without gradient
 

@@ -1,4 +1,4 @@
-"""ThinkingTips: a wrong answer draws a hint from the user, and the model no longer sees how it had thought.
+"""ThinkingTips: the user answers a wrong answer with a hint, and the model no longer sees its earlier reasoning.
 
     turn 0   [ prompt | <think>…</think>5 ]                     one segment
     turn 1   [ prompt, 5, hint | <think>…</think>4 ]            another one: every turn is trained on what it was shown

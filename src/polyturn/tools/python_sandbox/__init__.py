@@ -11,7 +11,7 @@
     fusion.py      how a run ended, in SandboxFusion's words
     tool.py        the tool
 
-Nothing that the inside says is believed beyond its own output: limits are kept from outside.
+Apart from its output, nothing that the inside reports is trusted: limits are enforced from outside.
 """
 
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits

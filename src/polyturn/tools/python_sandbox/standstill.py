@@ -6,7 +6,7 @@
 Every process below the sandbox's first one is stopped from outside, by a signal that none can catch or block. A process of
 one thread does nothing more once the signal is on its way; of one with several, another thread may fork meanwhile, so it
 is waited for. Inside, no process may continue a stopped one (`seccomp.py`); where the kernel does, to a group of
-processes that is orphaned, it is stopped again. What cannot be made to stand still is the caller's to kill.
+processes that is orphaned, it is stopped again. The caller kills what cannot be stopped.
 """
 
 from __future__ import annotations
