@@ -265,7 +265,8 @@ def _override(model: type, sources: Sources, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip().removeprefix("+")
     if not equals or not key:
-        raise ConfigError(f"the override {override!r} has no '='; write it as key.path=value")
+        lacks = "no '='" if not equals else "no key before '='"
+        raise ConfigError(f"the override {override!r} has {lacks}; write it as key.path=value")
     try:
         # Read by OmegaConf, so that a value means on the command line what it means in a file.
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)

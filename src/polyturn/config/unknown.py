@@ -31,6 +31,8 @@ from polyturn.config.well_known import suggestion
 from polyturn.core.errors import did_you_mean
 from polyturn.core.plugins import offered
 
+NUM_LISTED = 6
+"""Keys of a section that a message lists."""
 CLOSE = 0.8
 """How near a name is (of difflib) that is rather meant than another trainer's, or one of another section."""
 
@@ -92,9 +94,16 @@ def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, ever
     # Next elsewhere: a key that is spelt right was rather put into the wrong section than misspelt.
     elsewhere = [k for k in everywhere() if k.rpartition(".")[2] == key] or nearest_keys(key, everywhere())
     below = [k for k in elsewhere if k.startswith(near)]  # in the same section
+    if path and not below and (longer := [name for name in known if name.startswith(f"{key}_")]):
+        return f" Did you mean {' or '.join(repr(near + name) for name in longer[:2])}?"
     candidates = sorted(dict.fromkeys(below or elsewhere), key=lambda k: (not k.startswith("train."), "<" in k, "[" in k))
     if candidates:
-        return f" Did you mean {' or '.join(repr(k) for k in candidates[:2])}?"
+        hint = f" Did you mean {' or '.join(repr(k) for k in candidates[:2])}?"
+        # A name that several distant sections have says little about what was meant: the keys of this one do as well.
+        if below or not path or len(elsewhere) == 1:
+            return hint
+        more = ", …" if len(known) > NUM_LISTED else ""
+        return f"{hint} {dotted(path)} has {', '.join(map(repr, [*known][:NUM_LISTED]))}{more}."
     hint = did_you_mean(key, known)
     return re.sub(r"'([^']+)'", rf"'{near}\1'", hint) if hint.startswith(" Did") else hint
 

@@ -134,6 +134,7 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "experiment_name": _is("name"),
     "save_steps": _is("train.checkpoint_every"),
     "save_freq": _is("train.checkpoint_every"),
+    "save_every": _is("train.checkpoint_every"),
     "save_total_limit": _is("train.keep_checkpoints"),
     "eval_steps": _is("evaluation.every", call=_EVERY),
     "eval_every": _is("evaluation.every", call=_EVERY),

@@ -146,7 +146,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
     if not names:
         return " Nothing is registered."
-    closest = ", ".join(repr(n) for n in names[:12])
+    # Of many names the most similar ones: 'ppo_clip' for 'ppoo', which the first ones of the alphabet would hide.
+    alike = difflib.SequenceMatcher(b=name)
+
+    def distance(one: str) -> float:
+        alike.set_seq1(one)
+        return -alike.ratio()
+
+    listed = names if len(names) <= 12 else sorted(sorted(names, key=distance)[:12])
+    closest = ", ".join(map(repr, listed))
     return f" Known: {closest}{', …' if len(names) > 12 else ''}."
 
 

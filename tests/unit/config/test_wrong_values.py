@@ -31,6 +31,9 @@ WRONG = [
     ("engine.kwargs={first: 3}", "'engine.kwargs' engine.kind own 'embedded'"),
     ("algorithm.advantage.lam=0.9", "algorithm.advantage.name gae or turn_gae or bilevel_gae"),
     # keys of another section
+    ("data.train.path=tasks.jsonl", "'data.train.path' 'tasks.jsonl' 'model.path' data.train has 'files',"),
+    ("train.checkpoint=5", "'train.checkpoint' 5 mean 'train.checkpoint_every'?"),
+    ("train.save_every=5", "'train.save_every' 5 write train.checkpoint_every=5"),
     ("algorithm.norm_length=9", "'algorithm.aggregate.norm_length'?"),
     ("algorithm.clip_low=0.1", "mean 'algorithm.loss.clip_low'?"),
     ("policies.guest.model.reference=x", "'policies.guest.model.reference' 'model.reference'?"),

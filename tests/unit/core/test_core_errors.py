@@ -28,6 +28,7 @@ def test_every_error_is_also_a_standard_error() -> None:
         ("max_turn", ["max_turns", "seed"], "'max_turns'?"),
         ("zzz", ["seed", "max_turns"], "'max_turns', 'seed'."),
         ("zzz", [f"name_{i:02}" for i in range(40)], "'name_11', …."),
+        ("ppoo", [*(f"name_{i:02}" for i in range(40)), "ppo_clip"], "'ppo_clip', …."),
         ("x", [], "Nothing is registered."),
     ],
 )
