@@ -198,7 +198,7 @@ def check_warm_start(source: ConfigSource) -> None:
             "run's folder, or set the steps to 0"
         )
     if names_code(sft.conversations):
-        import_attr(sft.conversations, base=source.base)
+        import_attr(sft.conversations, base=source.base, key="warm_start.conversations")
     elif not (source.base / str(sft.conversations)).exists():
         raise ConfigError(
             f"warm_start.conversations is {sft.conversations!r}, and there is no such file or folder in "

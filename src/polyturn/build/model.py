@@ -62,7 +62,7 @@ def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) 
 
 
 def _corpus(name: NameOrObject, source: ConfigSource) -> list[str]:
-    function = import_attr(name, base=source.base)
+    function = import_attr(name, base=source.base, key="model.tokenizer.corpus")
     if not callable(function):
         raise ConfigError(
             f"model.tokenizer.corpus names {name!r}, which is {function!r:.100}; name a function that returns texts"
@@ -214,7 +214,8 @@ def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedMode
     if name == "none" or (name is None and (config.path is None or not hf.takes_media(model))):
         return None
     if name is not None and names_code(name):
-        return MediaProcessor(import_attr(name, base=config_source.base)(codec.tokenizer), codec)
+        make = import_attr(name, base=config_source.base, key="model.processor")
+        return MediaProcessor(make(codec.tokenizer), codec)
     try:
         source = folder_or_name(str(name or config.path), config_source.base)
         return MediaProcessor(load_processor(source, revision=config.revision if name is None else None), codec)

@@ -278,7 +278,7 @@ def _function_tools(source: ConfigSource) -> list[BaseTool]:
         if isinstance(name, str) and name.endswith(".py"):
             function_tools += load_function_tools(source.base / name)
             continue
-        function = import_attr(name, base=source.base)
+        function = import_attr(name, base=source.base, key="rollout.tools.functions")
         if isinstance(name, LiveObject) and not isinstance(function, BaseTool):
             function = FunctionTool(function)
         if not isinstance(function, BaseTool):

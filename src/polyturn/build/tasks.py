@@ -106,7 +106,7 @@ def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], T
         return functools.partial(TaskMix, tasks, sampler, per_step=per_step, seed=seed, shuffle=data.shuffle, state=shared)
     if sampler is None:
         return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
-    factory = import_attr(sampler.name, base=source.base)
+    factory = import_attr(sampler.name, base=source.base, key="data.sampler")
     if not isinstance(factory, type) or not issubclass(factory, Curriculum):
         raise ConfigError(
             f"data.sampler names {sampler.name!r}, which is not a Curriculum; inherit polyturn.data.sampler.Curriculum"

@@ -104,6 +104,7 @@ def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privi
     """
     if not names_code(options.privileged):
         return None
-    function: Privileged = import_attr(options.privileged, base=source.base)
-    check_function(function, _PRIVILEGED, where=f"algorithm.self_distill.privileged {options.privileged!r}")
+    key = "algorithm.self_distill.privileged"
+    function: Privileged = import_attr(options.privileged, base=source.base, key=key)
+    check_function(function, _PRIVILEGED, where=f"{key} {options.privileged!r}")
     return function

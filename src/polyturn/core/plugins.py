@@ -121,7 +121,7 @@ class Registry(Generic[T]):
                 )
             return self._entries[name]
         if ":" in name or "." in name:
-            target = import_attr(name, base=base)
+            target = import_attr(name, base=base, key=where)
         elif name in offered(self.group):
             target = load_offered(self.group, name, where=where)
         else:
@@ -267,8 +267,13 @@ def _own() -> tuple[Sequence[EntryPoint], Sequence[str]]:
 # Modules and files.
 
 
-def import_attr(path: NameOrObject, *, base: Path | None = None) -> Any:
+def import_attr(path: NameOrObject, *, base: Path | None = None, key: str | None = None) -> Any:
     """Import `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr`; return the target of a live object.
+
+    Args:
+        path: The path, or the object itself where a program gave it.
+        base: The folder that relative file paths start from.
+        key: The configuration's key that holds the path, for messages.
 
     Raises:
         ConfigError: this is no such path.
@@ -277,6 +282,15 @@ def import_attr(path: NameOrObject, *, base: Path | None = None) -> Any:
     """
     if isinstance(path, LiveObject):
         return path.target
+    try:
+        return _import_attr(path, base=base)
+    except ConfigError as problem:
+        if key is None:
+            raise
+        raise type(problem)(f"{key}: {problem}") from problem
+
+
+def _import_attr(path: str, *, base: Path | None) -> Any:
     where, colon, name = path.rpartition(":")
     if not colon:
         where, _, name = path.rpartition(".")

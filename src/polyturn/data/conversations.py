@@ -85,7 +85,7 @@ def generate_conversations(path: NameOrObject, *, base: Path | None = None, **kw
         ConfigError: the name leads nowhere, or the function does not take these arguments.
         DataError: it returned something else, or nothing.
     """
-    make = import_attr(path, base=base)
+    make = import_attr(path, base=base, key="warm_start.conversations")
     try:
         inspect.signature(make).bind(**kwargs)
     except TypeError as problem:

@@ -237,7 +237,8 @@ def generate_tasks(path: NameOrObject, *, split: str, base: Path | None = None, 
         ConfigError: the name leads nowhere, or the generator does not take these arguments.
         DataError: it returned something else, or nothing.
     """
-    make = import_attr(path, base=base)
+    key = "data.train.generator" if split == "train" else "evaluation.data.generator"
+    make = import_attr(path, base=base, key=key)
     if not callable(make):
         raise ConfigError(f"the task generator {path!r} is {make!r}, which cannot be called; name a function")
     try:

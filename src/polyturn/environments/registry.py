@@ -55,7 +55,7 @@ def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *,
             "'textarena:GuessTheNumber-v0', or 'package.module:Class' or 'file.py:Class' for one of your own"
         )
     if "." in prefix or "/" in prefix:
-        return _own(name, import_attr(name, base=base), kwargs or {}, base)
+        return _own(name, import_attr(name, base=base, key="env"), kwargs or {}, base)
     wanted = prefix.replace("-", "_")
     if wanted not in adapters:
         raise UnknownNameError(f"env {name!r}: there is no prefix {prefix!r}.{did_you_mean(wanted, adapters)}")

@@ -42,13 +42,19 @@ class PluginFile:
 
 
 def read_plugin_file(
-    source: str | Path | Mapping[str, Any] | list[Any], *, key: str, allowed: Collection[str], base: Path | None = None
+    source: str | Path | Mapping[str, Any] | list[Any],
+    *,
+    key: str,
+    of: str,
+    allowed: Collection[str],
+    base: Path | None = None,
 ) -> PluginFile:
     """Read the list under `key` from a file, or from a mapping that holds the same.
 
     Args:
         source: A path to a YAML or JSON file, its content, or the list alone.
         key: The top-level list, "interaction" or "tools".
+        of: The configuration's key that holds the file's name or the list, "rollout.interactions".
         allowed: The keys an item may have.
         base: The folder that relative paths start from; the file's own folder by default.
 
@@ -58,7 +64,7 @@ def read_plugin_file(
     if isinstance(source, list):
         source = {key: source}
     if isinstance(source, Mapping):
-        origin, data = f"the {key} config", _resolved(source, where=f"the {key} config")
+        origin, data = of, _resolved(source, where=of)
     else:
         path = Path(source)
         path = base / path if base is not None and not path.is_absolute() else path

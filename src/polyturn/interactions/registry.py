@@ -17,7 +17,7 @@ from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
 from polyturn.core.plugins import import_attr
-from polyturn.infra.plugin_files import PluginFile, read_plugin_file
+from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.interactions.base import BaseInteraction, ViewInteraction
 
 _CALLS = {
@@ -29,6 +29,8 @@ _CALLS = {
         num=1, or_num=0, write="async def finalize_interaction(self, instance_id=None, **kwargs)"
     ),
 }
+_KEYS = ("name", "class_name", "config")
+"""The keys of an item of an interaction file."""
 _ALSO = ("snapshot", "restore", "check_setup", "check_row")
 _ALL = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 INTERACTION = Shape(
@@ -67,31 +69,32 @@ def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, ba
     """
     file = _read(source, base=base)
     for entry in file.entries:
-        check_interaction(_class_of(_class_or_object(entry.class_name, base=file.base)), where=entry.where)
+        check_interaction(_class_of(_class_or_object(entry, base=file.base)), where=entry.where)
 
 
 def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None) -> PluginFile:
-    return read_plugin_file(source, key="interaction", allowed=("name", "class_name", "config"), base=base)
+    return read_plugin_file(source, key="interaction", of="rollout.interactions", allowed=_KEYS, base=base)
 
 
-def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None) -> type[Any]:
-    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
+def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> type[Any]:
+    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names; `key` is where, for messages.
 
     Raises:
         MissingModuleError, MissingAttributeError: the path leads nowhere.
         ConfigError: it leads to something that is not a class.
     """
-    cls = import_attr(cls_name, base=base)
+    cls = import_attr(cls_name, base=base, key=key)
     if not isinstance(cls, type):
-        raise ConfigError(f"class_name {cls_name!r} names a {type(cls).__name__}; it must name an interaction class")
+        where = key or "class_name"
+        raise ConfigError(f"{where} {cls_name!r} names a {type(cls).__name__}; it must name an interaction class")
     return cls
 
 
-def _class_or_object(cls_name: NameOrObject, *, base: Path | None) -> Any:
+def _class_or_object(entry: PluginEntry, *, base: Path | None) -> Any:
     """Return the class that an item names, or the interaction itself where a program gave one."""
-    if isinstance(cls_name, LiveObject) and isinstance(cls_name.target, BaseInteraction):
-        return cls_name.target
-    return get_interaction_class(cls_name, base=base)
+    if isinstance(entry.class_name, LiveObject) and isinstance(entry.class_name.target, BaseInteraction):
+        return entry.class_name.target
+    return get_interaction_class(entry.class_name, base=base, key=f"{entry.where}.class_name")
 
 
 def _class_of(target: Any) -> type[Any]:
@@ -120,7 +123,7 @@ def initialize_interactions_from_config(
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}
     for entry in file.entries:
-        cls = _class_or_object(entry.class_name, base=file.base)
+        cls = _class_or_object(entry, base=file.base)
         check_interaction(_class_of(cls), where=entry.where)
         own_name = entry.fields.get("name")
         name = default_name(_class_of(cls).__name__) if own_name is None else str(own_name)

@@ -60,28 +60,31 @@ def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Pat
 
 
 def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None) -> PluginFile:
-    return read_plugin_file(source, key="tools", allowed=("class_name", "config", "tool_schema", "mcp"), base=base)
+    allowed = ("class_name", "config", "tool_schema", "mcp")
+    return read_plugin_file(source, key="tools", of="rollout.tools.file", allowed=allowed, base=base)
 
 
 def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
-    cls = get_tool_class(entry.class_name, base=base)
+    cls = get_tool_class(entry.class_name, base=base, key=f"{entry.where}.class_name")
     if isinstance(cls, type):
         check_class(cls, TOOL, where=entry.where)
     return cls
 
 
-def get_tool_class(cls_name: NameOrObject, *, base: Path | None = None) -> Any:
+def get_tool_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> Any:
     """Return the tool class, or the decorated function, that `pkg.module.Name` or `file.py:Name` names.
+
+    `key` is where the name stands, for messages.
 
     Raises:
         MissingModuleError, MissingAttributeError: the path leads nowhere.
         ConfigError: it leads to something else.
     """
-    cls = import_attr(cls_name, base=base)
+    cls = import_attr(cls_name, base=base, key=key)
     if not isinstance(cls, type | FunctionTool):
         raise ConfigError(
-            f"class_name {cls_name!r} names a {type(cls).__name__}; it must name a tool class, or a function decorated "
-            "with @polyturn.tool"
+            f"{key or 'class_name'} {cls_name!r} names a {type(cls).__name__}; it must name a tool class, or a function "
+            "decorated with @polyturn.tool"
         )
     return cls
 

@@ -103,6 +103,8 @@ def test_path_that_leads_nowhere_is_an_error_of_its_kind(plugin: Path, path: str
     (plugin.parent / "broken.py").write_text("1 / 0")
     with pytest.raises(error, match=key):
         import_attr(path, base=plugin.parent)
+    with pytest.raises(error, match=f"^reward.function: .*{key}"):
+        import_attr(path, base=plugin.parent, key="reward.function")
 
 
 def test_file_that_fails_on_import_can_be_mended(tmp_path: Path) -> None:

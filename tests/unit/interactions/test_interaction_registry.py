@@ -81,6 +81,13 @@ def test_wrong_item_is_refused(items: list[Any], key: str) -> None:
     refuses(lambda: built(*items), ConfigError, key)
 
 
+@pytest.mark.parametrize("class_name", ["Customer", "gone.py:Customer", "json:Customer", "json:dumps"])
+def test_wrong_class_is_refused_with_its_key(tmp_path: Path, class_name: str) -> None:
+    items = [{"class_name": GSM8K}, {"class_name": class_name}]
+    key = "rollout.interactions: interaction[1].class_name"
+    refuses(lambda: initialize_interactions_from_config(items, base=tmp_path), ConfigError, key, class_name.split(":")[0])
+
+
 def test_missing_module_and_attribute_are_standard_errors_too() -> None:
     with pytest.raises(ModuleNotFoundError):
         get_interaction_class("no_such_module.Thing")

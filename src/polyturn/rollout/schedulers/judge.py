@@ -53,7 +53,7 @@ def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
             raise UnknownNameError(f"judge: there is no {judge!r}.{did_you_mean(judge, JUDGES)}")
         if judge == "math":
             math.require()
-        judge = JUDGES[judge] if judge in JUDGES else import_attr(judge, base=base)
+        judge = JUDGES[judge] if judge in JUDGES else import_attr(judge, base=base, key="judge")
     if not callable(judge):
         raise ConfigError(f"the judge is {judge!r:.100}; it must be a function of (text, ground_truth)")
     return judge
