@@ -191,6 +191,8 @@ def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
     toolless = [dataclasses.replace(t, id=f"n{i}", tools=()) for i, t in enumerate((alone, talking))]
     refuses(lambda: build.check_run(parts, [alone], name="data.train"), ConfigError, "data.train")
     refuses(lambda: build.check_run(parts, toolless, name="data.train"), ConfigError, "rollout.tools", "'shout'")
+    misspelt = [dataclasses.replace(talking, tools=("shuot",), skips_unknown_tools=True)]
+    refuses(lambda: build.check_run(parts, misspelt, name="data.train"), ConfigError, "'shuot'", "Did you mean 'shout'?")
     build.check_run(parts, [talking, *toolless], name="mixed tasks")
 
 

@@ -314,9 +314,11 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], summar
             "rollout.interactions"
         )
     if tools and not any(s.num_with_tools for s in summaries.values()):
+        unknown = sorted({name for s in summaries.values() for name in s.unknown_tools})
+        named = f" (the rows name {unknown}.{did_you_mean(unknown[0], tools)})" if unknown else ""
         raise ConfigError(
-            f"rollout.tools is set and {which} may call a tool of it, which has {sorted(tools)}; name them in "
-            "`tools` of the rows (or extra_info.tools_kwargs), leave that column out, or drop rollout.tools"
+            f"rollout.tools has {sorted(tools)} and {which} may call one of them{named}; name them in `tools` or "
+            "`tools_kwargs` of the rows (or in extra_info.tools_kwargs), leave these columns out, or drop rollout.tools"
         )
 
 
