@@ -40,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 MAX_TOOL_SETS = 256
 """Sets of tools that agents bring, for which an encoder is kept."""
+_EXPECTED = (
+    ". The template or the model writes such text in its own way, and nothing needs to be done; "
+    "rollout.tokenization_sanity_check_mode=ignore_strippable keeps these lines out of the log"
+)
+"""The end of the warning of a difference that has an explanation."""
 
 
 @dataclass(kw_only=True)
@@ -192,10 +197,11 @@ class RolloutContext:
         if is_due and difference.kind not in self.reported:
             self.reported[difference.kind] += 1
             logger.warning(
-                "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept",
+                "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept%s",
                 self.sanity_mode,
                 where,
                 difference,
+                "" if difference.kind == sanity.UNEXPLAINED else _EXPECTED,
             )
 
     @property
