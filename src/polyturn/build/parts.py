@@ -276,7 +276,7 @@ def _function_tools(source: ConfigSource) -> list[BaseTool]:
     function_tools: list[BaseTool] = []
     for name in source.config.rollout.tools.functions:
         if isinstance(name, str) and name.endswith(".py"):
-            function_tools += load_function_tools(source.base / name)
+            function_tools += load_function_tools(source.base / Path(name).expanduser())
             continue
         function = import_attr(name, base=source.base, key="rollout.tools.functions")
         if isinstance(name, LiveObject) and not isinstance(function, BaseTool):

@@ -296,7 +296,7 @@ def _import_attr(path: str, *, base: Path | None) -> Any:
         where, _, name = path.rpartition(".")
     if not where or not name or (not colon and name == "py"):
         raise ConfigError(f"{path!r} is not an import path; write it as 'package.module:Name' or 'file.py:Name'")
-    module = import_file((base or Path()) / where) if where.endswith(".py") else _import_module(where)
+    module = import_file((base or Path()) / Path(where).expanduser()) if where.endswith(".py") else _import_module(where)
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError as problem:

@@ -66,7 +66,7 @@ def read_plugin_file(
     if isinstance(source, Mapping):
         origin, data = of, _resolved(source, where=of)
     else:
-        path = Path(source)
+        path = Path(source).expanduser()
         path = base / path if base is not None and not path.is_absolute() else path
         origin, data = str(path), _load(path)
         base = path.parent

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,11 +141,16 @@ class LoraSettings:
     """Folder of an adapter of this shape to start from."""
 
 
+def _of_the_user(path: Any) -> Any:
+    """Return a path with the user's folder in place of a leading ~."""
+    return os.path.expanduser(path) if isinstance(path, str) else path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
     """Supervised training on conversations, by itself or as a warm start."""
 
-    conversations: NameOrObject | None = None
+    conversations: Annotated[NameOrObject | None, AfterValidator(_of_the_user)] = None
     """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""

@@ -5,6 +5,7 @@ Other packages test only that this sentence reaches the user. How files and over
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -15,6 +16,7 @@ from polyturn.config.load import load_config, schema_table
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import keys_of, kinds_of
 from polyturn.core.errors import ConfigError
+from polyturn.core.plugins import import_attr
 
 GUEST = {"policies": {"guest": {"model": {"path": "y"}}}}
 WRONG = [
@@ -66,6 +68,7 @@ WRONG = [
     ("rollout.tools=['a.py:b']", "rollout.tools section {functions:"),
     ("tracking=wandb", "tracking list [wandb]"),
     ("rollout.interactions={name: a}", "rollout.interactions {'name': 'a'} [{…}]"),
+    ("model={init: {}, tokenizer: {corpus: [a b c]}}", "model.tokenizer.corpus ['a b c'] returns file.py:function"),
     ("name=off", "name YAML quotes"),
     ("name=5", "name 5 quotes"),
     # values out of their range
@@ -104,6 +107,15 @@ def test_wrong_value_is_one_sentence_with_its_key(override: str, words: str) -> 
     message = str(caught.value)
     assert [word for word in words.split() if word not in message] == [], message
     assert "\n" not in message
+
+
+def test_paths_may_start_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["model.path=x", "out=~/runs", "warm_start.conversations=~/shown.jsonl"]
+    config = load_config(RunConfig, None, overrides).config
+    assert (config.out, config.warm_start.conversations) == (f"{tmp_path}/runs", f"{tmp_path}/shown.jsonl")
+    (tmp_path / "mine.py").write_text("def score(trajectory): ...")
+    assert import_attr("~/mine.py:score", base=tmp_path / "elsewhere").__name__ == "score"
 
 
 def test_key_that_is_no_text_is_unknown() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.parts import Section
 from polyturn.core.generation import Sampling
@@ -32,6 +32,13 @@ class TrainTokenizerConfig(Section):
     """`file.py:function` that returns the texts to train on."""
     vocab_size: int = Field(512, ge=300, le=2**24)
     """Tokens of the vocabulary."""
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _is_a_function(cls, corpus: Any) -> Any:
+        if isinstance(corpus, list | tuple):
+            raise ValueError("write a function that returns these texts, and name it: file.py:function")
+        return corpus
 
 
 class AnyModelConfig(Section):

@@ -10,6 +10,7 @@ A rule about keys of one section stands with that section; a rule about keys of 
 
 from __future__ import annotations
 
+import os
 import re
 from typing import ClassVar
 
@@ -110,6 +111,11 @@ class RunConfig(Section):
             self.reward.timeout_s,
             of_engine,
         )
+
+    @field_validator("out")
+    @classmethod
+    def _of_the_user(cls, out: str) -> str:
+        return os.path.expanduser(out)  # a shell leaves the ~ of out=~/runs as it is
 
     @field_validator("name")
     @classmethod
