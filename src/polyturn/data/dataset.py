@@ -184,7 +184,8 @@ class TaskDataset(TaskSequence):
         named = [files] if isinstance(files, str | Path) else list(files)
         paths = [path for name in named for path in _find(Path(name), base or Path())]
         if not paths:
-            raise DataError(f"no file is named for the tasks of {split!r}; give at least one .jsonl or .parquet file")
+            key = "data.train.files" if split == "train" else "evaluation.data.files"
+            raise DataError(f"{key} is empty; name at least one .jsonl or .parquet file")
         dataset = cls([open_rows(path) for path in paths], split=split, columns=columns)
         if not len(dataset):
             raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")

@@ -242,6 +242,8 @@ def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]
 
         fetch = functools.partial(snapshot_download, name, allow_patterns=["*.parquet"])
         folder = _fetched(name, fetch, advice="download its parquet files and name their folder")
+    elif not folder.is_dir():
+        raise DataError(f"there is no folder {where!r}; name the one with the parquet files of {name}")
     parquet_files = sorted(folder.glob("**/*.parquet"))
 
     def files_of(split: str) -> list[Path]:

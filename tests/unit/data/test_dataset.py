@@ -86,6 +86,10 @@ def test_files_and_globs_come_in_order_and_are_indexed(tmp_path: Path) -> None:
         dataset[4]
 
 
+def test_empty_list_of_files_of_an_evaluation_is_refused_by_its_key() -> None:
+    refuses(lambda: TaskDataset.open([], split="eval"), DataError, "evaluation.data.files")
+
+
 def test_unreadable_row_is_named_by_its_file_and_place(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p"}] * 3)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "ok"}, {"question": "?"}])
@@ -107,7 +111,7 @@ def test_unreadable_row_is_named_by_its_file_and_place(tmp_path: Path) -> None:
         ("notes.txt", "'.txt' .jsonl, .ndjson, .parquet"),
         ("damaged.parquet", "damaged.parquet"),
         (".", "folder"),
-        ([], "'train'"),
+        ([], "data.train.files"),
         ("openai/gsm8k", "`dataset: openai/gsm8k` `files`"),
     ],
 )

@@ -63,6 +63,7 @@ def test_unusable_problem_is_refused_with_its_place(tmp_path: Path, row: dict[st
 
 
 def test_unusable_questions_are_refused(tmp_path: Path) -> None:
+    refuses(lambda: prepare_search(tmp_path / "gone", out=tmp_path / "out"), DataError, "there is no folder", "gone'")
     refuses(
         lambda: prepare_search(source(tmp_path / "row", {"question": "Who?"}), out=tmp_path / "out"),
         DataError,
