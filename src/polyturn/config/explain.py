@@ -46,7 +46,9 @@ def explain(
         for secret, raw in secrets.items():
             message = message.replace(secret, raw)
         if problem["type"] == "missing":
-            sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; give it a value")
+            keys = _keys(model, path, None)
+            advice = f"give it keys of its own{keys}" if keys else "give it a value"
+            sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; {advice}")
         elif problem["type"] in ("value_error", "assertion_error") and isinstance(problem["input"], Mapping):
             name = message.partition(" is ")[0]
             of_name = sources.of((*path, name)) if sources.translated and name in problem["input"] else ""

@@ -109,6 +109,11 @@ def test_wrong_value_is_one_sentence_with_its_key(override: str, words: str) -> 
     assert "\n" not in message
 
 
+def test_missing_section_is_named_with_its_keys() -> None:
+    with pytest.raises(ConfigError, match=r"'model' is missing.*; give it keys of its own \(path, revision, init, "):
+        load_config(RunConfig, None, ["name=x"])
+
+
 def test_paths_may_start_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     overrides = ["model.path=x", "out=~/runs", "warm_start.conversations=~/shown.jsonl"]
