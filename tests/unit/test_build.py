@@ -15,11 +15,13 @@ import torch
 from polyturn import build
 from polyturn.algorithms.advantages import grpo
 from polyturn.build.model import build_codec, build_outline
+from polyturn.build.parts import build_scheduler
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.live import LiveObject
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
@@ -194,6 +196,18 @@ def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
     misspelt = [dataclasses.replace(talking, tools=("shuot",), skips_unknown_tools=True)]
     refuses(lambda: build.check_run(parts, misspelt, name="data.train"), ConfigError, "'shuot'", "Did you mean 'shout'?")
     build.check_run(parts, [talking, *toolless], name="mixed tasks")
+
+
+@pytest.mark.parametrize(("name", "key"), [("black_box", "agent"), ("thinking_tips", "judge")])
+def test_function_of_a_program_reaches_the_scheduler(parts: build.Parts, name: str, key: str):
+    async def function() -> float:
+        return 0.0
+
+    kwargs = {"scheduler": name, "scheduler_kwargs": {key: LiveObject(function)}}
+    rollout = parts.source.config.rollout.model_copy(update=kwargs)
+    config = parts.source.config.model_copy(update={"rollout": rollout})
+    scheduler = build_scheduler(dataclasses.replace(parts.source, config=config))
+    assert any(value is function for value in vars(scheduler).values()), vars(scheduler)
 
 
 def test_one_task_that_uses_an_interaction_is_enough(parts: build.Parts):

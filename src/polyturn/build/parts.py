@@ -334,7 +334,8 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
     if source.config.env is not None:
         return build_env_scheduler(source, policies)
     rollout = source.config.rollout
-    name, kwargs = rollout.scheduler or "default", dict(rollout.scheduler_kwargs)
+    name = rollout.scheduler or "default"
+    kwargs = {key: v.target if isinstance(v, LiveObject) else v for key, v in rollout.scheduler_kwargs.items()}
     limits = rollout.limits
     # The default timeout is not a limit that the user chose: an endless episode would run for two hours unnoticed.
     timeout_s = None if limits.timeout_s == LIMITS.timeout_s else limits.timeout_s
