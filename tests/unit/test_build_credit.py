@@ -25,6 +25,16 @@ from support.models import tiny_model
 from support.refusals import refuses
 from support.runs import write_tiny_run
 
+SCHEDULERS = """
+from polyturn import MultiTurnScheduler
+
+class SaysNothing(MultiTurnScheduler):
+    def step(self, episode, turn): ...
+
+class ScoresNone(SaysNothing):
+    scores_turns = False
+"""
+
 
 def place(folder: Path, *overrides: str) -> build.ConfigSource:
     loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
@@ -109,14 +119,17 @@ def test_credit_that_cannot_work_is_refused(tmp_path: Path, overrides: list[str]
 
 def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
     bare = ("algorithm.advantage=return_to_go", "rollout.tools.functions=[]", "rollout.interactions=[]")
-    where = place(tmp_path, *bare, "rollout.scheduler=react")
-    refuses(
-        lambda: require_scores(build.build_parts(where), build.build_estimator(where)),
-        ConfigError,
-        "'return_to_go' ",
-        "'react'",
-    )
-    for more in (["rollout.interactions=[{name: coach, class_name: 'plugins.py:Coach'}]"], ["rollout.scheduler=gym"]):
+    (tmp_path / "mine.py").write_text(SCHEDULERS)
+    for name in ("single_turn", "mine.py:ScoresNone", "react"):
+        where = place(tmp_path, *bare, f"rollout.scheduler={name}")
+        refuses(
+            lambda where=where: require_scores(build.build_parts(where), build.build_estimator(where)),
+            ConfigError,
+            "'return_to_go' ",
+            repr(name),
+        )
+    coach = "rollout.interactions=[{name: coach, class_name: 'plugins.py:Coach'}]"
+    for more in ([coach], ["rollout.scheduler=gym"], ["rollout.scheduler=mine.py:SaysNothing"]):
         where = place(tmp_path, *bare, *more)
         require_scores(build.build_parts(where), build.build_estimator(where))
 

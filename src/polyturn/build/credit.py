@@ -105,17 +105,14 @@ def require_scores(parts: Parts, estimator: Any) -> None:
     """Refuse an estimator of turn scores where nothing in the run can score one; where something may, the first step tells.
 
     Raises:
-        ConfigError: there is no tool, no interaction, and a scheduler of ours that scores none.
+        ConfigError: there is no tool, no interaction, and a scheduler that declares `scores_turns = False`.
     """
     from polyturn.algorithms.advantages import traits_of
-    from polyturn.rollout.scheduler import MultiTurnScheduler
-    from polyturn.rollout.schedulers import Compaction, ImageTools, MathTips, React, SingleTurn, ThinkingTips
 
     context = parts.context
-    scores_none = (MultiTurnScheduler, Compaction, ImageTools, MathTips, React, SingleTurn, ThinkingTips)
     if not traits_of(estimator).needs_turn_scores or context.tools.tools or context.interactions:
         return
-    if type(context.scheduler) in scores_none:
+    if context.scheduler.scores_turns is False:
         config = parts.source.config
         raise ConfigError(
             f"the estimator {config.algorithm.advantage.name!r} needs scores of turns, and this run has neither tools nor "

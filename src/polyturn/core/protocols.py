@@ -178,10 +178,14 @@ class Scheduler(Protocol):
     """Drives episodes; `rollout.scheduler.MultiTurnScheduler` is the base of all of them and says what each method does."""
 
     shared: bool
-    scores_turns: bool
     forks: bool
     gives_reward: bool
     shows_tools: bool
+
+    @property
+    def scores_turns(self) -> bool | None:
+        """Whether it scores turns; None where it may."""
+        ...
 
     def check_task(self, task: Task) -> None:
         """Refuse a task that it cannot run."""

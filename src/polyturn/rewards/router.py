@@ -123,7 +123,7 @@ class RewardRouter:
             ConfigError: a route cannot work.
         """
         self._weighing = weighing or Weighing()
-        self._scores_turns = scheduler is not None and scheduler.scores_turns
+        self._scores_turns = scheduler is not None and bool(scheduler.scores_turns)
         self._may_be_given = scheduler is not None and scheduler.gives_reward
         self.running = RunningEpisodes()
         """The episodes that run; the pool holds `running.one()` for an episode until it is scored."""

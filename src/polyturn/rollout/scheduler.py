@@ -46,8 +46,10 @@ class MultiTurnScheduler:
     shared: bool = False
     """Whether one object serves all trajectories; its plain methods then take turns. False gives each a shallow copy."""
 
-    scores_turns: bool = False
-    """Whether it scores turns (`turn.scores`): a task that nothing else scores is then rewarded with their sum."""
+    scores_turns: bool | None = False
+    """True: it scores turns (`turn.scores`), and a task that nothing else scores is rewarded with their sum. False: it never
+    does, so a run whose estimator needs such scores is refused before it begins. None, in a subclass that declares neither:
+    it may."""
 
     forks: bool = False
     """Whether it goes on from one place in several ways. A run then names the tools whose state they share."""
@@ -68,8 +70,11 @@ class MultiTurnScheduler:
         super().__init_subclass__(**kwargs)
         # One that adds nothing is what its base is; such is also what pickle makes first of a program's class, before it
         # sets all that differs from the base.
-        if "stateless" not in vars(cls) and vars(cls).keys() - {"__module__", "__doc__"}:
-            cls.stateless = False
+        if vars(cls).keys() - {"__module__", "__doc__"}:
+            if "stateless" not in vars(cls):
+                cls.stateless = False
+            if "scores_turns" not in vars(cls) and not cls.scores_turns:
+                cls.scores_turns = None
 
     def check_task(self, task: Task) -> None:
         """Refuse a task that this scheduler cannot run; called for all tasks before a run, and for that of each request.

@@ -33,24 +33,25 @@ PROGRAM = """
 import sys
 from polyturn.cluster.worker_pool import travelling
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers.react import React
+from polyturn.rollout.schedulers import SingleTurn
 
 class Says(MultiTurnScheduler):
     stateless = True
+    scores_turns = False
     def check_task(self, task): ...
 
-class SaysAgain(React):
+class SaysAgain(SingleTurn):
     stateless = True
 
-class SaysNothing(React):
+class SaysNothing(SingleTurn):
     def check_task(self, task): ...
 
 sys.stdout.buffer.write(travelling([Says, SaysAgain, SaysNothing]))
 """
 
 
-def test_stateless_schedulers_travel() -> None:
+def test_declarations_of_schedulers_travel() -> None:
     sent = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True).stdout
-    read = "import pickle, sys; print([held.stateless for held in pickle.load(sys.stdin.buffer)])"
+    read = "import pickle, sys; print([(s.stateless, s.scores_turns) for s in pickle.load(sys.stdin.buffer)])"
     arrived = subprocess.run([sys.executable, "-c", read], input=sent, check=True, capture_output=True).stdout
-    assert arrived.decode().strip() == "[True, True, False]"
+    assert arrived.decode().strip() == "[(True, False), (True, None), (False, None)]"

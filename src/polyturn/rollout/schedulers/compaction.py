@@ -32,6 +32,7 @@ class Compaction(MultiTurnScheduler):
     """The default turn logic over a history of at most `budget` tokens."""
 
     stateless = True
+    scores_turns = False
 
     def __init__(
         self, *, budget: int, policies: Sequence[str] = ("drop_reasoning", "window"), request: str = REQUEST

@@ -25,6 +25,7 @@ class ImageTools(MultiTurnScheduler):
     """Answers tool calls as the user."""
 
     stateless = True
+    scores_turns = False
 
     def __init__(self, *, opening: str = "<tool_response>", closing: str = "</tool_response>") -> None:
         self.opening = opening

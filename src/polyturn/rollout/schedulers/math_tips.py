@@ -29,6 +29,7 @@ class MathTips(MultiTurnScheduler):
     """One hint inside the message, where the answer is wrong."""
 
     stateless = True
+    scores_turns = False
 
     def __init__(
         self,

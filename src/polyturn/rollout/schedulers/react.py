@@ -48,6 +48,7 @@ class React(MultiTurnScheduler):
     """Runs the first `Action:` of a turn and lets the message go on behind what it came to."""
 
     stateless = True
+    scores_turns = False
     shows_tools = True
 
     def __init__(self, *, prefix: str = "\nObservation: ", suffix: str = "\n") -> None:

@@ -18,6 +18,7 @@ class SingleTurn(MultiTurnScheduler):
     """One turn."""
 
     stateless = True
+    scores_turns = False
 
     async def check_finished(self, episode: Episode, turn: OpenTurn) -> Any:
         """End here; a completion that was cut says by which limit."""

@@ -29,6 +29,7 @@ class ThinkingTips(MultiTurnScheduler):
     """Hints from the user, over a history without reasoning."""
 
     stateless = True
+    scores_turns = False
 
     def __init__(self, *, tip: str = TIP, max_tips: int = 1, judge: str | Judge = "math", base: Path | None = None) -> None:
         self.tip = tip
