@@ -1,4 +1,4 @@
-"""What holds for every scheduler, the shipped ones and one of each kind that an author may write."""
+"""What holds for every scheduler: the shipped ones, the examples, and one of each kind that an author may write."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from polyturn.core.trajectory import SpanSource
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.schedulers import Compaction, Gym, ImageTools, MathTips, React, SingleTurn, ThinkingTips, Tree
+from polyturn.rollout.schedulers import Compaction, Gym, SingleTurn
 from polyturn.testing.episodes import scripted_context, task, turn_ids
 from support.clock import skip_an_hour_once
+from support.example_schedulers import ImageTools, MathTips, React, ThinkingTips, Tree
 from support.invariants import check_invariants
 
 

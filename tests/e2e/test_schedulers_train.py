@@ -10,10 +10,12 @@ import pytest
 
 from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
+from support.example_schedulers import FOLDER
 from support.runs import call_command, trained_steps, write_tiny_run
 
 PATIENT = """
-from polyturn.rollout.schedulers import Compaction, MathTips, ThinkingTips
+from polyturn.rollout.schedulers import Compaction
+from support.example_schedulers import MathTips, ThinkingTips
 
 class Patient:
     async def check_finished(self, episode, turn):
@@ -31,7 +33,7 @@ class Compacts(Patient, Compaction): ...
         ("patient.py:Tips", {"judge": "exact_match"}, False),
         ("patient.py:Thinks", {"judge": "exact_match"}, None),  # where a random model happens to write </think>
         ("patient.py:Compacts", {"budget": 40, "policies": ["window"]}, True),
-        ("tree", {"judge": "exact_match", "width": 3}, True),
+        (f"{FOLDER}/tree.py:Tree", {"judge": "exact_match", "width": 3}, True),
     ],
 )
 def test_engine_and_trainer_agree(tmp_path: Path, scheduler: str, kwargs: dict[str, Any], has_segments: bool | None) -> None:

@@ -105,7 +105,7 @@ def test_lookahead_scores_train_the_turns(tmp_path: Path, judge: str) -> None:
         "algorithm={advantage: {name: mt_grpo, outcome_weight: 0}}",
     ]
     with (tmp_path / "plugins.py").open("a") as plugins:
-        plugins.write("\n\nfrom polyturn.rollout.schedulers import Lookahead\n\n\n")
+        plugins.write("\n\nfrom support.example_schedulers import Lookahead\n\n\n")
         plugins.write("class LooksAhead(Lookahead):\n    check_finished = GoesOn.check_finished\n")
     settings = [*SEVERAL_TURNS, *scheduler, "train.steps=2", "evaluation.data=null", "rollout.limits.max_turns=3"]
     called = call_command(main, "train", config, *settings)

@@ -143,6 +143,7 @@ orms["judged"] = Judged
     [
         ("reward_funcs=[acuracy]", ["'acuracy'", "'accuracy'"]),
         ("multi_turn_scheduler=thinking_tip_scheduler", ["'thinking_tips_scheduler'"]),
+        ("multi_turn_scheduler=react", ["schedulers/react.py:React"]),
         ("reward_funcs=[judged]", ["'judged'", "ConnectionError: the judge is not there"]),
         ("reward_funcs=[soft_overlong]", ["soft_cache_length"]),
     ],

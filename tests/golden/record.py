@@ -72,6 +72,8 @@ class Scenario:
     is_vision: bool = False
     is_verl: bool = False
     """The configuration is in verl's keys; ours go under `polyturn`."""
+    has_example: bool = False
+    """The configuration names a scheduler of the folder examples/schedulers, which is copied beside it."""
     is_killed: bool = False
     """The run is killed with SIGKILL when the script holds a request, then resumed."""
 
@@ -83,9 +85,9 @@ SCENARIOS: dict[str, Scenario] = {
     "compaction": Scenario(),
     "inference": Scenario(template="data/templates/strips_reasoning.jinja"),
     "forks": Scenario(),
-    "tree": Scenario(),
-    "thinking_tips": Scenario(),
-    "math_tips": Scenario(),
+    "tree": Scenario(has_example=True),
+    "thinking_tips": Scenario(has_example=True),
+    "math_tips": Scenario(has_example=True),
     "gym": Scenario(),
     "multimodal": Scenario(command="rollout", template="golden/shows_images.jinja", is_vision=True),
     "multimodal_step": Scenario(template="golden/shows_images.jinja", is_vision=True),
@@ -126,6 +128,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     """Run a scenario in a folder that is not there yet, and return what it left."""
     scenario = SCENARIOS[name]
     shutil.copytree(SCENARIO_FOLDER / name, folder)
+    if scenario.has_example:
+        shutil.copytree(HERE.parents[1] / "examples" / "schedulers", folder / "schedulers")
     write_model(folder / "model", template=HERE.parent / scenario.template, is_vision=scenario.is_vision)
     own = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     if not (folder / "says.yaml").is_file():

@@ -21,6 +21,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.training.observer import RunObserver
+from support.example_schedulers import FOLDER
 from support.models import tiny_model
 from support.refusals import refuses
 from support.runs import write_tiny_run
@@ -120,7 +121,7 @@ def test_credit_that_cannot_work_is_refused(tmp_path: Path, overrides: list[str]
 def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
     bare = ("algorithm.advantage=return_to_go", "rollout.tools.functions=[]", "rollout.interactions=[]")
     (tmp_path / "mine.py").write_text(SCHEDULERS)
-    for name in ("single_turn", "mine.py:ScoresNone", "react"):
+    for name in ("single_turn", "mine.py:ScoresNone", f"{FOLDER}/react.py:React"):
         where = place(tmp_path, *bare, f"rollout.scheduler={name}")
         refuses(
             lambda where=where: require_scores(build.build_parts(where), build.build_estimator(where)),

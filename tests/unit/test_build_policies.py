@@ -17,6 +17,7 @@ from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.process import ProcessEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
+from support.example_schedulers import FOLDER
 from support.models import tiny_model
 from support.refusals import refuses
 from support.runs import write_tiny_run
@@ -104,7 +105,10 @@ def test_policy_engines_have_their_own_settings(tmp_path: Path, model: Path) -> 
 
 
 def test_scheduler_may_let_a_policy_judge(tmp_path: Path, model: Path) -> None:
-    scheduler = {"scheduler": "lookahead", "scheduler_kwargs": {"judge": {"policy": "critic", "rubric": "Is it kind?"}}}
+    scheduler = {
+        "scheduler": f"{FOLDER}/lookahead.py:Lookahead",
+        "scheduler_kwargs": {"judge": {"policy": "critic", "rubric": "Is it kind?"}},
+    }
     where = place(tmp_path, {"critic": {"model": "opponent"}}, rollout=scheduler)
     assert type(build.build_scheduler(where, build.build_policies(where))).__name__ == "Lookahead"
     refuses(lambda: build.build_scheduler(where), ConfigError, "'critic'")

@@ -39,7 +39,7 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
-from polyturn.rollout.schedulers.registry import SCHEDULER
+from polyturn.rollout.schedulers.registry import SCHEDULER, refuse_moved
 from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import build_parser
@@ -249,6 +249,8 @@ def _scheduler_class(source: ConfigSource) -> Any:
     theirs: dict[str, Any] = {}
     if isinstance(name, str) and name not in schedulers and ":" not in name:
         theirs = {n: c for one in stand_ins() for n, c in one.schedulers().items()}
+        if name not in theirs:
+            refuse_moved(name)
         if theirs and name not in theirs and "." not in name:
             raise UnknownNameError(f"rollout.scheduler: there is no {name!r}.{did_you_mean(name, [*schedulers, *theirs])}")
     scheduler = theirs[name] if name in theirs else schedulers.resolve(name, base=source.base)

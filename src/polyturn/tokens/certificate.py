@@ -246,8 +246,8 @@ def _problem(codec: Codec, properties: TemplateProperties, *, num_tools: int) ->
         return "the chat template leaves out what an assistant message says; use the template that belongs to the model"
     if num_tools and not properties.renders_tools:
         return (
-            f"the run has {num_tools} tool(s), and {NO_TOOLS}, or set rollout.scheduler to react, which writes the tools "
-            "into the prompt"
+            f"the run has {num_tools} tool(s), and {NO_TOOLS}, or use a scheduler that writes the tools into the prompt, "
+            "such as examples/schedulers/react.py"
         )
     if num_tools and not properties.renders_results:
         return (

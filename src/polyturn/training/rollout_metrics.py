@@ -5,7 +5,7 @@ Separate from the loop because the numbers come from records alone: stored traje
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -97,14 +97,13 @@ def state_metrics(groups: Sequence[TrajectoryGroup], *, step_s: float) -> dict[s
 
 def of_others(trajectory: Trajectory) -> Metrics:
     """Return the tokens that were spent on a trajectory beside its turns: asides of the model, users, judges."""
-    looks = [info for t in trajectory.turns if isinstance(info := t.info.get("lookahead"), Mapping)]
-    info = {} if trajectory.reward is None else trajectory.reward.info
+    infos = [t.info for t in trajectory.turns] + ([] if trajectory.reward is None else [trajectory.reward.info])
     spent = {
         "tokens/asides": trajectory.metrics.get("aside_tokens", 0),
         "rollout/user_tokens": sum(
             _count(t.info.get(name)) for t in trajectory.turns for name in ("user_tokens", "user_prompt_tokens")
         ),
-        "reward/judge_tokens": sum(_count(one.get("judge_tokens")) for one in (info, *looks)),
+        "reward/judge_tokens": sum(_count(info.get("judge_tokens")) for info in infos),
     }
     return {name: Sum(value) for name, value in spent.items() if value}
 

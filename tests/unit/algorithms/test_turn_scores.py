@@ -15,8 +15,8 @@ from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.schedulers import Tree
 from polyturn.testing.episodes import scripted_context, task
+from support.example_schedulers import Tree, of_example
 
 
 @advantages.register("test_return_to_go")
@@ -51,7 +51,9 @@ class Scores(MultiTurnScheduler):
 
 async def play(scheduler: Any, says: Any = ("a", "b", "c"), **options: Any) -> Trajectory:
     context = scripted_context(list(says) if isinstance(says, tuple) else says, scheduler=scheduler, **options)
-    context.rewarder = RewardRouter({"tree": "tree"}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False))
+    context.rewarder = RewardRouter(
+        {"tree": of_example("tree.py:score_tree")}, scheduler=SimpleNamespace(scores_turns=True, gives_reward=False)
+    )
     t = await run_episode(
         context, task(data_source="tree" if isinstance(scheduler, Tree) else None, ground_truth="42"), id="e"
     )

@@ -16,8 +16,8 @@ from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers import MathTips, ThinkingTips
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
+from support.example_schedulers import MathTips, ThinkingTips
 from support.refusals import refuses
 
 

@@ -230,7 +230,7 @@ def test_key_written_as_an_option_is_answered_with_the_key(arguments: list[str],
 
 
 def test_keys_that_agents_decide_are_named_when_served() -> None:
-    keys = ["rollout.tools.functions=['a.py:b']", "rollout.scheduler=react", "model.path=none"]
+    keys = ["rollout.tools.functions=['a.py:b']", "rollout.scheduler=single_turn", "model.path=none"]
     assert unused_keys(load_config(RunConfig, None, keys).config) == ["rollout.tools.functions", "rollout.scheduler"]
     assert unused_keys(load_config(RunConfig, None, ["model.path=none"]).config) == []
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyturn.compat.swift import orm
-from polyturn.rollout.schedulers.react import read_call
 
 FORMAT = re.compile(r"\A<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL)
 REACT = re.compile(r"\A<think>.*?</think>\s*Action:.*?Action Input:.*?\Z", re.DOTALL)
@@ -44,11 +43,3 @@ def test_hostile_text_scores_nothing_in_linear_time(text: str) -> None:
     told: dict[str, Any] = {"solution": ['Action: a\nAction Input: {"b": 1}']}
     for function in (orm.ReactORM(), orm.Format(), orm.ReActFormat(), orm.MathAccuracy()):
         assert function([text], **told) == [0.0]
-
-
-@pytest.mark.parametrize("written", ["9" * 5_000, "[" * 100_000, '{"a":' * 100_000, "{", "NaN"])
-def test_input_that_is_no_json_is_a_call(written: str) -> None:
-    schemas = [{"function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
-    assert read_call("f", written, schemas=schemas, id="c").arguments == {"text": written}
-    two = [{"function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}]
-    assert read_call("f", written, schemas=two, id="c").error is not None

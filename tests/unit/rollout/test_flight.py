@@ -17,11 +17,11 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import Gym
 from polyturn.rollout.schedulers.compaction import Compaction
-from polyturn.rollout.schedulers.react import React
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.base import BaseTool
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.training.journal_file import JournalFile
+from support.example_schedulers import React
 from support.parts import Says, Steps, add, call
 
 CHECK = call("calc_gsm8k_reward", answer="5")

@@ -29,7 +29,6 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy, Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers import ImageTools
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import open_store
 from polyturn.tokens.codec import Codec
@@ -41,6 +40,7 @@ from polyturn.tools.toolbox import Toolbox
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
+from support.example_schedulers import ImageTools
 from support.vision import sharp_vision_model, tiny_processor, vision_tokenizer
 
 TOKENIZER = vision_tokenizer()

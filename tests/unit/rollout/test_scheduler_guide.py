@@ -17,14 +17,16 @@ from polyturn.batching.samples import to_samples
 from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.schedulers import schedulers
+from polyturn.rollout.schedulers.registry import MOVED, schedulers
 from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.scheduler import check_scheduler
+from support.example_schedulers import FOLDER
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/scheduler.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -79,12 +81,20 @@ def test_tables_name_every_shipped_scheduler() -> None:
     assert shipped and all(f"`{name}`" in PAGE for name in shipped)
 
 
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_scheduler_is_an_example(name: str) -> None:
+    for path in re.findall(r"(\w+\.py:\w+)", MOVED[name]):
+        assert callable(import_attr(path, base=FOLDER)) and f"`{path}`" in PAGE
+
+
 @pytest.mark.parametrize(
     ("rollout", "key"),
     [
-        ({"scheduler": "math_tip"}, "'math_tip'.*'math_tips'"),
+        ({"scheduler": "compactoin"}, "'compactoin'.*'compaction'"),
+        ({"scheduler": "react"}, "'react'.*examples/schedulers.*schedulers/react.py:React"),
+        ({"scheduler": "tree"}, "'tree'.*schedulers/tree.py:Tree.*reward.function.*schedulers/tree.py:score_tree"),
         ({"scheduler": "compaction"}, "'compaction'.*'budget'"),
-        ({"scheduler": "tree", "scheduler_kwargs": {"widht": 3}}, "'tree'.*'widht'"),
+        ({"scheduler": f"{FOLDER}/tree.py:Tree", "scheduler_kwargs": {"widht": 3}}, "tree.py:Tree'.*'widht'"),
         ({"scheduler": "gym", "limits": {"max_turns": None}}, "limit"),
     ],
 )

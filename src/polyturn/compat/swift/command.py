@@ -135,9 +135,11 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     make(tuple(named.get("names", ())), options)  # fails now if it cannot be built or does not reach its judge
     scheduler = config.rollout.scheduler
     if isinstance(scheduler, str) and ":" not in scheduler:
-        from polyturn.rollout.schedulers import schedulers
+        from polyturn.rollout.schedulers.registry import refuse_moved, schedulers
 
         if scheduler not in schedulers:
+            if scheduler not in multi_turns:
+                refuse_moved(scheduler)
             multi_turns.find(scheduler)
 
 

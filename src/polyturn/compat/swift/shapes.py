@@ -87,7 +87,7 @@ def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> 
 def _needs_group(scheduler: RolloutScheduler, why: str) -> ConfigError:
     return ConfigError(
         f"{type(scheduler).__name__}.async_infer {why}: it needs those of a whole group, and an episode is one; write "
-        "`run`, or take `rollout.scheduler: tree` for branches"
+        "`run`, or take examples/schedulers/tree.py for branches"
     )
 
 

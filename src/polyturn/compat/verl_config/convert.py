@@ -225,7 +225,7 @@ def futures(s: Source) -> None:
         s.refuse(
             FUTURES,
             "only an agent loop of your own forks so many conversations from a first turn, and agent_loop_config_path names "
-            "none; +polyturn.rollout.scheduler=lookahead forks from every turn, and needs a judge",
+            "none; the scheduler in examples/schedulers/lookahead.py forks from every turn, and needs a judge",
         )
 
 

@@ -1,9 +1,10 @@
-"""The registry of schedulers: `rollout.scheduler: math_tips` names one of these, an entry point, or a class in a file."""
+"""The registry of schedulers: `rollout.scheduler: compaction` names one of these, an entry point, or a class in a file."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from polyturn.core.errors import UnknownNameError
 from polyturn.core.plugin_shape import CallShape, Shape
 from polyturn.core.plugins import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -12,6 +13,30 @@ schedulers: Registry[Any] = Registry("schedulers")
 """Classes of schedulers, made with `rollout.scheduler_kwargs`."""
 
 schedulers.register("default")(MultiTurnScheduler)
+
+MOVED = {
+    "image_tools": "image_tools.py:ImageTools",
+    "lookahead": "lookahead.py:Lookahead",
+    "math_tips": "math_tips.py:MathTips",
+    "react": "react.py:React",
+    "thinking_tips": "thinking_tips.py:ThinkingTips",
+    "tree": "tree.py:Tree, and reward.function to schedulers/tree.py:score_tree",
+}
+"""Names of schedulers that shipped before, and what to set instead."""
+
+
+def refuse_moved(name: str) -> None:
+    """Name the example that took the place of a scheduler.
+
+    Raises:
+        UnknownNameError: `name` is one of `MOVED`.
+    """
+    if name in MOVED:
+        raise UnknownNameError(
+            f"rollout.scheduler is {name!r}, which is an example now: copy the folder examples/schedulers of polyturn's "
+            f"repository beside your configuration, and set rollout.scheduler to schedulers/{MOVED[name]}"
+        )
+
 
 _STEPS = ("step", "run", "check_finished", "on_turn_end", "on_trajectory_start", "on_trajectory_end", "settle", "check_task")
 SCHEDULER = Shape(

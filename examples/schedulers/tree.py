@@ -7,7 +7,15 @@
 Why segments of one trajectory and not several trajectories: a shared token was sampled once, so it is trained once, and
 belongs to no leaf more than to another. A leaf is judged by itself; each turn's score "tree" is the mean over the branches
 that begin behind it, so an estimator that reads turn scores gives a shared chunk the mean of what came of it, and a branch
-that split more often counts no more than its sibling. The reward "tree" is the mean over the first branches.
+that split more often counts no more than its sibling. The reward `score_tree` is the mean over the first branches.
+
+It shows `episode.fork()`, scores of turns, and a reward function that reads them.
+
+    rollout:
+      scheduler: examples/schedulers/tree.py:Tree
+      scheduler_kwargs: {width: 8, branching: 2, judge: gsm8k}
+      limits: {max_turns: 8, max_tokens_per_turn: 256}
+    reward: {function: examples/schedulers/tree.py:score_tree}
 """
 
 from __future__ import annotations
@@ -17,18 +25,12 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from polyturn import ConfigError, Episode, MultiTurnScheduler, StopReason, Task, Trajectory
 from polyturn.core.aio import first_error
-from polyturn.core.errors import ConfigError
 from polyturn.core.generation import FinishReason
-from polyturn.core.lifecycle import StopReason
-from polyturn.core.task import Task
-from polyturn.core.trajectory import Trajectory
-from polyturn.rewards.registry import rewards
-from polyturn.rollout.calls import keeps_deadlines
-from polyturn.rollout.episode import Episode
-from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers.judge import Judge, build_judge, is_right, require_truth
-from polyturn.rollout.schedulers.registry import schedulers
+from polyturn.core.plugins import import_file
+
+judges = import_file(Path(__file__).with_name("judge.py"))
 
 
 class Grown(NamedTuple):
@@ -40,23 +42,23 @@ class Grown(NamedTuple):
     """Why the first of them ended."""
 
 
-@schedulers.register("tree")
-@keeps_deadlines
 class Tree(MultiTurnScheduler):
     """Splits into `branching` before every chunk, until there are `width` branches."""
 
     forks = True
 
-    def __init__(self, *, width: int = 8, branching: int = 2, judge: str | Judge = "math", base: Path | None = None) -> None:
+    def __init__(
+        self, *, width: int = 8, branching: int = 2, judge: str | judges.Judge = "math", base: Path | None = None
+    ) -> None:
         if width < 1 or branching < 2:
             raise ConfigError(f"tree: width is {width} and branching {branching}; use at least 1 and at least 2")
         self.width = width
         self.branching = branching
-        self._judge = build_judge(judge, base=base)
+        self._judge = judges.build_judge(judge, base=base)
 
     def check_task(self, task: Task) -> None:
         """Refuse a task without a ground truth."""
-        require_truth(task, who="tree")
+        judges.require_truth(task, who="tree")
 
     async def run(self, episode: Episode) -> StopReason:
         """Grow the tree and return how its first branch ended."""
@@ -96,10 +98,9 @@ class Tree(MultiTurnScheduler):
             return Grown(0.0, reason)
         last = episode.turns[-1]
         answer = await episode.call(self, self._judge, last.said_before + last.text, episode.task.ground_truth)
-        return Grown(float(is_right(answer)), reason)
+        return Grown(float(judges.is_right(answer)), reason)
 
 
-@rewards.register("tree")
 def score_tree(trajectory: Trajectory) -> float:
     """Return the mean of a tree's branches; 0.0 where nothing was sampled."""
     first = [t.scores["tree"] for t in trajectory.turns if t.info.get("depth") == 0]

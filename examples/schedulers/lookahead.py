@@ -9,6 +9,16 @@ From every turn that speaks to the user, `num_repeat_rollouts` continuations of 
 same user and the same policy; the mean of their scores is the turn's score "lookahead". Their tokens are in the record, in
 segments of the agent "lookahead", and are not trained unless asked for. Source: Wu et al. 2025 (CollabLLM, multiturn-aware
 reward).
+
+It shows `episode.mark()`, forks from earlier turns, forks that are not trained (`Aside`), and a reward that the scheduler
+gives.
+
+    rollout:
+      scheduler: examples/schedulers/lookahead.py:Lookahead
+      scheduler_kwargs: {window: 2, judge: {base_url: "http://127.0.0.1:8000/v1", model: judge}}
+      interactions: [{name: user, class_name: polyturn.interactions.simulated_user.SimulatedUser, config: {…}}]
+      limits: {max_turns: 4}
+    algorithm: {advantage: {name: mt_grpo, outcome_weight: 0}}
 """
 
 from __future__ import annotations
@@ -20,20 +30,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polyturn import ConfigError, DataError, Episode, Message, MultiTurnScheduler, OpenTurn, StopReason, Task
 from polyturn.core.aio import first_error
-from polyturn.core.errors import ConfigError, DataError, did_you_mean
-from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message
+from polyturn.core.errors import did_you_mean
 from polyturn.core.seeds import derive_seed
-from polyturn.core.task import Task
 from polyturn.partners.judge import ConversationJudge, Verdict
 from polyturn.rollout.aside import Aside
 from polyturn.rollout.calls import keeps_deadlines
-from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import Mark
-from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
-from polyturn.rollout.schedulers.registry import schedulers
+from polyturn.rollout.open_turn import GivenReward
 
 LABEL = "lookahead"
 REWARDS = ("turns", "run")
@@ -46,8 +51,7 @@ class BranchPoint(NamedTuple):
     mark: Mark
 
 
-@schedulers.register("lookahead")
-@keeps_deadlines
+@keeps_deadlines  # the judge has a deadline of its own, which may be longer than rollout.scheduler_timeout_s
 class Lookahead(MultiTurnScheduler):
     """Runs the conversation, then continuations from each of its turns."""
 
@@ -137,8 +141,8 @@ class Lookahead(MultiTurnScheduler):
             point.turn.info[LABEL] = {
                 "scores": [v.score for v in mine],
                 "reasons": [v.reason for v in mine],
-                "judge_tokens": sum(v.tokens for v in mine),
             }
+            point.turn.info["judge_tokens"] = sum(v.tokens for v in mine)
         if self._reward == "turns":
             scores = [point.turn.scores[LABEL] for point in self._places]
             value = math.fsum(scores) / len(scores) if scores else 0.0

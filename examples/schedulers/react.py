@@ -9,6 +9,13 @@
 Where the chat template renders no tools, the scheduler writes them and the form of a call into the system message. The tools
 are the run's own, and a call that fails is an observation like any other. What the model makes up behind its
 call (an observation of its own) is cut away and counted.
+
+It shows `show_tools`, `episode.call_tools` with a call that the scheduler itself read, and `episode.go_on`.
+
+    rollout:
+      scheduler: examples/schedulers/react.py:React
+      tools: {functions: ["tools.py:calculator"]}
+      limits: {max_turns: 8}
 """
 
 from __future__ import annotations
@@ -19,12 +26,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.core.messages import Message, ToolCall
-from polyturn.rollout.calls import keeps_deadlines
-from polyturn.rollout.episode import Episode
-from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.rollout.schedulers.registry import schedulers
+from polyturn import Episode, Message, MultiTurnScheduler, OpenTurn, ToolCall
 
 _CALL = re.compile(
     r"Action:[ \t]*(?P<name>[^\n]*)\n[ \t]*Action Input:[ \t]*(?P<input>.*?)(?=\s*\nObservation:|\s*\Z)", re.DOTALL
@@ -42,8 +44,6 @@ When you know the answer, write:
 Final Answer: the answer"""
 
 
-@schedulers.register("react")
-@keeps_deadlines
 class React(MultiTurnScheduler):
     """Runs the first `Action:` of a turn and lets the message go on behind what it came to."""
 

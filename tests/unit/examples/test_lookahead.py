@@ -21,8 +21,8 @@ from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.schedulers.lookahead import Lookahead
 from polyturn.testing.episodes import scripted_context, task
+from support.example_schedulers import Lookahead
 from support.refusals import refuses
 from support.services import LocalService, serve
 

@@ -1,9 +1,10 @@
-"""Judges: is this answer right, asked in the middle of an episode by schedulers that react to a wrong one.
+"""Judges: is this answer right, asked in the middle of an episode by the schedulers beside this file that react to it.
 
-    judge = build_judge("math")                    a shipped scorer
+    judge = build_judge("math")                    one of polyturn's scorers
     judge = build_judge("mine.py:is_right")        def is_right(text, ground_truth): return True or a score above 0
 
-A judge may take its time: schedulers call it in a thread. It decides what is said next; the reward is the run's own.
+A judge may take its time: schedulers call it by `episode.call`, in a thread. It decides what is said next; the reward is the
+run's own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, DataError, SchedulerError, UnknownNameError, did_you_mean
+from polyturn import ConfigError, DataError, SchedulerError, Task
+from polyturn.core.errors import UnknownNameError, did_you_mean
 from polyturn.core.plugins import import_attr
 from polyturn.core.tagged import between
-from polyturn.core.task import Task
 from polyturn.rewards import exact_match, gsm8k, math
 
 Judge = Callable[[str, Any], float]

@@ -5,22 +5,19 @@
 
 For templates whose tool messages take text only. The images are part of the message, so the engine, the training sample and
 the record show the same ones.
+
+It shows a `step` that changes one case and leaves the others to the default.
+
+    rollout: {scheduler: examples/schedulers/image_tools.py:ImageTools, tools: {file: tools.yaml}, limits: {max_turns: 5}}
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from polyturn.core.messages import Message
-from polyturn.rollout.calls import keeps_deadlines
-from polyturn.rollout.episode import Episode
-from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
-from polyturn.rollout.schedulers.registry import schedulers
+from polyturn import Episode, Message, MultiTurnScheduler, OpenTurn, Reply
 
 
-@schedulers.register("image_tools")
-@keeps_deadlines
 class ImageTools(MultiTurnScheduler):
     """Answers tool calls as the user."""
 
