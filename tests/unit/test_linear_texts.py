@@ -6,10 +6,10 @@ import pytest
 
 from polyturn.compat.swift.schedulers import _unfenced
 from polyturn.core.secrets import hide
+from polyturn.engines.text_codec import _without_calls
 from polyturn.environments.gymnasium import uncoloured
 from polyturn.partners.judge import read_verdict
 from polyturn.rewards.math import is_near
-from polyturn.tokens.text_codec import _without_calls
 from support.refusals import refuses
 
 SIZE = 1 << 20

@@ -14,12 +14,12 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import SamplingParams
 from polyturn.core.task import Task
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
+from polyturn.engines.text_codec import text_codec
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers import HermesParser, build_parser
-from polyturn.tokens.text_codec import text_codec
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 from polyturn.core.trajectory import SpanSource, Trajectory, TrajectoryGroup
 from polyturn.engines.base import BaseEngine
+from polyturn.engines.text_codec import read_chat, write_turn
 from polyturn.partners.client import ChatClient, Endpoint
-from polyturn.tokens.text_codec import read_chat, write_turn
 
 __all__ = ["ChatEngine", "Endpoint", "Usage"]
 

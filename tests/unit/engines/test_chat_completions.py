@@ -23,6 +23,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
+from polyturn.engines.text_codec import read_chat, text_codec, write_turn
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
@@ -31,7 +32,6 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import task
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
-from polyturn.tokens.text_codec import read_chat, text_codec, write_turn
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.toolbox import Toolbox
 from support.refusals import refuses

@@ -5,7 +5,8 @@ ids of its own here, from which the conversation can be read back exactly, whate
 
     <|im_start|> tools\\n{"type": "function", …} <|im_end|>    <|im_start|> user\\nHi <|im_end|>    <|im_start|> assistant\\n
 
-These ids are not the model's. They are for reading, and nothing can be trained on them.
+These ids are not the model's. They are for reading, and nothing can be trained on them. `chat_completions.py` answers with
+them, and an episode over it has this codec.
 """
 
 from __future__ import annotations
