@@ -110,12 +110,15 @@ def test_lookahead_scores_train_the_turns(tmp_path: Path, judge: str) -> None:
     settings = [*SEVERAL_TURNS, *scheduler, "train.steps=2", "evaluation.data=null", "rollout.limits.max_turns=3"]
     called = call_command(main, "train", config, *settings)
     assert called.code == 0, called.err
-    for trajectory in trained(tmp_path / "runs/tiny"):
+    run = tmp_path / "runs/tiny"
+    for trajectory in trained(run):
         assert {s.agent for s in trajectory.segments} == {"assistant", "user", "lookahead"}
         assert all(not s.loss_weights.any() for s in trajectory.segments if s.agent != "assistant")
         scores = [t.scores["lookahead"] for t in trajectory.turns]
         assert len(scores) == 3 and trajectory.reward is not None
         assert trajectory.reward.total == pytest.approx(sum(scores) / 3)
+        assert [t.info["judge_tokens"] for t in trajectory.turns] == [22, 22, 22]
+    assert all(step["reward/judge_tokens"] % 66 == 0 < step["reward/judge_tokens"] for step in trained_steps(run))
 
 
 @pytest.fixture(scope="module")
