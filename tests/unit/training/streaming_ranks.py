@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.training.fsdp import Sharded, make_mesh
@@ -64,9 +65,11 @@ def main(out):
             written = files.write(streamed)
             found["most"] = bytes_of("VmHWM") - rank.before
             whole = dict(make_model().named_parameters())
-            found["is_same"] = all(torch.equal(whole[name], tensor) for name, tensor in written.items())
-            found["num_files"] = len(list(written.folder.glob("*.safetensors")))
-            found["num_tensors"] = len(written) - len(whole)
+            files_written = list(written.folder.glob("*.safetensors"))
+            stored = {name: tensor for file in files_written for name, tensor in load_file(file).items()}
+            found["is_same"] = all(torch.equal(whole[name], tensor) for name, tensor in stored.items())
+            found["num_files"] = len(files_written)
+            found["num_tensors"] = len(stored) - len(whole)
         backend.close()
     found.setdefault("most", bytes_of("VmHWM") - rank.before)
     (out / f"{number}.json").write_text(json.dumps(found))
