@@ -1,13 +1,14 @@
 """Do the examples learn, and from their rewards? Trains search and sandbox from scratch, and SmolLM2. One JSON line.
 
-    python benchmarks/example_learns.py [search] [sandbox] [--seeds 0] [--threads 2] [--no-control]
+    python benchmarks/example_learns.py [search] [sandbox] [--seeds 0] [--threads 2] [--controls shuffled]
     python benchmarks/example_learns.py sums calculator --seeds 0 1 2 --out runs/learns --plot docs/images/learning.webp
+    python benchmarks/example_learns.py calculator --controls without_tool one_turn --out runs/learns
 
 Success on held-out tasks before reinforcement learning and after it. `search` and `sandbox` imitate someone who mostly
 answers without the tool, and so does `calculator`, which is SmolLM2 with 160 demonstrations; `sums` starts from SmolLM2
-as it is. The control is each group's rewards in a random order: for `search` and `sandbox` with the first seed, else
-with all. The claim: greedily at most 60 % before and at least the share of `CLAIMS` after, and every control 20 points
-below; else the exit code is 1. A run that is finished in `--out` is not repeated, so several calls may share the work.
+as it is. The controls are those of `CONTROLS`: for `search` and `sandbox` with the first seed, else with all. The claim:
+greedily at most 60 % before and at least the share of `CLAIMS` after, and every control 20 points below; else the exit
+code is 1. A run that is finished in `--out` is not repeated, so several calls may share the work.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ PREPARED_BY = {
 PRETRAINED = ("sums", "calculator")
 CLAIMS = {"search": 0.95, "sandbox": 0.95, "sums": 0.85, "calculator": 0.9}
 """Greedy success after training, at least."""
-SHUFFLED = "algorithm.advantage=../quickstart/controls.py:shuffled_grpo"
+CONTROLS = {
+    "shuffled": ("algorithm.advantage=../quickstart/controls.py:shuffled_grpo",),
+    "without_tool": ("rollout.tools.functions=[]", "warm_start.kwargs.guess_share=1.0"),
+    "one_turn": ("rollout.limits.max_turns=1",),
+}
+"""What each control changes: the rewards of a group in random order; no calculator, and no calls in its demonstrations;
+no turn after the first."""
 
 
 def prepare(example: str, scratch: Path) -> Path:
@@ -80,20 +87,23 @@ def train(folder: Path, out: Path, seed: int, threads: int, *, name: str, overri
     return {"seed": seed, "seconds": seconds, **figures(run)}
 
 
-def measure(example: str, *, seeds: list[int], threads: int, has_control: bool, out: Path) -> dict[str, Any]:
+def measure(example: str, *, seeds: list[int], threads: int, controls: list[str], out: Path) -> dict[str, Any]:
     """Train one example with each seed, and its controls; say whether it came out as claimed."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(example, Path(scratch))
         runs = [train(folder, out, seed, threads, name=f"{example}-seed-{seed}") for seed in seeds]
-        controlled = (seeds if example in PRETRAINED else seeds[:1]) if has_control else []
-        controls = [
-            train(folder, out, seed, threads, name=f"{example}-shuffled-{seed}", overrides=(SHUFFLED,))
-            for seed in controlled
+        controlled = [
+            {
+                "control": control,
+                **train(folder, out, seed, threads, name=f"{example}-{control}-{seed}", overrides=CONTROLS[control]),
+            }
+            for control in controls
+            for seed in (seeds if example in PRETRAINED else seeds[:1])
         ]
     learnt = all(run["greedy"]["before"] <= 0.6 and run["greedy"]["after"] >= CLAIMS[example] for run in runs)
     lowest = min(run["greedy"]["after"] for run in runs)
-    as_claimed = learnt and all(control["greedy"]["after"] <= lowest - 0.2 for control in controls)
-    return {"example": example, "runs": runs, "controls": controls, "as_claimed": as_claimed}
+    as_claimed = learnt and all(run["greedy"]["after"] <= lowest - 0.2 for run in controlled)
+    return {"example": example, "runs": runs, "controls": controlled, "as_claimed": as_claimed}
 
 
 def plot(found: list[dict[str, Any]], file: Path) -> None:
@@ -106,7 +116,7 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 3), squeeze=False, sharey=True)
     for axis, each in zip(axes[0], found, strict=True):
         for kind, colour, label in (("controls", "0.6", "shuffled rewards"), ("runs", "tab:blue", "polyturn")):
-            for number, run in enumerate(each[kind]):
+            for number, run in enumerate(run for run in each[kind] if run.get("control", "shuffled") == "shuffled"):
                 steps = range(1, len(run["steps"]) + 1)
                 axis.plot(steps, run["steps"], color=colour, alpha=0.8, label=None if number else label)
         axis.set(title=f"SmolLM2-135M, {each['example']}", xlabel="step", ylim=(0, 1))
@@ -125,7 +135,7 @@ def main() -> int:
     parser.add_argument("examples", nargs="*", metavar="example", help=f"of {known}; search and sandbox where none is named")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-control", action="store_true")
+    parser.add_argument("--controls", nargs="*", choices=CONTROLS, default=["shuffled"], help="none without a name")
     parser.add_argument("--out", type=Path, help="folder that keeps the runs")
     parser.add_argument("--plot", type=Path, help="image of the success of each step")
     args = parser.parse_args()
@@ -135,7 +145,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = (args.out or Path(scratch)).resolve()
         found = [
-            measure(example, seeds=args.seeds, threads=args.threads, has_control=not args.no_control, out=out)
+            measure(example, seeds=args.seeds, threads=args.threads, controls=args.controls, out=out)
             for example in args.examples or ["search", "sandbox"]
         ]
     if args.plot is not None:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import polyturn
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.core.generation import FinishReason
 from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import StopReason, Turn
+from support.benchmark import load_benchmark
 from support.refusals import refuses
 
 FOLDER = Path(__file__).parents[2] / "examples" / "calculator"
@@ -35,6 +38,18 @@ def test_demonstrations_mostly_guess() -> None:
     conversations = part("demonstrations")(num_conversations=160)
     calls = [c for c in conversations if any(message.tool_calls for message in c.messages)]
     assert (len(conversations), len(calls)) == (160, 40)
+
+
+def test_controls_take_the_tool_or_the_later_turns_away() -> None:
+    options = {
+        name: load_config(RunConfig, FOLDER / "config.yaml", overrides).config
+        for name, overrides in load_benchmark("example_learns").CONTROLS.items()
+    }
+    assert {name: (len(o.rollout.tools.functions), o.rollout.limits.max_turns) for name, o in options.items()} == {
+        "shuffled": (1, 3), "without_tool": (0, 3), "one_turn": (1, 1)
+    }  # fmt: skip
+    guesses = part("demonstrations")(**options["without_tool"].warm_start.kwargs)
+    assert not any(message.tool_calls for conversation in guesses for message in conversation.messages)
 
 
 def test_calculator_multiplies_and_refuses_other_text() -> None:
