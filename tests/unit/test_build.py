@@ -198,7 +198,10 @@ def test_unused_interactions_or_tools_are_refused(parts: build.Parts):
     build.check_run(parts, [talking, *toolless], name="mixed tasks")
 
 
-@pytest.mark.parametrize(("name", "key"), [("black_box", "agent"), ("thinking_tips", "judge")])
+TIPS = f"{Path(__file__).parents[2] / 'examples/schedulers/thinking_tips.py'}:ThinkingTips"
+
+
+@pytest.mark.parametrize(("name", "key"), [("black_box", "agent"), (TIPS, "judge")], ids=["black_box", "thinking_tips"])
 def test_function_of_a_program_reaches_the_scheduler(parts: build.Parts, name: str, key: str):
     async def function() -> float:
         return 0.0

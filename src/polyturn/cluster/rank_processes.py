@@ -33,7 +33,7 @@ _END_S = 10.0
 _HUNG_UP_S = 10.0
 """Seconds that a rank which hung up may take to end."""
 _SETTLE_S = 0.5
-"""Seconds in which ranks follow one that died: the first to hang up need not be the one that was killed."""
+"""Seconds to wait for more ranks to end, because the first that hangs up may not be the one that was killed."""
 
 Build = Callable[[], RankWorker]
 """Joins the process group of the environment, and builds a rank."""
@@ -56,7 +56,7 @@ class RankProcesses:
         Args:
             build: What each of them does first, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
             num_ranks: How many there are.
-            row_width: Consecutive ranks that see the same samples.
+            row_width: Number of consecutive ranks that see the same samples.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: `build` has an object that cannot be sent to another process.
@@ -65,15 +65,15 @@ class RankProcesses:
         self.row_width = row_width
         self.is_elsewhere = True
         self._lock = threading.Lock()
-        """One command at a time: a checkpoint is asked after from another thread than training's."""
+        """Allows one command at a time: another thread than training's asks about checkpoints."""
         self._problem: str | None = None
         self._is_built = self._is_closed = False
         self.logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
-        """A log of each rank; it stays where one is lost."""
+        """The folder with a log of each rank; `close` keeps it if a rank was lost."""
         self._processes: list[ManagedProcess] = []
         self._sockets: list[ArraySocket] = []
         shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if num_ranks > 1:  # as torchrun does: each of them would take all cores
+        if num_ranks > 1:  # as torchrun does; otherwise each rank would use all cores
             shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         path, packed = Packed.of(sys.path), Packed.of(build)
         try:
@@ -110,7 +110,9 @@ class RankProcesses:
                 values_of(self._answers())
                 self._is_built = True
             self._check()
-            packed = {id(share): Packed.of((command, share)) for share in shares}  # a share of all ranks is packed once
+            packed = {
+                id(share): Packed.of((command, share)) for share in shares
+            }  # a share that several ranks get is packed once
             try:
                 self._send([packed[id(share)] for share in shares])
             finally:
@@ -153,7 +155,7 @@ class RankProcesses:
                 raise RankLostError(self._problem) from problem
 
     def _answers(self) -> list[RankReply]:
-        """Wait for an answer of every rank; those of all are read in the order in which they come, to see one that died."""
+        """Wait for the answer of every rank; they are read as they arrive, so that a dead rank is noticed at once."""
         answers: dict[int, RankReply] = {}
         with selectors.DefaultSelector() as waiting:
             for rank, connection in enumerate(self._sockets):
@@ -176,7 +178,7 @@ class RankProcesses:
             raise RankLostError(self._problem)
 
     def _lose(self, first: int) -> None:
-        """Find out which rank explains the end of `first`, and end those that are left: they would wait for it for ever."""
+        """Find the rank whose death made `first` end, and end the others, which would wait for ever."""
         self._processes[first].wait(_HUNG_UP_S)
         deadline = time.monotonic() + _SETTLE_S
         for process in self._processes:
@@ -200,7 +202,7 @@ class RankProcesses:
 
 
 class _Log(logging.Handler):
-    """Keeps what is logged for the controller: of the first rank all, of the others warnings."""
+    """Collects log records for the controller: INFO and above from rank 0, warnings and above from the others."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)

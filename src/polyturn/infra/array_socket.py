@@ -1,11 +1,11 @@
-"""ArraySocket: objects with large arrays, from one process of this machine to another, which reads them where they are.
+"""ArraySocket: sends objects with large arrays to another process of this machine, which maps the arrays without a copy.
 
     [ sizes ][ pickle ]  + a descriptor of anonymous memory that holds every large array of the object
 
     packed = Packed.of(samples);  for rank in ranks: rank.send(packed)         the arrays are copied into memory once
     samples = socket.receive()                                                 arrays over that memory
 
-What a receiver writes into an array it alone sees: the page is copied then. The memory has no name in the file system: it
+What a receiver writes into an array stays its own, because the first write copies the page. The memory has no name in the file system: it
 is gone with the last process that holds it, however that one ends. The writer is trusted, so no other process may be able
 to connect to the socket.
 """
@@ -53,10 +53,10 @@ def tensor_as_array(tensor: Any) -> tuple[np.ndarray[Any, Any], str, tuple[int, 
 
 
 def tensor_over(data: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return the tensor that `tensor_as_array` was given, over the memory of `data`; it may be read only."""
+    """Return the tensor that `tensor_as_array` was given, on the memory of `data`, which can be read-only."""
     import torch
 
-    with warnings.catch_warnings():  # torch has no read-only tensors, and warns of one over memory that is
+    with warnings.catch_warnings():  # torch has no read-only tensors, and warns when one uses read-only memory
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
 
@@ -140,7 +140,7 @@ class ArraySocket:
         return pickle.loads(data, buffers=views)
 
     def close(self) -> None:
-        """Hang up, also on a thread that waits in `receive`."""
+        """Close the connection; a thread that waits in `receive` gets an error."""
         with contextlib.suppress(OSError):  # it was hung up from the other end
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -157,7 +157,7 @@ class ArraySocket:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Leaves large arrays out, and takes tensors for arrays."""
+    """Pickles an object without its large arrays, and treats tensors as arrays."""
 
     def __init__(self, into: io.BytesIO, arrays: list[pickle.PickleBuffer]) -> None:
         def is_small(array: pickle.PickleBuffer) -> bool:
