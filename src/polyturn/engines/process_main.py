@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ServedEngine:
-    """The engine and what it was asked for."""
+    """The engine and its running requests."""
 
     def __init__(self, boot: Boot) -> None:
         import torch

@@ -73,7 +73,7 @@ class PooledServer(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The server itself, whichever others there are."""
+        """The engine of this one server, not of the pool."""
         ...
 
     @property
@@ -95,7 +95,7 @@ class ServerPool(Protocol):
         ...
 
     def exclude(self, replica: Any, problem: EngineError) -> None:
-        """Send a server nothing before it was given the pool's weights again."""
+        """Send a server no requests until it has the pool's weights again."""
         ...
 
 

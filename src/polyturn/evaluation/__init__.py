@@ -1,1 +1,1 @@
-"""Evaluation: the same episodes as in training, with their own sampling, and a report of what they show."""
+"""Evaluation: runs training's kind of episode with sampling settings of its own, and reports the results."""

@@ -5,9 +5,9 @@
     packed = Packed.of(samples);  for rank in ranks: rank.send(packed)         the arrays are copied into memory once
     samples = socket.receive()                                                 arrays over that memory
 
-What a receiver writes into an array stays its own, because the first write copies the page. The memory has no name in the file system: it
-is gone with the last process that holds it, however that one ends. The writer is trusted, so no other process may be able
-to connect to the socket.
+What a receiver writes into an array stays its own, because the first write copies the page. The memory has no name in the
+file system: it is gone with the last process that holds it, however that one ends. The writer is trusted, so no other
+process may be able to connect to the socket.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ BOTH = "a step that lets the assistant message go on cannot answer it with messa
 
 
 class Mark(NamedTuple):
-    """A place right behind a turn, to go on from when the history has gone on."""
+    """A saved position right after a turn, from which a fork can start later."""
 
     builder: BuilderState
     history: History
@@ -54,14 +54,14 @@ class History:
         """Begin with `messages` as the prompt.
 
         Args:
-            encoder: Of the tools that the agent may call.
+            encoder: Encodes messages, with the tools that the agent may call.
             parser: Reads what the model wrote.
             messages: The prompt.
             renders_history: Render the whole history before every turn, as an inference server does.
         """
         self.builder = TrajectoryBuilder()
         self.turns: list[OpenTurn] = []
-        """In order; a fork begins with those that there were before it."""
+        """The turns in order; a fork starts with those that were taken before it."""
         self.events: list[Event] | None = None
         """The events since a journal last asked; None where none does."""
         self.prompt: tuple[Message, ...] | None = None
@@ -69,7 +69,7 @@ class History:
         self.prompt_tokens = 0
         """Number of its tokens."""
         self.num_cut = 0
-        """TurnSampled tokens that were cut away, those of forks not counted."""
+        """Sampled tokens that were cut away, without those of forks."""
         self.num_user_turns = 0
         """Number of replies of the interaction."""
         self.is_canonical = not renders_history
@@ -361,7 +361,7 @@ class History:
         return other
 
     def _copy(self) -> History:
-        """Return the same history, whose builder is the same too."""
+        """Return a shallow copy that shares this history's builder."""
         other = copy.copy(self)
         other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
         other.events, other.num_cut = None, 0

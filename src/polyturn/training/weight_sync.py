@@ -43,7 +43,7 @@ from polyturn.training.weight_probe import ProbeRecord, WeightProbe
 logger = logging.getLogger(__name__)
 
 NOISE_FLOOR = 1e-6
-"""Two float32 implementations that agree this well may do so by luck."""
+"""Smallest noise assumed: closer agreement of two float32 implementations may be luck."""
 CANARY_FACTOR = 20.0
 """A group that did not arrive must show at least so many times the noise."""
 PROBE_FACTOR = 3.0
@@ -65,7 +65,7 @@ class SyncReport:
 
 
 class SharedWeights:
-    """The channel of an engine that samples from the trainer's own tensors: only the version is news."""
+    """The channel of an engine that samples from the trainer's own tensors: only the version has to be sent."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -111,7 +111,7 @@ class SharedGpus:
 
 
 class WeightSync:
-    """Pushes the trainer's weights to an engine, or to every one of a pool, and holds it to them."""
+    """Pushes the trainer's weights to an engine, or to every engine of a pool, and checks that it serves them."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class WeightSync:
         adapter_only: bool = False,
         thread: OneThread | None = None,
     ) -> None:
-        """Look at each engine through the completions of `probe`.
+        """Check each engine by the completions that `probe` samples from it.
 
-        `source` has the live weights, and says what they make of tokens. `to_checkpoint` gives weights the names and shapes
-        that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`. `adapter_only`
-        sends what training changes, and the engine has the rest. After the start the trainer's weights are read in `thread`,
-        the trainer's own, while episodes go on.
+        `source` has the live weights, and computes their logprobs of given tokens. `to_checkpoint` gives weights the names
+        and shapes that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`.
+        `adapter_only` sends what training changes, and the engine has the rest. After the start the trainer's weights are
+        read in `thread`, the trainer's own, while episodes go on.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, ServerPool) else None
@@ -151,7 +151,7 @@ class WeightSync:
             EngineError: some group of parameters does not arrive; the message names it.
         """
         await self._push(version)
-        # Twice: the noise is the largest difference seen, and of few tokens it would be taken for too small.
+        # Twice: the noise is the largest difference seen, and too few tokens would underestimate it.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
             samples.setdefault(name, []).extend(more)
@@ -164,7 +164,7 @@ class WeightSync:
             canaries = await self._differences(seen)
             effects = {name: self._effects(changes, own) for name, own in seen.items()}
             for name, canary in canaries.items():
-                # Had a group not arrived, logprobs would differ by its whole effect; where all did, by the noise.
+                # If a group is missing, logprobs differ by that group's effect; otherwise by the noise alone.
                 if canary > min(effects[name].values()) / 4:
                     raise EngineError(self._verdict(name, changes, seen[name], canary))
             # Now, because the change tells apart tensors that were equal, such as norms that are all ones.
@@ -262,7 +262,7 @@ class WeightSync:
             self._pool.exclude(replica, problem)
 
     async def _push(self, version: int) -> Mapping[str, Tensor]:
-        # A server that comes back meanwhile has no record to be held to, and is held to the trainer, which waits here.
+        # During a push there is no record. A returning server is compared with the trainer, which waits here.
         self._record, self._pushed = None, version
         self._sent = version, self._source.step_count
         try:
@@ -275,7 +275,7 @@ class WeightSync:
 
     @asynccontextmanager
     async def _current(self, version: int) -> AsyncIterator[Mapping[str, Tensor]]:
-        """Give the trainer's weights, as `CurrentWeights` says; its next step begins behind this."""
+        """Yield the trainer's weights, as `CurrentWeights` says; its next step waits until the block ends."""
         async with self._thread.held():
             if (version, self._source.step_count) != self._sent:
                 raise EngineError(f"the trainer has gone on from policy version {version}; the server gets the next one")
@@ -301,7 +301,7 @@ class WeightSync:
         """Return the samples of each engine; of a pool lost ones are left out, and at a later sync the wrong ones.
 
         Raises:
-            EngineError: none can, or one says that other weights spoke.
+            EngineError: no engine could sample, or one reported another version.
         """
         if self._pool is None:
             return {"the engine": await self._probe.sample(self._engine, version)}
@@ -335,7 +335,7 @@ class WeightSync:
         """Move every group of the trainer's parameters by enough to show, say how far, and put all back at the end."""
         changes: dict[str, float] = {}
         try:
-            # Of an adapter the second matrix first, which is zero at the start, so that no change of the first one shows.
+            # LoRA's B matrices first: they start at zero, which hides any change of A.
             groups = self._source.backend.weight_groups(is_merged=not self._adapter_only)
             for group in sorted(groups, key=lambda name: ".lora_A." in name):
                 changes[group] = 0.0
@@ -349,7 +349,7 @@ class WeightSync:
         """Move a group, each time further, until it shows well."""
         assert self.noise is not None
         before = self._source.score(samples)
-        # Grown from a small start: a change that ruins the model would hide whether the groups behind it arrive.
+        # Grown from a small start: a change that breaks the model would hide whether groups tested later arrive.
         for growth in range(_MAX_GROWTHS):
             changes[group] = _FIRST_SCALE * _GROWTH**growth
             self._source.backend.shift_weights(group, changes[group])
