@@ -158,7 +158,7 @@ def index(
 def harbor(
     folder: Annotated[Path, typer.Argument(help="A Harbor task, or a folder of them.")],
     backend: Annotated[
-        Literal["podman", "docker", "bubblewrap"], typer.Option(help="The sandboxes that a run would use.")
+        Literal["podman", "docker", "bubblewrap", "apptainer", "e2b"], typer.Option(help="The sandboxes of the run.")
     ] = "podman",
     network: Annotated[bool, typer.Option("--network", help="Let the sandboxes reach the network.")] = False,
     host_programs: Annotated[

@@ -284,6 +284,11 @@ class HarborTask:
                 )
         elif spec.backend != "bubblewrap" and spec.image is None and wanted.docker_image is None and not has_dockerfile:
             yield "it has neither environment.docker_image nor environment/Dockerfile; set image in the run's sandbox"
+        elif spec.backend in ("apptainer", "e2b") and spec.image is None and wanted.docker_image is None:
+            yield (
+                f"{spec.backend} builds no image from environment/Dockerfile; build it with podman or docker, and set image "
+                "in the run's sandbox"
+            )
 
     def notes(self, spec: SandboxSpec) -> Iterator[str]:
         """Iterate over the fields that are read and have no effect."""

@@ -486,6 +486,13 @@ def test_command_lists_what_tasks_need_and_why_not(tmp_path: Path):
     assert "environment.gpus" in called.out and "artifacts" in called.out and "'agnt'" in called.out
 
 
+@pytest.mark.parametrize("backend", ["apptainer", "e2b"])
+def test_dockerfile_is_refused_where_no_image_can_be_built(tmp_path: Path, backend: str):
+    write(tmp_path / "one", environment__Dockerfile="FROM x")
+    called = call_command(main, "data", "harbor", tmp_path, "--backend", backend)
+    assert called.code == 1 and f"{backend} builds no image from environment/Dockerfile" in called.out
+
+
 def test_command_accepts_the_examples():
     called = call_command(main, "data", "harbor", EXAMPLES)
     assert called.code == 0 and called.out.count(" ok") == 3, called.out
