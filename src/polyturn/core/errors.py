@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import os
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
@@ -199,6 +200,11 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
 
 MAX_LINE = 10_000
 """Characters of an exception's message that are shown: it may quote megabytes from a server or a policy."""
+
+
+def most_common(reasons: Counter[str], limit: int) -> str:
+    """The most frequent reasons: "3 times: EngineError: gone; once: it took 60 s"."""
+    return "; ".join(f"{f'{n} times' if n > 1 else 'once'}: {reason}" for reason, n in reasons.most_common(limit))
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from polyturn.core.aio import first_error
-from polyturn.core.errors import RolloutError
+from polyturn.core.errors import RolloutError, most_common
 from polyturn.core.generation import SamplingParams
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
@@ -221,5 +221,4 @@ class FailureBudget:
             raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
 
     def _common(self) -> str:
-        reasons = Counter(reason for reason in self._latest if reason is not None)
-        return "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
+        return most_common(Counter(reason for reason in self._latest if reason is not None), 3)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from polyturn.core.errors import most_common
 from polyturn.core.trajectory import RAISED_AT, ToolResult, TrajectoryGroup
 from polyturn.tracking.alarms import Alarm
 
@@ -48,8 +49,8 @@ class PluginAlarms:
         if was_raised or not self._is_raised:
             return []
         reasons = Counter((t.error or t.stop_reason.value).replace(t.id, "…") for t in failed)
-        common = "; ".join(f"{count} times: {reason}" for reason, count in reasons.most_common(3))
-        message = f"{len(failed)} of {len(trajectories)} trajectories failed and are in no loss; {common}"
+        share = f"{len(failed)} of {len(trajectories)} trajectories failed and are in no loss"
+        message = f"{share}; {most_common(reasons, 3)}"
         return [Alarm("failed_trajectories", f"step {step}: {message}")]
 
     def _calls(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 from pydantic_core import to_json
 
 from polyturn.core.aio import OneThread
-from polyturn.core.errors import SnapshotError
+from polyturn.core.errors import SnapshotError, most_common
 from polyturn.rollout.journal import JournaledEpisode
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class JournalFile:
         self._unsaid += self._counts
         self._counts = Counter()
         if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):
-            why = "; ".join(f"{count} times: {reason}" for reason, count in self._reasons.most_common(5))
+            why = most_common(self._reasons, 5)
             logger.info(
                 "conversations in flight: %d went on from their last complete turn, %d start from their tasks%s",
                 self._unsaid["resumed"],
