@@ -145,6 +145,8 @@ def build_parts(
     with Progress("load the model"):
         model = on_gpu(make(source, codec.tokenizer))
     max_context = max_context_of(rollout.limits, model)
+    limits = dataclasses.replace(rollout.limits, max_context=max_context)
+    limits.warn_of_no_room()
     media = build_media(source, codec, model)
     policies = build_policies(source, model=model, codec=codec)
     plugins = plugins or build_plugins(source, policies)
@@ -160,7 +162,7 @@ def build_parts(
         media=media,
         parser=parser,
         tools=tools,
-        limits=dataclasses.replace(rollout.limits, max_context=max_context),
+        limits=limits,
         sampling=sampling_params(rollout.sampling, rollout.limits),
         renders_history=rollout.use_inference_chat_template or template.strategy == "segment",
         sanity_mode=rollout.tokenization_sanity_check_mode,

@@ -12,6 +12,7 @@ A completion that runs into what is left of one of them is cut there, and `budge
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, NamedTuple
@@ -20,6 +21,8 @@ from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
+
+logger = logging.getLogger(__name__)
 
 
 class ContextPolicy(Enum):
@@ -67,6 +70,17 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < (0 if name == "max_user_turns" else 1e-9):
                 raise ConfigError(f"{name} is {value}; use a positive number, or null for no limit")
+
+    def warn_of_no_room(self) -> None:
+        """Warn if the context ends every turn before its own limit of tokens does."""
+        per_turn, context = self.max_tokens_per_turn, self.max_context
+        if per_turn is not None and context is not None and per_turn >= context and per_turn != Limits().max_tokens_per_turn:
+            logger.warning(
+                "rollout.limits.max_tokens_per_turn is %d, which has no effect while max_context is %d: the prompt and all "
+                "turns share the context",
+                per_turn,
+                context,
+            )
 
     @property
     def reserve(self) -> int:
