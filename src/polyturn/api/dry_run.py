@@ -16,7 +16,7 @@ import yaml
 
 from polyturn import build
 from polyturn.build.backend import row_width
-from polyturn.build.gpu_plan import Demand, layout_of, load_of
+from polyturn.build.gpu_plan import Demand, layout_of, load_of, parameters_of
 from polyturn.build.memory_check import MemoryVerdict, verdict_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
@@ -117,7 +117,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
     estimates, verdict = estimates_of(parts, num_prompt_tokens=len(ids))
     return DryRunReport(
         config=masked(resolved),
-        settings=masked(changed(resolved, defaults)),
+        settings=masked(changed(resolved, defaults, parts.source.config.model_dump(exclude_defaults=True))),
         first_task=task,
         prompt_ids=tuple(ids.tolist()),
         prompt=parts.context.codec.decode(ids),
@@ -140,26 +140,26 @@ def _who(one: PolicyConfig) -> str:
     return str(one.checkpoint or (one.model if isinstance(one.model, str) else "a model with settings of its own"))
 
 
-def changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose values are not the defaults.
+def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that differ from the defaults of a run, and inside an optional section from those of its model.
 
     {"train": {"steps": 5, "epochs": 1}}, with the defaults {"train": {"steps": 9, "epochs": 1}}  ->  {"train": {"steps": 5}}
+
+    Args:
+        values: All settings.
+        defaults: Those of a config that sets nothing: an optional section is None there, or absent.
+        unlike_model: The settings that differ from the defaults of their models, nested like `values`.
     """
     differ = {}
     for key, value in values.items():
-        default = defaults.get(key)
-        if isinstance(value, Mapping) and isinstance(default, Mapping) and value != default:
-            differ[key] = changed(value, default)
-        elif key not in defaults or value != default:
-            differ[key] = written(value) if default is None else value
+        if key not in unlike_model or (key in defaults and value == defaults[key]):
+            continue
+        default, inner = defaults.get(key), unlike_model[key]
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            differ[key] = changed(value, default if isinstance(default, Mapping) else {}, inner)
+        else:
+            differ[key] = value
     return differ
-
-
-def written(section: Any) -> Any:
-    """Return a section that is absent by default without its unset values: null, and empty mappings."""
-    if not isinstance(section, Mapping):
-        return section
-    return {key: written(value) for key, value in section.items() if value is not None and value != {}}
 
 
 def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[str, str], MemoryVerdict | None]:
@@ -189,7 +189,7 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     bytes_by_part["KV cache of the engine"] = (
         _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
     )
-    out = {"parameters": f"{size.parameters / 1e6:.2f} M, {size.trained / 1e6:.2f} M of them trained"}
+    out = {"model": parameters_of(size)}
     out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in bytes_by_part.items() if num}
     out["each rank: in all, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"

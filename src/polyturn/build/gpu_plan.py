@@ -32,6 +32,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def parameters_of(size: ModelSize) -> str:
+    """The number of parameters in millions or billions: "134.52 M parameters, 0.46 M of them trained"."""
+
+    def short(number: int) -> str:
+        return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.2f} M"
+
+    return f"{short(size.parameters)} parameters, {short(size.trained)} of them trained"
+
+
 class GpuLayout(NamedTuple):
     """The division of GPUs among ranks and servers."""
 

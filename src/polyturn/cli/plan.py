@@ -28,7 +28,7 @@ def main(
     load_native(config, overrides or [], tells=False)
     from polyturn import build
     from polyturn.api.folders import open_source
-    from polyturn.build.gpu_plan import GB, USABLE, counted, demand_of, layout_of, require_fit
+    from polyturn.build.gpu_plan import GB, USABLE, counted, demand_of, layout_of, parameters_of, require_fit
     from polyturn.training.memory import server_bytes, sync_seconds
 
     source, _ = open_source(config, overrides or [])
@@ -38,7 +38,7 @@ def main(
     def line(name: str, value: str) -> None:
         out.text(f"{name:<52}{value}")
 
-    out.text(f"{size.parameters / 1e9:.2f} B parameters, {size.trained / 1e9:.2f} B of them trained; {layout}\n")
+    out.text(f"{parameters_of(size)}; {layout}\n")
     for title, bytes_by_part in demand.tables(layout).items():
         line(title, f"{sum(bytes_by_part.values()) / GB:.2f} GB")
         for name, num in bytes_by_part.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_python_prints_and_returns_the_report_of_the_command(tmp_path: Path, cap
         line for line in called.out.rstrip("\n").splitlines() if timed not in line
     ]
     assert not (tmp_path / "runs").exists()
+
+
+def test_settings_leave_out_the_defaults_of_optional_sections(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "purr"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    warm_start = {"conversations": "talk.jsonl", "steps": 3, "optim": {"lr": 1e-4, "warmup_steps": 2}}
+    settings = polyturn.train(config=write_tiny_run(tmp_path), warm_start=warm_start, dry_run=True).settings
+    assert settings["warm_start"] == {"conversations": "talk.jsonl", "steps": 3, "optim": {"warmup_steps": 2}}
+
+
+def test_turn_longer_than_the_context_is_warned_of(tmp_path: Path) -> None:
+    limits = "rollout.limits={max_context: 500, max_tokens_per_turn: 500}"
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", limits)
+    assert called.code == 0 and "max_tokens_per_turn is 500, which has no effect while max_context is 500" in called.err
 
 
 def test_late_sum_of_one_ranks_gradients_is_logged(tmp_path: Path) -> None:
@@ -85,7 +100,7 @@ def test_model_too_large_is_refused_before_its_weights(tmp_path: Path, monkeypat
     tokenizer.save_pretrained(tmp_path / "model")
     for weights in (tmp_path / "model").glob("*.safetensors"):
         weights.write_bytes(b"not read")
-    monkeypatch.setattr(memory_check, "machine_memory", lambda: 1000)
+    monkeypatch.setattr(memory_check, "machine_memory", lambda: 500)
     with pytest.raises(ConfigError, match=r"model\.path is .*weights, gradients and the optimizer.*this machine"):
         polyturn.train(model=tmp_path / "model", tasks=["Hello"], reward=lambda trajectory: 0.0, out=str(tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
