@@ -5,11 +5,10 @@
     python benchmarks/example_learns.py calculator --controls without_tool one_turn --out runs/learns
 
 Success on held-out tasks before reinforcement learning and after it. `search` and `sandbox` imitate someone who mostly
-answers without the tool, and so does `calculator`, which is SmolLM2 with 160 demonstrations; `keys` is SmolLM2 with 99
-that press the keys of a calculator at random, and `sums` starts from SmolLM2 as it is. The controls are those of
-`CONTROLS`: for `search` and `sandbox` with the first seed, else with all. The claim: greedily at most 60 % before and at
-least the share of `CLAIMS` after, and every control 20 points below; else the exit code is 1. A run that is finished in
-`--out` is not repeated, so several calls may share the work.
+answers without the tool, and so does `calculator`, which is SmolLM2 with 160 demonstrations; `sums` starts from SmolLM2
+as it is. The controls are those of `CONTROLS`: for `search` and `sandbox` with the first seed, else with all. The claim:
+greedily at most 60 % before and at least the share of `CLAIMS` after, and every control 20 points below; else the exit
+code is 1. A run that is finished in `--out` is not repeated, so several calls may share the work.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ PREPARED_BY = {
     "sandbox": (),
     "sums": (),
     "calculator": (),
-    "keys": (),
 }
 """The examples, and the commands that come before training."""
-PRETRAINED = ("sums", "calculator", "keys")
-CLAIMS = {"search": 0.95, "sandbox": 0.95, "sums": 0.85, "calculator": 0.9, "keys": 0.9}
+PRETRAINED = ("sums", "calculator")
+CLAIMS = {"search": 0.95, "sandbox": 0.95, "sums": 0.85, "calculator": 0.9}
 """Greedy success after training, at least."""
 CONTROLS = {
     "shuffled": ("algorithm.advantage=../quickstart/controls.py:shuffled_grpo",),
