@@ -1,1 +1,1 @@
-"""The trajectories of a run, recorded so that nothing is lost and each can be looked at again."""
+"""Records the trajectories of a run without loss, and reads them back."""

@@ -1,9 +1,9 @@
-"""From the rows of a part back to trajectories, each equal to the one that was recorded, bit for bit.
+"""Converts the rows of a part back to trajectories, bit for bit equal to the recorded ones.
 
     {"spans": [{"length": 2, "has_logprobs": true, …}]}  +  ids, logprobs, weights  ->  spans
 
-The arrays of a row are cut by the lengths of its spans, and `core/serde.py` makes the objects. Rows of earlier versions are
-brought to the same form first (`older_versions.py`).
+A row's arrays are split by the lengths of its spans, and `core/serde.py` creates the objects. Rows of earlier versions are
+first converted to the current form (`older_versions.py`).
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from polyturn.store.schema import ARRAYS, METADATA_KEY, VERSION, StoredTrajector
 UNREADABLE = (
     pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-"""Errors from a file that is not part of a run, or that was made to break its reader."""
+"""Errors from reading a file that is damaged, malicious, or not part of a run."""
 _PLACE = ("id", "group", "step", "split", "dropped", "routed_experts")
 _TEXTS: dict[int, tuple[str, ...]] = {1: ("payload",), 2: older_versions.COLUMNS, 3: ("trajectory",)}
-"""Version -> the columns that hold a trajectory beside its arrays."""
+"""Version -> the columns of a trajectory besides its arrays."""
 
 
 def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]) -> list[StoredTrajectory]:
-    """Return rows of a part in this order, without damaged ones; `damaged` is called for each of these.
+    """Return rows of a part in the given order; damaged rows are left out and passed to `damaged`.
 
     Raises:
-        DataError: the part is of a newer version.
+        DataError: a newer version wrote the part.
     """
     version = int((file.schema.metadata or {}).get(METADATA_KEY.encode(), b"1"))
     if version > VERSION:
-        raise DataError(f"it is of version {version} and this polyturn reads up to {VERSION}; use a newer one")
+        raise DataError(
+            f"the part has version {version}, but this polyturn reads versions up to {VERSION}; use a newer polyturn"
+        )
     records = []
     for row, values in _values(file, rows, {*_PLACE, *_TEXTS[version], *ARRAYS}):
         try:
             records.append(_record(values, version))
-        except UNREADABLE as problem:  # it costs no other row
+        except UNREADABLE as problem:  # other rows are not affected
             damaged(row, problem)
     return records
 
 
 def _values(file: PartFile, rows: Sequence[int], columns: set[str]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the values of rows, arrays over tokens as NumPy arrays, each behind its number."""
+    """Return (row number, values) pairs; arrays over tokens are NumPy arrays."""
     starts = np.cumsum([0, *file.rows_of_groups])
     row_by_index: dict[int, dict[str, Any]] = {}
     for number in range(len(file.rows_of_groups)):
@@ -72,7 +74,7 @@ def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
     """Return the trajectory of one row.
 
     Raises:
-        DataError: an array has another length than the tokens that it describes, or a column is of another type.
+        DataError: an array's length does not match its tokens, or a column has the wrong type.
     """
     for name, kind in (("id", str), ("group", str), ("step", int), ("split", str), ("dropped", str | None)):
         if not isinstance(row.get(name), kind):
@@ -83,7 +85,9 @@ def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
         data = {**json.loads(row["trajectory"]), "id": row["id"]} if version == VERSION else older_versions.of_second(row)
         trajectory = from_json(Trajectory, _with_arrays(data, row))
     arrays = {
-        name: None if row.get(name) is None else np.asarray(row[name], dtype=np.float32)  # older files lack some columns
+        name: None
+        if row.get(name) is None
+        else np.asarray(row[name], dtype=np.float32)  # some columns are missing in older files
         for name in ("advantages", "policy_logprobs", "entropies", "trained_weights")
     }
     for name, array in arrays.items():
@@ -94,7 +98,7 @@ def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
 
 
 def _with_arrays(data: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give each span its ids, logprobs, weights and routes."""
+    """Add ids, logprobs, weights and routes to each span."""
     arrays = {name: np.asarray(row[name]) for name in ("ids", "logprobs", "weights")}
     arrays["routed_experts"] = np.frombuffer(row.get("routed_experts") or b"", np.uint8)
     at = dict.fromkeys(arrays, 0)
@@ -116,10 +120,10 @@ def _with_arrays(data: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]
         _check_length(name, len(array), at[name], "belong to its spans")
     for turn in data["turns"]:
         for segment, number in turn["spans"]:
-            data["segments"][segment]["spans"][number]  # LookupError where a turn has a span that is not there
+            data["segments"][segment]["spans"][number]  # raises LookupError if a turn refers to a missing span
     return data
 
 
 def _check_length(name: str, length: int, expected: int, what: str) -> None:
     if length != expected:
-        raise DataError(f"its column {name} holds {length} numbers, and {expected} {what}")
+        raise DataError(f"its column {name} has {length} numbers, but {expected} {what}")

@@ -1,10 +1,10 @@
-"""Rows of earlier versions of the store, as the JSON of the present one.
+"""Converts rows of earlier versions of the store to the JSON of the current one.
 
-    version 1    payload: the whole trajectory, arrays included, as JSON
+    version 1    payload: the whole trajectory, including arrays, as JSON
     version 2    lists of structs: segments, media, spans, messages [(turn, …)], tool_calls [(message, …)], tool_results, …
 
-In version 2 messages, calls and results find each other by turn and by the number of the message. A text that UTF-8 cannot
-write is kept as JSON behind `_ESCAPE`, and members without a fixed shape are JSON in a string.
+In version 2 messages, calls and results are related by turn and message number. Texts that cannot be written as UTF-8 are
+stored as JSON after `_ESCAPE`, and members without a fixed shape are JSON in a string.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ COLUMNS = (
     "id", "task", "stop_reason", "reward", "components", "reward_info", "error", "metrics", "segments", "media", "spans",
     "messages", "tool_calls", "tool_results", "turns", "routes_shape", "routed_spans",
 )  # fmt: skip
-"""Columns of version 2 that `of_second` reads."""
+"""The columns of version 2 that `of_second` reads."""
 
 
 def of_second(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trajectory of a row of version 2 as data for `core/serde.py`, arrays left out."""
+    """Return the trajectory of a row of version 2 as data for `core/serde.py`, without arrays."""
     segments, refs = _segments(row)
     messages = _by_turn(row["messages"])
     calls: dict[int, list[dict[str, Any]]] = {}
@@ -61,7 +61,7 @@ def read_floats(text: str | None) -> dict[str, float]:
 
 
 def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """Return the segments, and for each span of the row its segment and its index there."""
+    """Return the segments, and for each span of the row its (segment, index in the segment)."""
     segments: list[dict[str, Any]] = []
     for segment in row["segments"]:
         parent = None if segment["parent_segment"] is None else (segment["parent_segment"], segment["parent_length"])
@@ -78,7 +78,7 @@ def _segments(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[
 
 
 def _by_turn(structs: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """Return messages or results by their turn, their text or parts as content."""
+    """Return messages or results by turn, with their text or parts as content."""
     by_turn: dict[int, list[dict[str, Any]]] = {}
     for struct in structs:
         value = _read(struct, but=("turn",))
@@ -88,7 +88,7 @@ def _by_turn(structs: Sequence[Mapping[str, Any]]) -> dict[int, list[dict[str, A
 
 
 def _read(struct: Mapping[str, Any], *, but: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a struct with its texts and JSON read, without the members that only say where it belongs."""
+    """Return a struct with texts and JSON decoded, without the members that only give its position."""
     return {k: _json(v) if k in _JSON_MEMBERS else _text(v) for k, v in struct.items() if k not in but}
 
 

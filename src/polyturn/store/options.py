@@ -1,4 +1,4 @@
-"""Options of the store of trajectories: the part of a run that is kept."""
+"""Options of the store of trajectories."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The trajectories that a run keeps in its folder, under trajectories/."""
+    """Which trajectories a run keeps in its folder, under trajectories/."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the groups of training that are kept, the same ones for the same ids. Evaluations are kept whole."""
+    """Share of training groups to keep, in [0, 1]; the choice depends on the group's id only. Evaluations are kept whole."""
     max_gb: Annotated[float, Field(gt=0)] | None = None
-    """The oldest trajectories of training go once all take more than this many GB; null keeps all."""
+    """Size in GB above which the oldest training trajectories are deleted; null keeps all."""

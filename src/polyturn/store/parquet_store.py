@@ -1,8 +1,8 @@
-"""ParquetStore: writes the trajectories of a run to `<run>/trajectories/part-00012.parquet`, one row a trajectory.
+"""ParquetStore: writes the trajectories of a run to `<run>/trajectories/part-00012.parquet`, one row per trajectory.
 
-A record must survive what made it: a part is written beside its place and moved there in one step, so a crash leaves whole
-parts only. The columns are those of `schema.py`; `stored_run.py` reads them back. Small parts are joined once there are
-many of them, because a reader opens every one; and the oldest training parts go once the store is larger than it may be.
+A part is written under a temporary name and then renamed, so a crash leaves only whole parts. The columns are those of
+`schema.py`; `stored_run.py` reads them back. When there are many small parts they are joined, because a reader opens every
+part. When the store exceeds its size limit, the oldest training parts are deleted.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER = "trajectories"
-"""The folder in a run's folder."""
+"""The store's folder inside a run's folder."""
 ROW_GROUP = 128
-"""Rows that are read together at least, to show one."""
+"""Rows per row group: the unit that is read to show one row."""
 _MAX_BUFFERED = 16 * 2**20
-"""Tokens that are held back at most before a part is written without being asked for."""
+"""Number of buffered tokens at which a part is written without a `flush`."""
 
 
 class ParquetStore:
     """Records the trajectories of a run; usable with `with`."""
 
     def __init__(self, folder: Path, settings: StoreSettings | None = None, *, join_at: int = 64) -> None:
-        """Open the store of the run in `folder`; parts that are there already stay."""
+        """Open the store of the run in `folder`, keeping existing parts."""
         if settings is None:
-            from polyturn.store.options import StoreSettings  # what only reads needs none
+            from polyturn.store.options import StoreSettings  # not needed by code that only reads
 
             settings = StoreSettings()
         self.settings = settings
-        self._join_at = join_at  # so many parts that one flush wrote are joined to one
+        self._join_at = join_at  # number of single-flush parts at which they are joined
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
         for left_over in self._folder.glob(".*.tmp"):
-            left_over.unlink(missing_ok=True)  # of a process that was killed while it wrote
+            left_over.unlink(missing_ok=True)  # from a process that was killed while writing
         parts = list_parts(self._folder)
         self._next = max((part_number(p) for p in parts), default=-1) + 1
         self._small: list[Path] = []
-        """Parts of one flush each, written by this process, in order."""
+        """Parts written by this process, one flush each, in order."""
         self._rows: list[StoredTrajectory] = []
         self._size = 0
 
     def add(self, group: TrajectoryGroup, *, step: int, split: str, trained: Mapping[str, Trained] | None = None) -> None:
-        """Record one group of a step. Held in memory until `flush`.
+        """Add a group of a step; it is kept in memory until `flush`.
 
         Args:
-            group: Its trajectories.
-            step: The step that it belongs to.
-            split: "train", or "eval/<set>" of an evaluation.
-            trained: Trajectory id -> what training made of it.
+            group: The group.
+            step: The step that used the group.
+            split: "train", or "eval/<set>" for an evaluation.
+            trained: Trajectory id -> its training results.
         """
         if split == "train" and not self._is_kept(group.id):
             return
@@ -81,7 +81,7 @@ class ParquetStore:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last time as one part. Call it once a step."""
+        """Write the groups added since the last flush as one part. Call it once per step."""
         if not self._rows:
             return
         path = self._folder / f"part-{self._next:05d}.parquet"
@@ -94,7 +94,7 @@ class ParquetStore:
             self._trim(round(self.settings.max_gb * 1e9))
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps, which a resumed run takes again, maybe with other groups."""
+        """Delete the rows of later steps, which a resumed run repeats, maybe with other groups."""
         for path in list_parts(self._folder):
             try:
                 steps = pq.read_table(path, columns=["step"])["step"]
@@ -107,10 +107,15 @@ class ParquetStore:
                 else:
                     path.unlink()
             except (OSError, pa.ArrowException) as problem:
-                logger.warning("%s keeps what was recorded after step %d (%s)", path, step, one_line(problem))
+                logger.warning(
+                    "%s keeps rows recorded after step %d, because it cannot be rewritten (%s)",
+                    path,
+                    step,
+                    one_line(problem),
+                )
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining groups."""
         self.flush()
 
     def __enter__(self) -> Self:
@@ -123,7 +128,7 @@ class ParquetStore:
         share = self.settings.share
         if share >= 1.0:
             return True
-        # Fowler-Noll-Vo: the same groups in every process, and so after a resume.
+        # Fowler-Noll-Vo hash: gives the same result in every process, and so after a resume.
         digest = 2166136261
         for byte in group.encode():
             digest = (digest ^ byte) * 16777619 % 2**32
@@ -134,26 +139,26 @@ class ParquetStore:
         temporary = self._folder / f".{path.name}.tmp"
         pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP)
         with temporary.open("rb") as written:
-            os.fsync(written.fileno())  # or a crash of the machine may keep the new name and lose the rows
+            os.fsync(written.fileno())  # without it, a machine crash may keep the new name but lose the rows
         os.replace(temporary, path)
 
     def _join(self) -> None:
-        """Write the small parts as one, under the number of the last; those before it go afterwards.
+        """Write the small parts as one, under the number of the last one, and then delete the earlier ones.
 
-        A kill in between leaves rows twice, and of equal rows the later one counts.
+        A kill in between leaves duplicate rows; of equal rows the later one counts.
         """
         small, self._small = self._small, []
         try:
             table = pa.concat_tables([pq.read_table(p, schema=SCHEMA) for p in small if p.is_file()])
             self._write(small[-1], table)
         except (OSError, pa.ArrowException) as problem:
-            logger.warning("the parts of %s stay as they are, they cannot be joined (%s)", self._folder, one_line(problem))
+            logger.warning("the parts of %s cannot be joined and stay as they are (%s)", self._folder, one_line(problem))
             return
         for path in small[:-1]:
             path.unlink(missing_ok=True)
 
     def _trim(self, max_bytes: int) -> None:
-        """Delete the oldest parts that hold nothing but training until the store is small enough; the newest stays."""
+        """Delete the oldest training-only parts, except the newest part, until the store is small enough."""
         parts = list_parts(self._folder)
         total = sum(p.stat().st_size for p in parts)
         for path in parts[:-1]:
@@ -166,7 +171,7 @@ class ParquetStore:
 
 
 def write_rows(path: Path, rows: Iterable[StoredTrajectory]) -> None:
-    """Write trajectories into one file of the form that parts have."""
+    """Write trajectories to one file with the format of a part."""
     left = iter(rows)
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as file:
         while some := list(itertools.islice(left, ROW_GROUP)):
@@ -174,7 +179,7 @@ def write_rows(path: Path, rows: Iterable[StoredTrajectory]) -> None:
 
 
 def list_parts(folder: Path) -> list[Path]:
-    """Return the parts of a store in the order they were written."""
+    """Return the parts of a store in the order of writing."""
     parts = [p for p in folder.glob("part-*.parquet") if p.stem.removeprefix("part-").isdecimal()]
     return sorted(parts, key=part_number)
 

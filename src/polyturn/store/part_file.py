@@ -1,4 +1,4 @@
-"""PartFile: the columns of one Parquet file of a store, texts as Parquet's dictionaries, each distinct value held once."""
+"""PartFile: reads columns of one Parquet file of a store; texts are dictionary-encoded, so each value is kept once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from polyturn.core.errors import DataError
 
 MAX_ROWS = 1_000_000
-"""Rows of a file; a part that this library writes holds those of 64 steps."""
+"""Largest number of rows of a file; a part written by this library has the rows of at most 64 steps."""
 
 
 class PartFile:
@@ -21,11 +21,11 @@ class PartFile:
         """Read the footer of a file.
 
         Raises:
-            DataError: it has more than `MAX_ROWS` rows.
+            DataError: the file has more than `MAX_ROWS` rows.
         """
         footer = pq.read_metadata(path)
         if footer.num_rows > MAX_ROWS:
-            raise DataError(f"it has {footer.num_rows} rows, and at most {MAX_ROWS} are read")
+            raise DataError(f"the file has {footer.num_rows} rows; at most {MAX_ROWS} are supported")
         columns = [footer.schema.column(i) for i in range(len(footer.schema))]
         self._paths = [column.path for column in columns]
         texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
@@ -35,13 +35,13 @@ class PartFile:
         self.rows_of_groups: list[int] = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
 
     def read(self, columns: Sequence[str], *, groups: Iterable[int] | None = None) -> pa.Table:
-        """Return columns, or parts of columns (`paths`), of all row groups or of some, texts as dictionaries."""
+        """Return columns, or fields of columns (`paths`), of all or some row groups, with texts dictionary-encoded."""
         chosen = range(len(self.rows_of_groups)) if groups is None else groups
-        # One at a time: each group has dictionaries of its own, and nested texts of several cannot be read together.
-        # Groups are small: to share out the columns of one among threads costs more than to read them.
+        # One at a time: each group has its own dictionaries, and nested texts of several groups cannot be read together.
+        # No threads: groups are small, so distributing columns over threads costs more than reading them.
         read = [self._file.read_row_group(number, columns=list(columns), use_threads=False) for number in chosen]
         return pa.concat_tables(read) if read else self.schema.empty_table().select(list(columns))
 
     def paths(self, column: str, leaf: str) -> list[str]:
-        """Return the paths of a field of the structs that a column lists; none if the file has no such field."""
+        """Return the paths of a field of a column's structs; empty if the file has no such field."""
         return [path for path in self._paths if path.startswith(f"{column}.") and path.endswith(f".{leaf}")]

@@ -1,8 +1,6 @@
-"""The folders of runs: which folders are a run's, and the runs inside one.
+"""Finds the folders of runs, without reading their configurations.
 
-    runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml that a run wrote, not a person
-
-Separate so that a list of runs reads no configuration.
+runs/quickstart/     has metrics.jsonl, trajectories/, or a config.yaml written by a run
 """
 
 from __future__ import annotations
@@ -16,27 +14,27 @@ from polyturn.core.errors import DataError
 RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
 )
-"""The first line of a run's own configuration, which tells it from one that a person wrote."""
+"""The first line of a configuration written by a run; it distinguishes it from a user's configuration."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the runs that folders mean: a run's own, or each run inside, the newest first.
+    """Return the folders that are runs, and the runs inside the other folders, newest first.
 
     Raises:
-        DataError: there is none.
+        DataError: a folder does not exist, or is neither a run nor contains one.
     """
     runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise DataError(f"there is no folder {str(folder)!r}; name a run's folder, or a folder of runs")
+            raise DataError(f"there is no folder {str(folder)!r}; use a run's folder, or a folder of runs")
         if _is_run(folder):
             runs.append(folder)
             continue
         inside = _runs_in(folder) or (_runs_in(folder / "runs") if (folder / "runs").is_dir() else [])
         if not inside:
             raise DataError(
-                f"there is no run in {str(folder)!r}: a run's folder has metrics.jsonl, trajectories/ or a config.yaml that "
-                "polyturn wrote"
+                f"there is no run in {str(folder)!r}: a run's folder has metrics.jsonl, trajectories/ or a config.yaml "
+                "written by polyturn"
             )
         runs += inside
     return list(dict.fromkeys(runs))
@@ -47,7 +45,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run, however little it wrote so far; a config that a person wrote is none."""
+    """Return whether a folder belongs to a run, even one that has just begun; a user's configuration is not enough."""
     if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
         return True
     try:

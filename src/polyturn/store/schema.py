@@ -1,14 +1,14 @@
-"""The columns of a recorded trajectory, and the objects that one row stands for.
+"""The columns of a recorded trajectory, and the objects that a row represents.
 
-    one row a trajectory
-    choosing   id, group, split, step, reward, components, stop_reason, num_turns, …     plain values
+    one row per trajectory
+    index      id, group, split, step, reward, components, stop_reason, num_turns, …     plain values
     tokens     ids [of all spans]   logprobs, weights [of the spans that have them]
     training   advantages, policy_logprobs, entropies [of sampled tokens], trained_weights, dropped
-    reading    trajectory: the record as `core/serde.py` writes it, without its arrays; a span says how long they are
-    searching  texts [each text once]   tool_results [(name, error, duration_s)]
+    record     trajectory: the record as `core/serde.py` writes it, without its arrays; spans have the arrays' lengths
+    search     texts [each text once]   tool_results [(name, error, duration_s)]
 
-Values that a table, a chart or a search reads have columns; the rest is JSON. `to_rows.py` writes the columns and
-`from_rows.py` reads them, those of earlier versions with the help of `older_versions.py`.
+Values for tables, charts and searches have columns; the rest is JSON. `to_rows.py` writes the columns and `from_rows.py`
+reads them, with `older_versions.py` for earlier versions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INDEX: dict[str, pa.DataType] = {
     "interaction_s": pa.float64(),
     "question": pa.string(),
 }
-"""The columns that a table of trajectories shows and is filtered by."""
+"""The columns by which a table of trajectories can be shown and filtered."""
 
 ARRAYS: dict[str, pa.DataType] = {
     "ids": pa.int32(),
@@ -63,7 +63,7 @@ ARRAYS: dict[str, pa.DataType] = {
     "entropies": pa.float32(),
     "trained_weights": pa.float32(),
 }
-"""The arrays over tokens, those of all spans joined."""
+"""The arrays over tokens, concatenated over all spans."""
 TOOL_RESULT = {"name": pa.string(), "error": pa.string(), "duration_s": pa.float64()}
 
 SCHEMA = pa.schema(
@@ -79,29 +79,29 @@ SCHEMA = pa.schema(
 )
 INDEX_COLUMNS = tuple(INDEX)
 KEY = ("split", "step", "group", "id")
-"""The key of a record: of two with the same key the later one counts."""
+"""The key of a record; of two records with the same key, the later one counts."""
 MAX_QUESTION = 200
-"""Characters of the task's last message that the table of trajectories shows."""
+"""Largest number of characters of the task's last message in the table of trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The results of training on one trajectory; every array is over its sampled tokens, in the order of the segments."""
+    """The training results of one trajectory. Arrays are [sampled tokens], in the order of segments."""
 
     advantages: Floats | None = None
     policy_logprobs: Floats | None = None
-    """The trainer's log-probabilities, beside the engine's in the spans."""
+    """Log-probabilities of the trainer; the spans have the engine's."""
     entropies: Floats | None = None
-    """In nats, of the policy where each token was drawn; 0 where no loss saw it."""
+    """Entropy of the policy at each token in nats; 0 for tokens without a loss."""
     weights: Floats | None = None
-    """The weights that the loss used; None where they are those of the spans."""
+    """Loss weights used in training; None if they equal those of the spans."""
     dropped: str | None = None
-    """Why the whole trajectory was left out of the loss; None if it was not, or is not part of training."""
+    """Why the whole trajectory was left out of the loss; None if it was used, or is not part of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTrajectory:
-    """A trajectory as it was recorded, with its place in the run and what training made of it."""
+    """A recorded trajectory with its position in the run and its training results."""
 
     trajectory: Trajectory
     group: str
@@ -110,7 +110,7 @@ class StoredTrajectory:
     trained: Trained = field(default_factory=Trained)
 
     def on_tokens(self, segment: int, values: Floats) -> Floats:
-        """Put an array of `trained` onto a segment: [T], NaN on tokens that were not sampled."""
+        """Return [T] an array of `trained` aligned to a segment's tokens, NaN for tokens that were not sampled."""
         before = sum(int(s.sampled_mask.sum()) for s in self.trajectory.segments[:segment])
         mask = self.trajectory.segments[segment].sampled_mask
         out = np.full(len(mask), np.nan, np.float32)
@@ -119,10 +119,10 @@ class StoredTrajectory:
 
 
 def upgrade(table: pa.Table) -> pa.Table:
-    """Return the index columns of a table that an earlier version wrote, with nulls for what it did not record.
+    """Return the index columns of a table of an earlier version, with nulls for columns that it lacks.
 
     Raises:
-        KeyError: it has no column that every version wrote.
+        KeyError: the table lacks a column that every version has.
     """
     columns = []
     for name, kind in INDEX.items():

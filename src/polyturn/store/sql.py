@@ -1,9 +1,9 @@
-"""SQL over the table of a run's trajectories.
+"""Runs SQL over the table of a run's trajectories.
 
     run_query(table, "select id from trajectories where reward < 1", stop=left)     an Arrow table
 
-A query may take `TIMEOUT_S` and `MAX_BYTES`, reads no file and no Python variable, and ends when its caller stops waiting.
-DuckDB sees an interrupt between two batches of rows: one call of a function on one row is not interrupted inside.
+A query is limited to `TIMEOUT_S` and `MAX_BYTES`, cannot read files or Python variables, and ends when its caller stops
+waiting. DuckDB checks for an interrupt only between batches of rows, not inside a function call on one row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polyturn.core.errors import ConfigError, DataError, one_line
 
 TIMEOUT_S = 30.0
 MAX_BYTES = 1 << 30
-"""Memory that DuckDB may take beside the table."""
+"""Bytes of memory that DuckDB may use in addition to the table."""
 _POLL_S = 0.05
 _SETTINGS = {
     "enable_external_access": "false",
@@ -39,14 +39,14 @@ def run_query(
     """Run a query over the table `trajectories` and return its result.
 
     Args:
-        table: Under that name.
-        query: SQL, DuckDB's.
+        table: The table with this name.
+        query: A query in DuckDB's SQL.
         stop: Set when the caller stops waiting for the answer.
-        timeout_s: How long the query may take.
-        max_bytes: Memory that it may take beside the table.
+        timeout_s: Seconds that the query may take.
+        max_bytes: Bytes of memory that the query may use in addition to the table.
 
     Raises:
-        DataError: it is not valid, took too long or too much memory, or was stopped.
+        DataError: the query is invalid, exceeds a limit, or was stopped.
         ConfigError: DuckDB is not installed.
     """
     try:
@@ -69,11 +69,13 @@ def run_query(
             return pa.table({}) if result is None else result.to_arrow_table().combine_chunks()
         except duckdb.InterruptException:
             if stop is not None and stop.is_set():
-                raise DataError("the query was stopped: its caller is gone") from None
-            raise DataError(f"the condition or query took longer than {timeout_s:g} s; ask for less") from None
+                raise DataError("the query was stopped, because its caller has gone") from None
+            raise DataError(
+                f"the condition or query took longer than {timeout_s:g} s; simplify it, or select fewer rows"
+            ) from None
         except (duckdb.Error, MemoryError) as problem:
             columns = ", ".join(name for name in table.column_names if not name.startswith("__"))
-            why = f"it takes more than {max_bytes >> 20} MiB of memory: " if _is_memory(problem) else ""
+            why = f"it needs more than {max_bytes >> 20} MiB of memory: " if _is_memory(problem) else ""
             raise DataError(
                 f"the condition or query is not valid: {why}{one_line(problem)}. Columns: {columns}"
             ) from problem

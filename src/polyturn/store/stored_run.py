@@ -1,13 +1,13 @@
-"""StoredRun: the recorded trajectories of a run, while it goes on and after.
+"""StoredRun: the recorded trajectories of a run, during the run and afterwards.
 
     run = open_store("runs/quickstart")               polyturn.Run("runs/quickstart") adds its configuration and weights
-    run.table()                                       one row a trajectory, an Arrow table
-    run.filter("reward < 1 and num_tool_errors > 0")  the same, narrowed; conditions are DuckDB's SQL
-    run.trajectory("g5/2")                            one, equal to what was recorded
+    run.table()                                       an Arrow table with one row per trajectory
+    run.filter("reward < 1 and num_tool_errors > 0")  a StoredRun with fewer rows; conditions are DuckDB's SQL
+    run.trajectory("g5/2")                            one trajectory, equal to the recorded one
 
-The table of choosing columns is held in memory and grows by `refresh`, which reads new parts only; tokens and text are read
-from the files when they are asked for. A damaged part is skipped with a warning and costs no other one. A step that was
-taken again after a resume is recorded twice; the later record counts.
+The table of index columns is kept in memory and extended by `refresh`, which reads new parts only. Tokens and texts are read
+from the files on access. A damaged part is skipped with a warning; other parts are not affected. A step that was repeated
+after a resume is recorded twice; the later record counts.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ Rows = NDArray[np.int64]
 _Stamp = tuple[int, int]
 _PART, _ROW, _AT = "__part", "__row", "__at"
 MAX_LISTED = 5_000_000
-"""Rows of all parts together that are listed."""
+"""Largest number of rows to list, over all parts."""
 SHOWN_METRICS = (
     "step", "reward/mean", "rollout/success", "rollout/turns", "rollout/tool_errors", "loss/total", "policy/entropy",
     "eval/greedy/success", "time/step_s",
 )  # fmt: skip
-"""Columns of the metrics that a page has room for."""
+"""Columns of the metrics to show."""
 SHOWN_COLUMNS = ("id", "step", "split", "reward", "num_turns", "stop_reason", "error")
 
 
 class Trajectories:
-    """The trajectories of a stored run: each is read when it is asked for."""
+    """The trajectories of a stored run; each is read on access."""
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
 
     def __call__(self, *, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
-        """Yield every trajectory, or those of one step or split."""
+        """Yield all trajectories, or those of one step or split."""
         for record in self._run.select(step=step, split=split).records():
             yield record.trajectory
 
@@ -76,17 +76,17 @@ class Trajectories:
     @overload
     def __getitem__(self, key: slice) -> list[Trajectory]: ...
     def __getitem__(self, key: str | int | slice) -> Trajectory | list[Trajectory]:
-        """Return a trajectory by its id, or by its number in the order of recording; of a slice of numbers, a list.
+        """Return a trajectory by id or by its number in the order of recording, or a list for a slice of numbers.
 
         Raises:
-            DataError: there is none, or `key` is neither.
+            DataError: there is no such trajectory, or `key` has another type.
         """
         if isinstance(key, str):
             return self._run.trajectory(key)
         if isinstance(key, slice):
             return [self[number] for number in range(len(self))[key]]
         if not isinstance(key, int) or not -len(self) <= key < len(self):
-            raise DataError(f"there is no trajectory {brief(key)}; give an id, as 'g5/2', or a number below {len(self)}")
+            raise DataError(f"there is no trajectory {brief(key)}; use an id such as 'g5/2', or a number below {len(self)}")
         row = self._run.table(["id", "step", "split"]).slice(key % len(self), 1).to_pylist()[0]
         return self._run.trajectory(**row)
 
@@ -101,10 +101,10 @@ class StoredRun:
     """The recorded trajectories of one run."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the choosing columns of every part in `folder`, the folder of a run."""
+        """Read the index columns of every part in `folder`, the folder of a run."""
         self.folder = folder
         self.problems: dict[str, str] = {}
-        """Part, or a row of one, -> why it cannot be read."""
+        """Part, or row of a part -> why it cannot be read."""
         self._parts: dict[str, pa.Table] = {}
         self._stamps: dict[str, _Stamp] = {}
         self._num_listed = 0
@@ -113,10 +113,10 @@ class StoredRun:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what was written since the last time; return whether anything was."""
+        """Read parts written since the last call; return whether there were any."""
         stamps = {}
         for path in list_parts(self.folder / FOLDER):
-            with contextlib.suppress(FileNotFoundError):  # joined with others since it was listed
+            with contextlib.suppress(FileNotFoundError):  # joined with other parts since it was listed
                 about = path.stat()
                 stamps[path.name] = (about.st_mtime_ns, about.st_size)
         if stamps == self._stamps:
@@ -138,7 +138,7 @@ class StoredRun:
         return int(self._table.num_rows)
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Return the choosing columns, or some of them, in the order of recording."""
+        """Return the index columns, or some of them, in the order of recording."""
         return self._table.select(list(columns or INDEX_COLUMNS))
 
     def to_pandas(self) -> Any:
@@ -153,18 +153,18 @@ class StoredRun:
             raise ConfigError("pandas is not installed; pip install pandas, or use table()") from problem
 
     def filter(self, condition: str, *, stop: threading.Event | None = None) -> StoredRun:
-        """Return the rows for which `condition`, an SQL condition over the columns of `table()`, holds.
+        """Return the rows that satisfy an SQL condition over the columns of `table()`.
 
         Args:
             condition: The condition.
-            stop: Ends it when it is set.
+            stop: Ends the query when set.
 
         Raises:
-            DataError: the condition is not valid, or takes too much time or memory; the message says what.
+            DataError: the condition is invalid, or needs too much time or memory.
             ConfigError: DuckDB is not installed.
         """
         if not isinstance(condition, str):
-            raise DataError(f"condition is {brief(condition)}; write one over columns of table(): run.filter('reward < 1')")
+            raise DataError(f"condition is {brief(condition)}; use columns of table(): run.filter('reward < 1')")
         numbered = self.table().append_column(_AT, pa.array(np.arange(len(self))))
         rows = run_query(numbered, f"select {_AT} from trajectories where ({condition})", stop=stop)
         if rows.column_names != [_AT] or not pa.types.is_integer(rows[_AT].type):
@@ -173,15 +173,15 @@ class StoredRun:
         return self._narrowed(self._table.filter(pa.array(chosen)))
 
     def search(self, text: str, *, is_expression: bool = False, stop: threading.Event | None = None) -> StoredRun:
-        """Return the rows whose id or task holds each word of `text`, or whose messages, tool calls or results do.
+        """Return the rows with matches in their id, task, messages, tool calls or tool results.
 
         Args:
-            text: Words, each of which is found anywhere, in upper or lower case; or a regular expression (RE2's).
-            is_expression: Whether it is an expression, which one text has to match.
-            stop: Ends it when it is set.
+            text: Words, each of which must occur in some text, ignoring case; or a regular expression of RE2.
+            is_expression: Whether `text` is a regular expression, which one text must match.
+            stop: Ends the search when set.
 
         Raises:
-            DataError: it is too long, no expression, or took too long.
+            DataError: `text` is too long or not a valid expression, or the search took too long.
         """
         query = TextQuery(text=text, is_expression=is_expression, stop=stop)
         query.check()
@@ -199,11 +199,11 @@ class StoredRun:
         return self._narrowed(self._table.filter(pa.array(holds_all)))
 
     def scan(self, read: Callable[[PartFile], T], cache: dict[tuple[str, _Stamp], T]) -> Iterator[tuple[pa.Table, Rows, T]]:
-        """Yield for each part its rows of `table()`, their numbers [N] in the part, and what `read` gives of its file.
+        """Yield for each part its rows of `table()`, their numbers [N] in the part, and the result of `read` on its file.
 
         Args:
-            read: Reads columns that are in no table, such as arrays over tokens.
-            cache: Keeps what `read` gave, so that the next time only new parts are read.
+            read: Reads columns that are not in the table, such as arrays over tokens.
+            cache: Keeps the results of `read`, so that the next scan reads only new parts.
         """
         for old in [key for key in cache if self._stamps.get(key[0]) != key[1]]:
             del cache[old]
@@ -218,32 +218,32 @@ class StoredRun:
         """Run an SQL query over the table `trajectories` (the columns of `table()`) and return its result.
 
         Raises:
-            DataError: the query is not valid, or takes too much time or memory.
+            DataError: the query is invalid, or needs too much time or memory.
             ConfigError: DuckDB is not installed.
         """
         return run_query(self.table(), query, stop=stop)
 
     def select(self, *, step: int | None = None, split: str | None = None, **equal: Any) -> StoredRun:
-        """Return the rows whose columns have these values; None leaves a column open."""
+        """Return the rows whose columns have these values; None matches any value."""
         return self._narrowed(self._table.filter(self._mask(step=step, split=split, **equal)))
 
     def keep(self, mask: pa.Array) -> StoredRun:
-        """Return the rows where `mask`, one value a row of `table()`, is true."""
+        """Return the rows where `mask`, one value per row of `table()`, is true."""
         return self._narrowed(self._table.filter(mask))
 
     def trajectory(self, id: str, step: int | None = None, split: str | None = None) -> Trajectory:
-        """Return the trajectory `id`, the one recorded last where `step` and `split` leave a choice.
+        """Return the trajectory `id`; if several match `step` and `split`, the one recorded last.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such trajectory.
         """
         return self.record(id, step=step, split=split).trajectory
 
     def record(self, id: str, *, step: int | None = None, split: str | None = None) -> StoredTrajectory:
-        """Return the trajectory `id` with its place in the run and what training made of it.
+        """Return the trajectory `id` with its position in the run and its training results.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no such trajectory.
         """
         rows = self._table.filter(self._mask(id=id, step=step, split=split))
         if not rows.num_rows:
@@ -263,19 +263,19 @@ class StoredRun:
         return records[0]
 
     def records(self) -> Iterator[StoredTrajectory]:
-        """Yield every trajectory with its place in the run, part by part."""
+        """Yield every trajectory with its position in the run, part by part."""
         for part, rows in self._by_part():
             yield from self._read_rows(part, rows)
 
     @property
     def trajectories(self) -> Trajectories:
-        """Every trajectory: `for t in run.trajectories`, `run.trajectories["g5/2"]`, `run.trajectories[-1]`; of one step or
-        split, `run.trajectories(step=3)`."""
+        """All trajectories: `for t in run.trajectories`, `run.trajectories["g5/2"]`, `run.trajectories[-1]`, and
+        `run.trajectories(step=3)` for one step or split."""
         return Trajectories(self)
 
     @property
     def metrics(self) -> RowTable:
-        """One row a step, evaluations included; empty where the run wrote none."""
+        """The metrics, one row per step, including evaluations; empty if the run wrote none."""
         path = self.folder / "metrics.jsonl"
         return RowTable(read_metrics(path) if path.exists() else (), columns=SHOWN_METRICS)
 
@@ -284,7 +284,7 @@ class StoredRun:
         return f"<p>{len(self)} trajectories; the last:</p>" + RowTable(rows)._repr_html_()
 
     def groups(self, *, step: int | None = None, split: str | None = None) -> Iterator[TrajectoryGroup]:
-        """Yield every group, or those of one step or split, part by part."""
+        """Yield all groups, or those of one step or split, part by part."""
         chosen = self.select(step=step, split=split)
         for part, rows in chosen._by_part():
             groups: dict[tuple[str, int, str], list[Trajectory]] = {}
@@ -304,7 +304,7 @@ class StoredRun:
             if name not in INDEX_COLUMNS:
                 raise DataError(f"there is no column {name!r}.{did_you_mean(name, INDEX_COLUMNS)}")
             if isinstance(value, int):
-                value = max(-(2**63), min(value, 2**63 - 1))  # Arrow compares no number that its own have no room for
+                value = max(-(2**63), min(value, 2**63 - 1))  # Arrow cannot compare with integers beyond 64 bits
             if value is not None:
                 mask = pc.and_(mask, pc.fill_null(pc.equal(self._table[name], value), False))
         return mask
@@ -316,7 +316,7 @@ class StoredRun:
         yield from places.items()
 
     def _joined(self) -> pa.Table:
-        """Join the parts' tables; of rows that were recorded twice the later one stays."""
+        """Return the parts' tables as one; of rows recorded twice, only the later one is kept."""
         tables = [_LISTED.empty_table(), *self._parts.values()]
         everything = pa.concat_tables(tables).combine_chunks()
         numbered = everything.select(KEY).append_column("at", pa.array(np.arange(everything.num_rows)))
@@ -329,7 +329,7 @@ class StoredRun:
         def read(path: Path) -> pa.Table:
             file = PartFile(path)
             if self._num_listed + file.num_rows > MAX_LISTED:
-                raise DataError(f"the parts before it have {self._num_listed} rows, and {MAX_LISTED} are listed at most")
+                raise DataError(f"earlier parts have {self._num_listed} rows; at most {MAX_LISTED} can be listed")
             present = set(file.schema.names)
             table = upgrade(file.read([c for c in INDEX_COLUMNS if c in present]))
             self._num_listed += table.num_rows
@@ -341,7 +341,7 @@ class StoredRun:
         return self._try(name, read)
 
     def _read_rows(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of one part, in this order, without those that are damaged; nothing where the part is."""
+        """Return rows of one part in the given order, without damaged rows; empty if the whole part is damaged."""
 
         def damaged(row: int, problem: Exception) -> None:
             self._note(f"{part}, row {row}", one_line(problem))
@@ -351,7 +351,7 @@ class StoredRun:
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that is gone, from where they are now."""
+        """Return rows of a part that has been joined into another part, from that part."""
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)
@@ -362,7 +362,7 @@ class StoredRun:
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
         try:
             path = contained(self.folder, f"{FOLDER}/{name}")
-            return None if path is None else read(path)  # None: joined with others since it was listed
+            return None if path is None else read(path)  # None: the part has been joined with others since it was listed
         except FileNotFoundError:
             return None
         except UNREADABLE as problem:
@@ -371,7 +371,7 @@ class StoredRun:
 
     def _note(self, name: str, why: str) -> None:
         if name not in self.problems:
-            logger.warning("%s is damaged and was skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
+            logger.warning("%s is damaged and is skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
         self.problems[name] = why
 
 
@@ -382,15 +382,15 @@ def open_store(run_folder: str | Path) -> StoredRun:
     """Open the recorded trajectories of the run in `run_folder`.
 
     Raises:
-        DataError: the run recorded none.
+        DataError: the run recorded no trajectories.
     """
     run_folder = Path(run_folder)
     if not run_folder.is_dir():
-        raise DataError(f"there is no folder {str(run_folder)!r}; name the folder of a run, for instance runs/NAME")
+        raise DataError(f"there is no folder {str(run_folder)!r}; use the folder of a run, for instance runs/NAME")
     if not (run_folder / FOLDER).is_dir():
         inside = ", ".join(sorted(p.name for p in run_folder.iterdir()))
         raise DataError(
-            f"{str(run_folder)!r} holds no recorded trajectories (there is no {FOLDER}/ in it); name the folder of a run. "
-            + (f"It holds {inside}" if inside else "It is empty")
+            f"{str(run_folder)!r} has no recorded trajectories (no {FOLDER}/); use the folder of a run. "
+            + (f"It contains {inside}" if inside else "It is empty")
         )
     return StoredRun(run_folder)

@@ -1,8 +1,8 @@
-"""RowTable: a list of dicts that shows itself as a table, in a terminal and in a notebook.
+"""RowTable: a list of dicts that is displayed as a table in terminals and notebooks.
 
 run.metrics[-1]["reward/mean"]      a row is a dict
-run.metrics["reward/mean"]          a column, None where a row has no such number
-run.metrics.to_pandas()             where pandas is installed
+run.metrics["reward/mean"]          a column; None for rows without this value
+run.metrics.to_pandas()             needs pandas
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 from polyturn.core.errors import ConfigError, DataError, did_you_mean
 
 MAX_ROWS = 20
-"""Rows that are shown, the last ones."""
+"""Largest number of rows to show, from the end."""
 
 
 class RowTable(list[dict[str, Any]]):
-    """Rows as dicts, and which of their columns are shown."""
+    """Rows as dicts, and the columns to show."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, columns: Sequence[str] = ()) -> None:
-        """Take rows; of the columns `columns` are shown where any row has them, or all where none is named."""
+        """Create a table; it shows those of `columns` that any row has, or all columns if `columns` is empty."""
         super().__init__(dict(row) for row in rows)
         self._shown = tuple(columns)
 
     @property
     def columns(self) -> list[str]:
-        """Every column of any row, in the order in which they appear."""
+        """The columns of all rows, in order of appearance."""
         return list(dict.fromkeys(name for row in self for name in row))
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a row by its number, rows by a slice, a column by its name.
+        """Return a row by number, rows by a slice, or a column by name.
 
         Raises:
-            DataError: no row has a column of that name.
+            DataError: no row has such a column.
         """
         if isinstance(key, str):
             if key not in self.columns:
@@ -53,9 +53,7 @@ class RowTable(list[dict[str, Any]]):
         try:
             import pandas
         except ModuleNotFoundError as problem:
-            raise ConfigError(
-                "pandas is not installed; pip install pandas, or use the rows as the dicts that they are"
-            ) from (problem)
+            raise ConfigError("pandas is not installed; pip install pandas, or use the rows, which are dicts") from (problem)
         return pandas.DataFrame(list(self), columns=self.columns)
 
     def _picture(self) -> tuple[list[str], list[list[str]]]:

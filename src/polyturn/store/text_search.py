@@ -1,10 +1,10 @@
-"""Search in the texts of recorded trajectories: messages, reasoning, arguments of tool calls, results of tools.
+"""Searches the texts of recorded trajectories: messages, reasoning, arguments of tool calls and tool results.
 
-    words       "apples seven"      a trajectory holds each of them somewhere, upper and lower case alike
-    expression  "#### -?[0-9]+$"    one of its texts matches
+    words       "apples seven"      each word occurs in some text of the trajectory, ignoring case
+    expression  "#### -?[0-9]+$"    one text of the trajectory matches
 
-Texts are held as Parquet's dictionaries, so a prompt that a thousand trajectories share is looked at once, and a second
-search reads no file. Expressions are RE2's, whose time is linear in the text, and are looked for in pieces, with an end.
+Texts are kept dictionary-encoded, so a prompt shared by a thousand trajectories is searched once, and a second search reads
+no file. Expressions are RE2's, which take linear time; they are matched in pieces, so that a search can time out.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from polyturn.core.reward import brief
 from polyturn.store.part_file import PartFile
 
 MAX_PATTERN = 500
-"""Characters of what is searched for."""
+"""Largest number of characters of the words or the expression."""
 MAX_HELD = 1 << 30
-"""Bytes of text that are held; what is more is read again for each search."""
+"""Bytes of text to keep in memory; further text is read again for each search."""
 TIMEOUT_S = 30.0
 _PIECE = 4096
-"""Texts that are looked at between two looks at the clock."""
+"""Number of texts between two checks of the deadline."""
 _COLUMNS = {"texts": ("element",)}
 _COLUMNS_OF_SECOND = {"messages": ("text", "reasoning"), "tool_calls": ("arguments",), "tool_results": ("text", "error")}
-"""The same in parts of the second version of the store."""
+"""Columns with texts and their fields, in parts of version 2 of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +45,25 @@ class TextQuery:
     text: str
     is_expression: bool = False
     stop: threading.Event | None = None
-    """Ends the search when it is set."""
+    """Ends the search when set."""
     until: float = field(default_factory=lambda: time.monotonic() + TIMEOUT_S)
 
     @property
     def patterns(self) -> list[str]:
-        """One expression for each thing that a trajectory must hold."""
+        """The expressions, each of which must match some text of a trajectory."""
         words = [self.text] if self.is_expression else [re.escape(word) for word in self.text.split()]
         return [word for word in words if word]
 
     def check(self) -> None:
-        """Compile.
+        """Check the length and syntax.
 
         Raises:
-            DataError: it is too long, or no expression.
+            DataError: the text is too long, or not a valid expression.
         """
         if not isinstance(self.text, str):
-            raise DataError(f"what is searched for is {brief(self.text)}; write words: run.search('lamp chair')")
+            raise DataError(f"the search text is {brief(self.text)}; use words: run.search('lamp chair')")
         if len(self.text) > MAX_PATTERN:
-            raise DataError(f"what is searched for has {len(self.text)} characters, and at most {MAX_PATTERN} are taken")
+            raise DataError(f"the search text has {len(self.text)} characters; at most {MAX_PATTERN} are allowed")
         for pattern in self.patterns:
             try:
                 pc.match_substring_regex(pa.array([""]), pattern, ignore_case=True)
@@ -71,50 +71,50 @@ class TextQuery:
                 raise DataError(f"{self.text!r:.200} is not a regular expression: {one_line(problem)}") from problem
 
     def matches(self, texts: pa.Array, pattern: str) -> NDArray[np.bool_]:
-        """Return [N] which texts match.
+        """Return [N] whether each text matches.
 
         Raises:
-            DataError: it took too long, or its caller is gone.
+            DataError: the search took too long, or was stopped.
         """
         matching = []
         for start in range(0, len(texts), _PIECE):
             if self.stop is not None and self.stop.is_set():
-                raise DataError("the search was stopped: its caller is gone")
+                raise DataError("the search was stopped, because its caller has gone")
             if time.monotonic() > self.until:
-                raise DataError(f"the search took longer than {TIMEOUT_S:g} s; look for less, or narrow the table first")
+                raise DataError(f"the search took longer than {TIMEOUT_S:g} s; use fewer words, or filter the table first")
             piece = pc.match_substring_regex(texts.slice(start, _PIECE), pattern, ignore_case=True)
             matching.append(pc.fill_null(piece, False).to_numpy(zero_copy_only=False))
         return np.concatenate([*matching, np.empty(0, np.bool_)])
 
 
 class _Texts(NamedTuple):
-    """Texts of one column of one row group."""
+    """The texts of one column of one row group."""
 
     distinct: pa.Array
-    """[D] each text once."""
+    """[D] the distinct texts."""
     which: NDArray[np.int64]
-    """[N] the place in `distinct` of each text of the column."""
+    """[N] index in `distinct` of each text of the column."""
     row: NDArray[np.int64]
-    """[N] the row of the part that it belongs to."""
+    """[N] row of each text in the part."""
 
 
 class TextSearch:
-    """The texts of a run's parts, read when they are first searched."""
+    """The texts of a run's parts, read on the first search."""
 
     def __init__(self, read: Callable[[str, Callable[[Path], Any]], Any]) -> None:
-        """Take what reads a part by its name and gives None for one that is gone or damaged."""
+        """Create a search; `read` reads a part by name and returns None for a missing or damaged one."""
         self._read = read
         self._held: dict[str, tuple[int, list[_Texts]]] = {}
         self._lock = threading.Lock()
 
     def keep(self, parts: Iterable[str]) -> None:
-        """Forget all parts but these."""
+        """Drop all parts except these from memory."""
         known = set(parts)
         with self._lock:
             self._held = {name: cached for name, cached in self._held.items() if name in known}
 
     def rows(self, part: str, pattern: str, query: TextQuery) -> NDArray[np.int64]:
-        """Return the rows of a part that have a text that matches; none where it cannot be read.
+        """Return the rows of a part with a matching text; empty if the part cannot be read.
 
         Raises:
             DataError: the search took too long.

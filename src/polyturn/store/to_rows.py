@@ -1,10 +1,10 @@
-"""From trajectories to a table: every column of `schema.py` filled, one row a trajectory.
+"""Converts trajectories to a table with the columns of `schema.py`, one row per trajectory.
 
-    trajectories  ->  choosing columns, one value each
-                  ->  JSON of everything but arrays, and the texts that a search looks at
-                  ->  lists of numbers (ids, logprobs, …), joined without a Python object for each number
+    trajectories  ->  index columns, one value each
+                  ->  JSON of everything except arrays, and the texts for searches
+                  ->  lists of numbers (ids, logprobs, …), concatenated without a Python object per number
 
-`from_rows.py` is the way back, and gives an equal trajectory.
+`from_rows.py` converts rows back to equal trajectories.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
 
 
 def _as_json(trajectory: Trajectory) -> str:
-    """Return a trajectory without its arrays as JSON."""
+    """Return a trajectory as JSON, without its arrays."""
     names = (f.name for f in dataclasses.fields(trajectory))
     data = {name: to_json(getattr(trajectory, name)) for name in names if name != "segments"}
     return json.dumps({**data, "segments": [_segment(s) for s in trajectory.segments]}, separators=(",", ":"))
@@ -90,7 +90,7 @@ def _span(span: Span) -> dict[str, Any]:
 
 
 def _texts(trajectory: Trajectory) -> Iterator[str]:
-    """Yield the texts that a search looks at."""
+    """Yield the texts for searches."""
     messages = [*trajectory.task.prompt]
     for turn in trajectory.turns:
         messages += [turn.message, *turn.observation]
@@ -108,7 +108,7 @@ def _texts(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text as UTF-8 can write it, for columns that are only looked at: a lone surrogate is shown as \\udc80."""
+    """Return a text that can be written as UTF-8, for columns that are only displayed: lone surrogates become \\udc80."""
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -152,7 +152,7 @@ def _index_row(row: StoredTrajectory) -> dict[str, Any]:
 
 
 def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
-    """Return a list column, the arrays of each row joined."""
+    """Return a list column with the arrays of each row concatenated."""
     lengths = [sum(len(a) for a in row) for row in rows]
     flat = [a for row in rows for a in row]
     values = np.concatenate(flat) if flat else np.empty(0, dtype)
@@ -161,7 +161,7 @@ def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
 
 
 def _optional(rows: Sequence[Floats | None]) -> pa.Array:
-    """Return a list column that is null where a row has no array."""
+    """Return a list column with null for rows without an array."""
     lengths = [0 if row is None else len(row) for row in rows]
     flat = [row for row in rows if row is not None]
     values = np.concatenate(flat) if flat else np.empty(0, np.float32)

@@ -210,12 +210,12 @@ def test_damaged_part_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.L
         found = [g.id for g in open_store(tmp_path).groups()]
     assert found == ["g0", "g2"]
     assert len(caplog.messages) == 1
-    assert "part-00001.parquet is damaged and was skipped" in caplog.messages[0]
+    assert "part-00001.parquet is damaged and is skipped" in caplog.messages[0]
 
 
 def test_missing_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    refuses(lambda: open_store(tmp_path), DataError, "holds no recorded trajectories ", "It holds config.yaml")
+    refuses(lambda: open_store(tmp_path), DataError, "has no recorded trajectories ", "It contains config.yaml")
     with ParquetStore(tmp_path) as store:
         store.add(group(), step=0, split="train")
     with pytest.raises(DataError, match=r"no trajectory 'g0/9', step 0 is recorded in .* Did you mean 'g0/"):
