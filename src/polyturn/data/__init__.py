@@ -1,1 +1,1 @@
-"""Datasets: rows in files become typed tasks, in an order that can be resumed."""
+"""Datasets: turns rows in files into typed tasks, in a resumable order."""

@@ -1,9 +1,9 @@
-"""Conversations for supervised training: messages, the tools that were offered, and which turns are learnt from.
+"""Conversations for supervised training: messages, offered tools, and the weights of turns.
 
     {"messages": [{"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "#### 42"}], "tools": ["calc"]}
 
-An assistant message may carry `loss`: false or a number; without it the message is learnt from with weight 1. `tools` are
-names of the run's tools; without the key every configured tool is offered, and an empty list offers none.
+An assistant message may have `loss`, false or a number; the default is weight 1. `tools` are names of the run's tools;
+without the key every configured tool is offered, and an empty list offers none.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from polyturn.data.media import with_media
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """One conversation to learn from."""
+    """One conversation for supervised training."""
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] | None = None
-    """Names of the tools that are offered; None means every configured tool."""
+    """Names of the offered tools; None offers every configured tool."""
     weights: tuple[float, ...] | None = None
     """One weight per assistant message, in order; None means 1 for each."""
 
@@ -37,7 +37,7 @@ class Conversation:
         turns = sum(m.role == "assistant" for m in self.messages)
         if not turns or self.messages[0].role == "assistant":
             raise DataError(
-                f"a conversation needs a prompt and then an assistant message; this one has the roles "
+                f"a conversation needs a prompt followed by an assistant message; this one has the roles "
                 f"{[m.role for m in self.messages]}"
             )
         if self.weights is not None and len(self.weights) != turns:
@@ -45,10 +45,10 @@ class Conversation:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], *, where: str, base: Path | None = None) -> Conversation:
-        """Return the conversation of a dataset row; the paths of its media start at `base`.
+        """Return the conversation of a dataset row; paths of media are resolved against `base`.
 
         Raises:
-            DataError: the row has no messages, or they cannot be read; the message starts with `where`.
+            DataError: the row has no messages, or they are invalid; the message starts with `where`.
         """
         messages = row.get("messages")
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -65,16 +65,16 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read a jsonl file, one conversation a line.
+    """Read a jsonl file with one conversation per line.
 
     Raises:
-        DataError: it is missing, a line is not JSON, or a row is not a conversation.
+        DataError: the file is missing, a line is not JSON, or a row is not a conversation.
     """
     if not path.is_file():
-        raise DataError(f"there is no file {str(path)!r}; warm_start.conversations names a jsonl file of conversations")
+        raise DataError(f"there is no file {str(path)!r}; set warm_start.conversations to a jsonl file of conversations")
     rows = JsonlRows(path)
     if not len(rows):
-        raise DataError(f"{path} holds no conversation")
+        raise DataError(f"{path} contains no conversation")
     return [Conversation.from_row(rows.row(i), where=rows.where(i), base=path.parent) for i in range(len(rows))]
 
 
@@ -82,8 +82,8 @@ def generate_conversations(path: NameOrObject, *, base: Path | None = None, **kw
     """Call the function that `path` names and return its conversations.
 
     Raises:
-        ConfigError: the name leads nowhere, or the function does not take these arguments.
-        DataError: it returned something else, or nothing.
+        ConfigError: the name does not exist, or the function does not take these arguments.
+        DataError: the function returned no conversations.
     """
     make = import_attr(path, base=base, key="warm_start.conversations")
     try:

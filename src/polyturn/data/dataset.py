@@ -1,11 +1,10 @@
-"""TaskDataset: a sequence of tasks over jsonl and parquet files, or over a generator that a config names.
+"""TaskDataset: a sequence of tasks from jsonl and parquet files, or from a generator that a config names.
 
     TaskDataset.open("data/train.parquet", split="train")[0]  ->  Task(id="train-0", ...)
     TaskDataset.open(["a.jsonl", "more/*.jsonl"], split="train")
 
-Separate from `rows.py`, which knows rows but no files. Rows stay in the compact form of their file (Arrow columns, jsonl
-bytes) and become tasks when asked for, so that a million rows cost little more than their file. `check_tasks` reads
-everything once, before any training time is spent.
+Rows stay in the compact form of their file (Arrow columns, jsonl bytes) and become tasks on access, so a million rows need
+little more memory than their file. `check_tasks` reads everything once before training starts.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Any:
-        """Return row `index` as it stands in the file."""
+        """Return row `index` as stored in the file."""
         ...
 
     def where(self, index: int) -> str:
-        """Return the position of row `index`, for messages: its file and line."""
+        """Return the file and line of row `index`, for messages."""
         ...
 
 
 class JsonlRows:
-    """The bytes of a jsonl file and where each of its lines starts."""
+    """The rows of a jsonl file: its bytes, and the start of each line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the mark that some editors begin UTF-8 with
+        self._data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the byte-order mark that some editors write
         bounds, start, number = [], 0, 0
         while start < len(self._data):
             end, number = self._data.find(b"\n", start), number + 1
@@ -88,7 +87,7 @@ class _ParquetPart:
         try:
             self._table: pa.Table = pq.read_table(path, memory_map=True)
         except (pa.ArrowException, OSError, ValueError) as problem:
-            raise DataError(f"{path} cannot be read as parquet ({one_line(problem)}); write it again") from problem
+            raise DataError(f"{path} cannot be read as parquet ({one_line(problem)}); write the file again") from problem
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -97,14 +96,16 @@ class _ParquetPart:
         try:
             return self._table.slice(index, 1).to_pylist()[0]
         except (pa.ArrowException, ValueError, OverflowError) as problem:
-            raise DataError(f"{self.where(index)}: it cannot be read ({one_line(problem)}); write it again") from problem
+            raise DataError(
+                f"{self.where(index)}: the row cannot be read ({one_line(problem)}); write the file again"
+            ) from problem
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index}"
 
 
 class _RowsPart:
-    """Rows that a program holds: a list of them, or a data set of Hugging Face."""
+    """Rows in memory: a list, or a data set of Hugging Face."""
 
     def __init__(self, rows: Sequence[Any], *, name: str) -> None:
         self.path = Path(name)
@@ -129,25 +130,25 @@ class DatasetSummary:
 
     num_tasks: int
     data_sources: Mapping[str | None, int]
-    """Number of tasks that name each data source; under None, those that name none."""
+    """Data source -> number of its tasks; None counts tasks without one."""
     interactions: Mapping[str | None, int]
-    """Number of tasks that talk to each interaction; under None, those that talk to none."""
+    """Interaction -> number of its tasks; None counts tasks without one."""
     tools: Mapping[str, int]
-    """Number of tasks that ask for each tool by name."""
+    """Tool -> number of tasks that name it."""
     num_with_tools: int
-    """Number of tasks that may call at least one of the configured tools."""
+    """Number of tasks with at least one configured tool."""
     unknown_tools: Mapping[str, int]
-    """Number of tasks that name each tool that is not configured, in the columns that serve several kinds of run."""
+    """Tool that is not configured -> number of tasks that name it in columns that may serve other runs."""
 
 
 class TaskDataset(TaskSequence):
     """The tasks of one or more files, in the order of the files."""
 
     def __init__(self, parts: Sequence[Rows], *, split: str, columns: Mapping[str, str] | None = None) -> None:
-        """Take rows, and the names that some columns of a task have there.
+        """Create a dataset from rows; `columns` maps names of a task's columns to their names in the rows.
 
         Raises:
-            DataError: the first row of a part has no such column.
+            DataError: the first row of a part lacks one of these columns.
         """
         self.split = split
         self._parts = list(parts)
@@ -157,7 +158,7 @@ class TaskDataset(TaskSequence):
             for key, own in self._columns.items():
                 if isinstance(first, Mapping) and first and own not in first:
                     raise DataError(
-                        f"columns has {key}: {own}, and {str(part.path)!r} has no column {own!r}.{did_you_mean(own, first)}"
+                        f"columns has {key}: {own}, but {str(part.path)!r} has no column {own!r}.{did_you_mean(own, first)}"
                     )
         self._ends = list(itertools.accumulate(len(p) for p in self._parts))
 
@@ -173,13 +174,13 @@ class TaskDataset(TaskSequence):
         """Open jsonl and parquet files.
 
         Args:
-            files: One path or several; `~` and globs are expanded, the matches of a glob in sorted order.
-            split: "train" or the name of an evaluation; starts the ids of tasks that have none.
-            base: The folder that relative paths start from.
-            columns: The name that a task's column has in the files, where it is another: `{"prompt": "question"}`.
+            files: One path or several; `~` and globs are expanded, with matches in sorted order.
+            split: "train" or the name of an evaluation; prefix of the ids of tasks without an id.
+            base: The folder that relative paths are resolved against.
+            columns: Task column -> its name in the files, if different: `{"prompt": "question"}`.
 
         Raises:
-            DataError: a file is missing, of an unknown kind, damaged or without a column, or there is no row at all.
+            DataError: a file is missing, unsupported or damaged, lacks a column, or there are no rows.
         """
         named = [files] if isinstance(files, str | Path) else list(files)
         paths = [path for name in named for path in _find(Path(name), base or Path())]
@@ -188,26 +189,26 @@ class TaskDataset(TaskSequence):
             raise DataError(f"{key} is empty; name at least one .jsonl or .parquet file")
         dataset = cls([open_rows(path) for path in paths], split=split, columns=columns)
         if not len(dataset):
-            raise DataError(f"there is no row in {', '.join(map(str, paths))}; {split!r} needs at least one task")
+            raise DataError(f"there are no rows in {', '.join(map(str, paths))}; {split!r} needs at least one task")
         return dataset
 
     @classmethod
     def of(
         cls, rows: Sequence[Any], *, split: str, name: str = "tasks", columns: Mapping[str, str] | None = None
     ) -> TaskDataset:
-        """Make a dataset of rows that are in memory, or of whatever has a length and gives a row for a number.
+        """Create a dataset from a sequence of rows.
 
         Args:
-            rows: The rows.
+            rows: The rows: a list, or another object with a length and rows by index.
             split: "train" or the name of an evaluation.
-            name: What to call the rows in messages.
-            columns: The name that a task's column has in the rows, where it is another.
+            name: The rows' name in messages.
+            columns: Task column -> its name in the rows, if different.
 
         Raises:
-            DataError: there is no row, or no such column.
+            DataError: there are no rows, or they lack a column.
         """
         if not len(rows):
-            raise DataError(f"{name} has no row; {split!r} needs at least one task")
+            raise DataError(f"{name} has no rows; {split!r} needs at least one task")
         return cls([_RowsPart(rows, name=name)], split=split, columns=columns)
 
     def __len__(self) -> int:
@@ -219,24 +220,24 @@ class TaskDataset(TaskSequence):
         source = self._parts[part]
         row = source.row(number)
         if self._columns and isinstance(row, Mapping):
-            # Not under both names: interactions and rewards get the remaining columns of a row.
+            # Only under the task's name, because interactions and rewards get all other columns of a row.
             others = {key: value for key, value in row.items() if key not in self._columns.values()}
             row = others | {key: row[own] for key, own in self._columns.items() if own in row}
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
 
 
 def generate_tasks(path: NameOrObject, *, split: str, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
-    """Call the task generator that `path` names, and return its tasks.
+    """Call the task generator that `path` names and return its tasks.
 
     Args:
-        path: `package.module:function` or `file.py:function`: a callable that returns a sequence of tasks, or of rows.
-        split: "train" or the name of an evaluation; starts the ids of rows that have none.
-        base: The folder that a relative file path starts from.
-        kwargs: The generator's own arguments.
+        path: `package.module:function` or `file.py:function`; the function returns a sequence of tasks or rows.
+        split: "train" or the name of an evaluation; prefix of the ids of rows without an id.
+        base: The folder that a relative file path is resolved against.
+        kwargs: The generator's arguments.
 
     Raises:
-        ConfigError: the name leads nowhere, or the generator does not take these arguments.
-        DataError: it returned something else, or nothing.
+        ConfigError: the name does not exist, or the generator does not take these arguments.
+        DataError: the generator returned no tasks.
     """
     key = "data.train.generator" if split == "train" else "evaluation.data.generator"
     make = import_attr(path, base=base, key=key)
@@ -269,20 +270,20 @@ def check_tasks(
     require_interaction_name: bool = False,
     also: Callable[[Task], None] | None = None,
 ) -> DatasetSummary:
-    """Read every task once, so that a bad row stops the run before it starts, and say what is in them.
+    """Read every task once, so that an invalid row stops the run before it starts, and return a summary.
 
-    An interaction that a task marks as optional is ignored in a run that configures none.
+    A task's optional interaction is ignored if the run configures none.
 
     Args:
         tasks: The tasks.
         tools: The names of the configured tools.
         interactions: The names of the configured interactions.
-        name: What to call these tasks in messages, for instance the file.
-        require_interaction_name: Refuse tasks whose interaction was only implied.
-        also: Called with every task that passed, for further checks in the same pass.
+        name: The tasks' name in messages, for instance the file.
+        require_interaction_name: Whether to refuse tasks whose interaction has only the default name.
+        also: A further check, called with every valid task.
 
     Raises:
-        DataError: a row that cannot be read, a name that is not configured, or an id that two tasks share.
+        DataError: a row is invalid, a name is not configured, or two tasks have the same id.
     """
     sources: Counter[str | None] = Counter()
     partners: Counter[str | None] = Counter()
@@ -339,14 +340,14 @@ def _find(path: Path, base: Path) -> list[Path]:
 
 
 def _on_hub(path: Path) -> str:
-    """Return a hint if a path may have been meant as a data set on the hub: owner/name."""
+    """Return a hint if a path looks like a data set on the hub (owner/name), else an empty string."""
     if path.suffix in _PARTS or path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..", "~"):
         return ""
     return f" If {str(path)!r} is a data set on the Hugging Face hub, name it by `dataset: {path}` in place of `files`."
 
 
 def inside(folder: Path, wanted: str = "") -> str:
-    """Return a sentence that says what is in `folder`."""
+    """Return a sentence that lists the content of `folder`."""
     if not folder.is_dir():
         return f" Its folder does not exist either: {str(folder)!r}."
     names = sorted(p.name for p in folder.iterdir())
@@ -362,9 +363,11 @@ def open_rows(path: Path) -> Rows:
     """Open a jsonl or parquet file.
 
     Raises:
-        DataError: it is of an unknown kind, or damaged.
+        DataError: the file has an unsupported ending, or is damaged.
     """
     kind = _PARTS.get(path.suffix)
     if kind is None:
-        raise DataError(f"{path} is of the unknown kind {path.suffix!r}; tasks are read from {', '.join(sorted(_PARTS))}")
+        raise DataError(
+            f"{path} has the unsupported ending {path.suffix!r}; tasks are read from {', '.join(sorted(_PARTS))}"
+        )
     return kind(path)

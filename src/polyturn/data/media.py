@@ -1,11 +1,11 @@
-"""The media of a row: columns beside the prompt become parts of its messages, at the prompt's markers.
+"""Puts the media of a row's columns into the prompt's messages, at the prompt's markers.
 
     {"prompt": "<image>\\nWhich color?", "images": [{"bytes": b"…"}]}
       ->  content ({"type": "image", "image": "data:image/png;…"}, {"type": "text", "text": "\\nWhich color?"})
 
-`<image>`, `<video>` and `<audio>` in a message, and parts such as {"type": "image"} without an image, take the next item of
-their column. If a kind has no marker, its items come first in the first user message. Without such a column, `<image>` is
-text.
+Each `<image>`, `<video>` or `<audio>` in a message, and each part such as {"type": "image"} without an image, takes the next
+item of its column. Items of a kind without markers go to the start of the first user message. If the row has no such column,
+`<image>` is plain text.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ COLUMNS = {"images": "image", "videos": "video", "audios": "audio"}
 
 
 def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -> list[Any]:
-    """Return the messages of a row, as dicts, with the media of its columns in their places.
+    """Return the messages of a row as dicts, with the media of its columns inserted.
 
     Args:
         messages: The prompt's messages.
         row: The row.
-        base: The folder that relative paths start from.
+        base: The folder that relative paths are resolved against.
 
     Raises:
-        DataError: an item cannot be read, or there are more or fewer than the prompt points at.
+        DataError: an item cannot be read, or the number of items differs from the number of markers.
     """
     items = {kind: _items(row, column, kind, base) for column, kind in COLUMNS.items()}
     if not any(items.values()):
@@ -42,7 +42,7 @@ def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -
     for column, kind in COLUMNS.items():
         if left[kind] and len(left[kind]) < len(items[kind]):
             raise DataError(
-                f"the prompt points at {len(items[kind]) - len(left[kind])} {column} and {column!r} holds {len(items[kind])}"
+                f"the prompt has {len(items[kind]) - len(left[kind])} markers, but {column!r} has {len(items[kind])} items"
             )
     unused = [{"type": kind, kind: source} for kind in KINDS for source in left[kind]]
     if not unused:
@@ -51,7 +51,7 @@ def with_media(messages: Sequence[Any], row: Mapping[str, Any], *, base: Path) -
         if isinstance(message, Mapping) and message.get("role") == "user":
             filled[index] = {**message, "content": [*unused, *_parts(message.get("content"))]}
             return filled
-    raise DataError(f"the row shows {len(unused)} media and its prompt has no user message to show them in")
+    raise DataError(f"the row has {len(unused)} media, but its prompt has no user message for them")
 
 
 def _items(row: Mapping[str, Any], column: str, kind: str, base: Path) -> list[Source]:
@@ -66,7 +66,7 @@ def _items(row: Mapping[str, Any], column: str, kind: str, base: Path) -> list[S
 
 
 def _with_base(message: Any, base: Path) -> Any:
-    """Return a message whose parts name files by paths that do not depend on the current folder."""
+    """Return a message with absolute paths in its parts."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return message
@@ -81,7 +81,7 @@ def _with_base(message: Any, base: Path) -> Any:
 
 
 def _fill(message: Any, left: dict[str, list[Source]], present: Sequence[str]) -> Any:
-    """Return a message with each pointer to one of the `present` kinds replaced by the next item of `left`."""
+    """Return a message with each marker of a kind in `present` replaced by the next item of `left`."""
     if not isinstance(message, Mapping):
         return message
     pointer = re.compile("|".join(f"<{kind}>" for kind in present))
@@ -111,7 +111,7 @@ def _fill(message: Any, left: dict[str, list[Source]], present: Sequence[str]) -
 def _take(left: dict[str, list[Source]], kind: str) -> Source:
     if not left[kind]:
         column = next(column for column, of in COLUMNS.items() if of == kind)
-        raise DataError(f"the prompt points at more {column} than {column!r} holds; give one for each <{kind}>")
+        raise DataError(f"the prompt has more markers than {column!r} has {column}; add one for each <{kind}>")
     return left[kind].pop(0)
 
 

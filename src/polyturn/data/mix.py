@@ -1,13 +1,12 @@
-"""TaskMix: an order of tasks in which each step has its share of every data source, and the shares may change.
+"""TaskMix: an order of tasks that gives every data source its share of each step; shares may change over time.
 
     weights {"gsm8k": 3, "search": [[0, 0], [100, 1]]}      step 0:   8 of gsm8k    step 100:   6 of gsm8k, 2 of search
 
-A weight is a number, or points (step, weight) with straight lines between them. With `by_success` a source weighs more the
-nearer its share of successes is to a half, where a group teaches most. Each source is visited in passes: every task of it
-once, in a new order, then again. What is left of a fraction of a task is kept for the next step, so that shares are met in
-the long run.
+A weight is a number, or points (step, weight) that are interpolated linearly. With `by_success`, a source weighs more the
+closer its success rate is to one half, where a group teaches most. Each source is visited in passes: every task once, in a
+new order for each pass. Fractions of a task are carried over to the next step, so that the shares are exact in the long run.
 
-What a step's tasks are is fixed when the first of them is drawn, and kept: a run that goes on draws the same ones.
+The tasks of a step are fixed and stored when its first task is drawn, so a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from polyturn.data.options import MixOptions
 from polyturn.data.sampler import TaskSampler, Visit
 
 MEMORY = 0.9
-"""The decay of what is known of a source's successes, with every step that has tasks of it."""
+"""Decay of a source's average success rate per step with tasks of the source."""
 LEAST = 0.1
-"""The least weight of a source that always or never succeeds, with `by_success` 1."""
+"""Smallest factor on the weight of a source that always or never succeeds, with `by_success` 1."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MixState:
-    """Visits and results of each source; shared by the samplers of a run, and kept in its checkpoints."""
+    """Visits and results of each source; shared by the samplers of a run and saved in checkpoints."""
 
     counts: list[list[int]] = field(default_factory=list)
-    """For each step how many tasks of each source it has."""
+    """[step][source] number of tasks."""
     rests: list[float] = field(default_factory=list)
-    """The fraction of a task that each source is owed."""
+    """[source] fraction of a task carried over to the next step."""
     success: dict[str, float] = field(default_factory=dict)
-    """The share of successes of each source, averaged over the last steps."""
+    """Source -> success rate in [0, 1], averaged over the last steps."""
 
 
 class TaskMix(TaskSampler):
@@ -57,35 +56,37 @@ class TaskMix(TaskSampler):
         shuffle: bool = True,
         state: MixState | None = None,
     ) -> None:
-        """Take the tasks.
+        """Create a sampler for tasks with data sources.
 
         Args:
-            tasks: With their data sources.
+            tasks: The tasks.
             settings: The weights.
-            per_step: How many visits a step has.
-            seed: Of the order within each source, and within each step.
-            shuffle: Whether tasks of a source come in a random order.
-            state: What a sampler before this one drew and learnt.
+            per_step: Number of visits per step.
+            seed: Seed of the order within each source and within each step.
+            shuffle: Whether the tasks of a source come in random order.
+            state: The state of an earlier sampler to continue from.
 
         Raises:
-            ConfigError: a source has no weight, or a weight has no source.
+            ConfigError: a source has no weight, or a weight belongs to no source.
         """
         self._sources: dict[str, list[int]] = {}
         for index, task in enumerate(tasks):
             self._sources.setdefault(task.data_source or "", []).append(index)
         for name in settings.points:
             if name not in self._sources:
-                raise ConfigError(f"the mix names {name!r}, which no task comes from.{did_you_mean(name, self._sources)}")
+                raise ConfigError(
+                    f"the mix has a weight for {name!r}, which is no task's data_source.{did_you_mean(name, self._sources)}"
+                )
         for name, rows in self._sources.items():
             if name not in settings.points:
                 raise ConfigError(
-                    f"the sampler mix has no weight for the data_source {name!r} of {len(rows)} tasks; 0 leaves them out"
+                    f"the sampler mix has no weight for the data_source {name!r} with {len(rows)} tasks; 0 leaves them out"
                 )
         self._settings = settings
         self._per_step = per_step
         self._state = state or MixState()
         self._before = [[0] * len(self._sources)]
-        """For each step how many tasks of each source the steps before it had."""
+        """[step][source] number of tasks in all earlier steps."""
         self._orders: dict[tuple[str, int], NDArray[np.int64]] = {}
         super().__init__(len(tasks), seed=seed, shuffle=shuffle)
 
@@ -94,7 +95,7 @@ class TaskMix(TaskSampler):
         step, index_in_step = divmod(self._number, self._per_step)
         self._number += 1
         counts, before = self._counts_of(step), self._before[step]
-        # By (seed, step), so that a run that goes on in the middle of a step draws the rest of it alike.
+        # Seeded by (seed, step), so that a run resumed within a step draws the same rest of it.
         order = [source for source, count in enumerate(counts) for _ in range(count)]
         random.Random(f"{self._seed}/mix/{step}").shuffle(order)
         source = order[index_in_step]
@@ -103,37 +104,37 @@ class TaskMix(TaskSampler):
         return Visit(epoch, int(self._order_of(name, epoch)[position]))
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
-        """Return a task of the same source that stands in for that of visit `number`."""
+        """Return a replacement for the task of visit `number`, from the same source."""
         source = next(tasks for tasks in self._sources.values() if visit.task in tasks)
         return random.Random(f"{self._seed}/{number}/{attempt}").choice(source)
 
     def visits(self, epochs: int) -> int:
-        """Refuse: there are no epochs."""
+        """Refuse: a mix has no epochs."""
         raise ConfigError("the mix has no epochs, because its sources are visited at different rates; set train.steps")
 
     def seek(self, visits: int) -> None:
-        """Go to the place after so many visits from the start."""
+        """Move to the position after `visits` visits from the start."""
         self._number = visits
 
     def learn(self, success: Mapping[str, float]) -> None:
-        """Note the share of successes of each source in a step."""
+        """Update the average success rates with those of a step."""
         for name, share in success.items():
             known = self._state.success.get(name, share)
             self._state.success[name] = MEMORY * known + (1 - MEMORY) * share
 
     def shares(self, step: int) -> dict[str, float]:
-        """Return the share of each source in a step, by what is known now."""
+        """Return the share of each source in a step, from the current success rates."""
         weights = {name: max(0.0, _at(self._settings.points[name], step)) for name in self._sources}
         if self._settings.by_success:
             for name, known in self._state.success.items():
                 weights[name] *= max(LEAST, 4 * known * (1 - known)) ** self._settings.by_success
         total = sum(weights.values())
         if not total:
-            raise ConfigError(f"the sampler mix gives every source the weight 0 at step {step}; raise one")
+            raise ConfigError(f"the sampler mix has only weights of 0 at step {step}; raise one")
         return {name: weight / total for name, weight in weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run continues from."""
+        """Return the state for a checkpoint."""
         state = self._state
         known = {
             "counts": [list(c) for c in state.counts],
@@ -143,16 +144,16 @@ class TaskMix(TaskSampler):
         return {**self._identity(), "number": self._number, **known}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
+        """Continue from a checkpointed state.
 
         Raises:
-            CheckpointError: the state is of other tasks or another seed.
+            CheckpointError: the state belongs to other tasks or another seed.
         """
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:
                 raise CheckpointError(
-                    f"the checkpoint's mix of tasks has {key} {state.get(key)!r} and this run has {value!r}; resume with "
+                    f"the checkpoint's mix of tasks has {key} {state.get(key)!r}, but this run has {value!r}; resume with "
                     "the same tasks, seed and train.groups_per_step, or start a new run"
                 )
         self._state.counts[:] = [list(counts) for counts in state["counts"]]
@@ -166,7 +167,7 @@ class TaskMix(TaskSampler):
         return {"sources": sizes, "seed": self._seed, "shuffle": self._shuffle, "per_step": self._per_step}
 
     def _counts_of(self, step: int) -> list[int]:
-        """Return the number of tasks that each source contributes to `step`; the steps before it are settled first."""
+        """Return [source] the number of tasks in `step`, fixing all earlier steps first."""
         counts = self._state.counts
         while len(self._before) <= step + 1:
             settled = len(self._before) - 1
@@ -176,11 +177,11 @@ class TaskMix(TaskSampler):
         return counts[step]
 
     def _divide(self, step: int) -> list[int]:
-        """Divide a step's visits by the shares now; what is left of fractions goes into the next step."""
+        """Divide a step's visits by the current shares; fractions are carried over to the next step."""
         shares = list(self.shares(step).values())
         rests = self._state.rests or [0.0] * len(shares)
         owed = [share * self._per_step + rest if share else 0.0 for share, rest in zip(shares, rests, strict=True)]
-        # By largest remainders: the source that is owed most gets the next whole visit.
+        # Largest-remainder method: the source with the largest fraction gets the next whole visit.
         counts = [max(0, math.floor(o)) for o in owed]
         while (missing := self._per_step - sum(counts)) != 0:
             sign = 1 if missing > 0 else -1
@@ -203,6 +204,6 @@ class TaskMix(TaskSampler):
 
 
 def _at(points: Sequence[tuple[int, float]], step: int) -> float:
-    """Return the weight at a step: between points on a line, before the first and after the last as they are."""
+    """Return the weight at a step: linear between points, constant before the first and after the last."""
     steps, values = zip(*points, strict=True)
     return float(np.interp(step, steps, values))

@@ -1,4 +1,4 @@
-"""Options of the order of tasks: the share of each data source in a run's visits.
+"""Options of the order of tasks: the shares of data sources.
 
 data: {sampler: {name: mix, weights: {gsm8k: 2, search: [[0, 0], [100, 1]]}}}        MixOptions
 """
@@ -16,29 +16,29 @@ from polyturn.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixOptions:
-    """The division of a run's visits among data sources."""
+    """Weights of data sources in a run's order of tasks."""
 
     PART: ClassVar[str] = "any sampler"
 
     name: Literal["mix"] = "mix"
     """`mix`, or `file.py:Class` of a Curriculum."""
     weights: Mapping[str, float | list[tuple[int, float]]]
-    """data_source to a weight, or to [step, weight] pairs that are interpolated linearly."""
+    """data_source -> a weight, or [step, weight] pairs that are interpolated linearly."""
     by_success: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly sources with a success rate near one half are preferred; 0 is not at all."""
+    """Strength of the preference for sources with a success rate near one half; 0 turns it off."""
 
     def __post_init__(self) -> None:
         for name, points in self.points.items():
             steps = [step for step, _ in points]
             if not points or steps != sorted(set(steps)) or any(value < 0 for _, value in points):
                 raise ConfigError(
-                    f"data.sampler.weights has {self.weights[name]!r} for {name!r}; give a number from 0 on, or "
-                    "[step, weight] pairs in rising order of steps"
+                    f"data.sampler.weights has {self.weights[name]!r} for {name!r}; use a number of at least 0, or "
+                    "[step, weight] pairs with increasing steps"
                 )
         if not any(value for points in self.points.values() for _, value in points):
-            raise ConfigError(f"data.sampler.weights is {dict(self.weights)!r}; give one of them a weight above 0")
+            raise ConfigError(f"data.sampler.weights is {dict(self.weights)!r}; at least one weight must be above 0")
 
     @property
     def points(self) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """data_source -> points (step, weight), steps rising."""
+        """data_source -> points (step, weight) with increasing steps."""
         return {name: [(0, w)] if isinstance(w, int | float) else w for name, w in self.weights.items()}

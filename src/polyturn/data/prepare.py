@@ -1,12 +1,12 @@
-"""Prepare published problem sets: write the parquet files that a multi-turn run reads.
+"""Prepares published problem sets: writes the parquet files of a multi-turn run.
 
     prepare_gsm8k(Path("gsm8k"), variant="interaction", out=Path("data"))  ->  [data/train.parquet, data/test.parquet]
-    prepare_geo3k(None, out=Path("data"))    problem, figure, answer  ->  a prompt with the figure, and the zoom tool on it
+    prepare_geo3k(None, out=Path("data"))    problem, figure, answer  ->  a prompt with the figure, and the zoom tool
     prepare_search(None, out=Path("data"))   question, answers        ->  a prompt, the search tool, {"target": [...]}
 
-Separate from the readers: this runs once, by hand (`polyturn data gsm8k`, `geo3k`, `search`). The columns are the documented
-ones (data_source, prompt, ability, reward_model, extra_info), so that the files also serve programs that expect those. A
-figure is written as a data URI into the row, so that the files can be moved and the zoom tool sees what the model sees.
+Users run it once, with `polyturn data gsm8k`, `geo3k` or `search`. The columns are data_source, prompt, ability,
+reward_model and extra_info, so other programs that expect these can use the files, too. A figure is stored in the row as a
+data URI, so that the files can be moved and the zoom tool sees the same image as the model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from polyturn.data.dataset import open_rows
 from polyturn.tokens.hub import unreachable
 
 GSM8K = "openai/gsm8k"
-"""The data source of the rows, and the dataset's name on the hub."""
+"""The rows' data source, and the data set's name on the hub."""
 GEO3K = "hiyouga/geometry3k"
 """The data source of the rows, and the dataset's name on the hub."""
 SEARCH = "PeterJinGo/nq_hotpotqa_train"
-"""The dataset of questions on the hub."""
+"""The data set's name on the hub."""
 
 _SYSTEM = {
     "tool": (
@@ -65,11 +65,11 @@ def prepare_gsm8k(
     """Write GSM8K as `train.parquet` and `test.parquet`.
 
     Args:
-        folder: Holds OpenAI's `train.jsonl` and `test.jsonl`; None fetches the dataset from the hub.
+        folder: The folder with OpenAI's `train.jsonl` and `test.jsonl`; None fetches the data set from the hub.
         variant: "tool" for rows that call `calc_gsm8k_reward`, "interaction" for rows that talk to `gsm8k`.
-        out: The folder to write to; it is made.
-        system: The system prompt; None is that of the variant.
-        instruction: What is asked behind every question; None asks for the answer after `####`.
+        out: The folder to write to; created if missing.
+        system: The system prompt; None uses the variant's.
+        instruction: A text after every question; None asks for the answer after `####`.
 
     Returns:
         The files written.
@@ -89,8 +89,8 @@ def prepare_geo3k(folder: Path | None, *, out: Path) -> list[Path]:
     """Write Geometry3K as `train.parquet` and `test.parquet`, each row with its figure and the zoom tool.
 
     Args:
-        folder: Holds the dataset's parquet files, named by split; None fetches it from the hub.
-        out: The folder to write to; it is made.
+        folder: The folder with the data set's parquet files, named by split; None fetches it from the hub.
+        out: The folder to write to; created if missing.
 
     Returns:
         The files written.
@@ -105,9 +105,9 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
     """Write questions as `train.parquet` and `test.parquet`, each row with the search tool.
 
     Args:
-        folder: Holds `train*.parquet` and `test*.parquet` with the columns question and golden_answers, and data_source
-            where they come from several sets; None fetches Natural Questions and HotpotQA from the hub.
-        out: The folder to write to; it is made.
+        folder: The folder with `train*.parquet` and `test*.parquet`, with the columns question and golden_answers, and
+            data_source if they come from several sets; None fetches Natural Questions and HotpotQA from the hub.
+        out: The folder to write to; created if missing.
 
     Returns:
         The files written.
@@ -119,10 +119,10 @@ def prepare_search(folder: Path | None, *, out: Path) -> list[Path]:
 
 
 def final_answer(answer: str) -> str:
-    """Return the text behind the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
+    """Return the text after the last `####` of a worked answer, without commas: "… #### 1,250" -> "1250".
 
     Raises:
-        DataError: there is no such mark, or nothing after it.
+        DataError: the answer has no `####`, or no text after it.
     """
     _, mark, after = answer.rpartition("####")
     value = after.strip().replace(",", "")
@@ -171,7 +171,7 @@ def _geo3k_row(problem: Mapping[str, Any], *, index: int, split: str, where: str
         raise DataError(f"{where}: a problem needs the texts 'problem' and 'answer', not {sorted(problem)}")
     figures = [_data_uri(item, where=where) for item in problem.get("images") or []]
     if len(figures) != max(1, text.count("<image>")):
-        raise DataError(f"{where}: the problem points at {text.count('<image>')} figures and 'images' holds {len(figures)}")
+        raise DataError(f"{where}: the problem refers to {text.count('<image>')} figures, but 'images' has {len(figures)}")
     tools = {"image_zoom_in_tool": {"create_kwargs": {"image": figures[0]}}}
     return {
         "data_source": GEO3K,
@@ -187,10 +187,10 @@ def _geo3k_row(problem: Mapping[str, Any], *, index: int, split: str, where: str
 
 
 def search_row(problem: Mapping[str, Any], *, index: int, split: str, where: str) -> dict[str, Any]:
-    """Return the row of a question that is answered by searching.
+    """Return the row of a question for the search tool.
 
     Raises:
-        DataError: it has no `question`, or no `golden_answers`.
+        DataError: the problem lacks `question` or `golden_answers`.
     """
     question, answers = problem.get("question"), problem.get("golden_answers")
     if not isinstance(question, str) or not isinstance(answers, list) or not answers:
@@ -207,7 +207,7 @@ def search_row(problem: Mapping[str, Any], *, index: int, split: str, where: str
 
 
 def _prepare(row: Callable[..., dict[str, Any]], files_of: Callable[[str], list[Path]], *, out: Path) -> list[Path]:
-    """Write the rows that `row` makes of those in the files of each split, and return the files written."""
+    """Convert each split's rows with `row`, write them, and return the files written."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for split in ("train", "test"):
@@ -227,15 +227,15 @@ def _gsm8k_files(folder: Path | None, split: str) -> list[Path]:
         return [_fetched(GSM8K, fetch, advice=advice)]
     path = folder / f"{split}.jsonl"
     if not folder.is_dir():
-        raise DataError(f"there is no folder {str(folder)!r}; name the one with train.jsonl and test.jsonl")
+        raise DataError(f"there is no folder {str(folder)!r}; use the one with train.jsonl and test.jsonl")
     if not path.is_file():
         inside = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-        raise DataError(f"there is no {path}; the folder must hold train.jsonl and test.jsonl, and it holds {inside}")
+        raise DataError(f"there is no {path}; the folder needs train.jsonl and test.jsonl, but contains {inside}")
     return [path]
 
 
 def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]]:
-    """Return a function from a split to its parquet files, in a folder or in the data set on the hub."""
+    """Return a function that finds a split's parquet files, in a folder or in the data set on the hub."""
     where = f"the dataset {name}" if folder is None else str(folder)
     if folder is None:
         from huggingface_hub import snapshot_download  # only this path needs it, and it is slow to import
@@ -243,13 +243,13 @@ def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]
         fetch = functools.partial(snapshot_download, name, allow_patterns=["*.parquet"])
         folder = _fetched(name, fetch, advice="download its parquet files and name their folder")
     elif not folder.is_dir():
-        raise DataError(f"there is no folder {where!r}; name the one with the parquet files of {name}")
+        raise DataError(f"there is no folder {where!r}; use the one with the parquet files of {name}")
     parquet_files = sorted(folder.glob("**/*.parquet"))
 
     def files_of(split: str) -> list[Path]:
         if not (files := [path for path in parquet_files if path.name.startswith(split)]):
             raise DataError(
-                f"{where} has no {split}*.parquet; it holds {[p.name for p in parquet_files] or 'no parquet file'}"
+                f"{where} has no {split}*.parquet; it contains {[p.name for p in parquet_files] or 'no parquet file'}"
             )
         return files
 
@@ -257,7 +257,7 @@ def _parquet_files(name: str, folder: Path | None) -> Callable[[str], list[Path]
 
 
 def _fetched(name: str, fetch: Callable[..., str], *, advice: str) -> Path:
-    """Return the folder to which `fetch` downloaded a data set of the hub."""
+    """Download a data set of the hub with `fetch` and return its path."""
     why = unreachable()  # one attempt; the library itself would try for a minute
     try:
         return Path(fetch(repo_type="dataset", local_files_only=why is not None))

@@ -1,4 +1,4 @@
-"""Rows to tasks: the one place that knows what a dataset row may look like.
+"""Converts dataset rows to tasks.
 
     {"prompt": "What is 2+2?", "ground_truth": "4", "interaction": "gsm8k"}                            a native row
     {"prompt": [{"role": "user", ...}], "data_source": "openai/gsm8k",
@@ -9,9 +9,9 @@
     {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "solution": "4", ...}               a conversation
       ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
 
-Separate so that everything after it reads typed values. A row that cannot be used is a `DataError` which names the file,
-the row, the key and the value. Parquet fills the keys that a row lacks with None, so such keys count as absent: a
-tool that is None, or whose kwargs are all None, belongs to other rows; a tool with empty kwargs is this row's.
+All later code reads typed values. An invalid row raises a `DataError` with the file, the row, the key and the value.
+Parquet fills missing keys with None, so such keys count as absent: a tool that is None, or whose kwargs are all None,
+belongs to other rows; a tool with empty kwargs belongs to this row.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message of a prompt may have."""
 
 CONVERSATION_ROLES: Mapping[Any, str] = {"tool_response": "tool", "observation": "tool"}
-"""Roles of a row's `messages` that have another name in a prompt."""
+"""Role in a row's `messages` -> its name in a prompt, if different."""
 
 DEFAULT_INTERACTION = "gsm8k"
-"""The interaction of a row whose `interaction_kwargs` name none."""
+"""The interaction of a row whose `interaction_kwargs` have no name."""
 
 _TOOL_KWARGS = tuple(f.name for f in fields(ToolKwargs))
 _PARTNERS = frozenset({"interaction_kwargs", "tools", "tools_kwargs", "tool_kwargs", "tool_selection", "need_tools_kwargs"})
-"""Keys of a row and of its `extra_info` that became fields of the task."""
+"""Keys of a row and of its `extra_info` that become fields of the task."""
 _TYPED = _PARTNERS | {"id", "prompt", "data_source", "ground_truth", "reward_model", "extra_info", "interaction"}
-"""Keys of a row that did; every other key, and all else in `extra_info`, goes to `Task.extra`."""
+"""Keys of a row that become fields of the task. All other keys, and the rest of `extra_info`, go to `Task.extra`."""
 
 
 def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str, row_number: int | None = None) -> Task:
-    """Return the task that a row describes.
+    """Return the task of a row.
 
-    A row's `extra_info` may hold `interaction_kwargs`, `tools_kwargs` (or `tool_kwargs`) and `tool_selection`, and wins over
-    keys of the same name beside it. The tools of a task are `tool_selection` or `tools` where the row has one, else the
-    keys of its `tools_kwargs`, else None: all tools. A name in `tools` must be configured; one in the other columns, which
-    serve several kinds of run, is left out where it is not. `interaction_kwargs` without a name mean the interaction
-    "gsm8k"; its kwargs then hold no "name" either, which tells an implied name from a written one.
+    A row's `extra_info` may have `interaction_kwargs`, `tools_kwargs` (or `tool_kwargs`) and `tool_selection`, which
+    override keys of the same name in the row. The tools of a task are `tool_selection` or `tools` if the row has one of
+    them, else the keys of `tools_kwargs`, else None: all tools. A name in `tools` must be configured. A name in the other
+    columns, which may serve other runs, is left out if it is not configured. `interaction_kwargs` without a name mean the
+    interaction "gsm8k"; its kwargs then have no "name", which distinguishes a default name from a written one.
 
     Args:
-        row: The row; None counts as absent, NumPy values are taken as plain ones.
-        index: Its position in the dataset; the task's id is "<split>-<index>" unless the row has an `id`.
+        row: The row; None counts as absent, and NumPy values are converted to Python values.
+        index: The position in the dataset; the task's id is "<split>-<index>" unless the row has an `id`.
         split: "train" or the name of an evaluation.
         source: The file, for error messages.
-        row_number: The row's position in that file, counted from 0; None means `index`.
+        row_number: The row's position in that file, counted from 0; None uses `index`.
 
     Raises:
         DataError: the row has no prompt, an unknown role, or a value of the wrong type.
     """
     reader = _RowReader(source, index if row_number is None else row_number)
     if is_deep(row):
-        reader.fail(f"it is nested deeper than {MAX_DEPTH} lists and objects; write it flatter")
+        reader.fail(f"the row is nested deeper than {MAX_DEPTH} lists and objects; flatten it")
     return reader.task(_plain(row), index, split)
 
 
 class _RowReader:
-    """Reads one row; knows where it is, so that every complaint can say it."""
+    """Reads one row; its position is part of every error message."""
 
     def __init__(self, source: str, number: int) -> None:
         self.source = source
@@ -104,7 +104,7 @@ class _RowReader:
         )
 
     def conversation(self, row: Mapping[str, Any], index: int, split: str) -> Task:
-        """Read a row whose conversation is in `messages`: an answer at its end is left out, all other columns are kept."""
+        """Read a row with a conversation in `messages`; the last answer is left out, all other columns are kept."""
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
             self.fail(f"'messages' must be a list of messages, not {_show(messages)}")
@@ -112,7 +112,7 @@ class _RowReader:
         while roles and roles[-1]["role"] == "assistant":
             roles.pop()
         if not roles:
-            self.fail("'messages' holds no message that the model could answer")
+            self.fail("'messages' has no message for the model to answer")
         rest = {k: v for k, v in row.items() if k not in ("messages", "tools", *COLUMNS)}
         extra = row.get("extra_info")
         truth = rest.get("solution", rest.get("ground_truth"))
@@ -133,7 +133,7 @@ class _RowReader:
     def partners(
         self, row: Mapping[str, Any], extra: Mapping[str, Any], truth: Any, native: tuple[str, ...] | None
     ) -> dict[str, Any]:
-        """Return the task's fields of tools, of which `native` are those in `tools`, and of its interaction."""
+        """Return the task's fields for tools and interaction; `native` are the names in the column `tools`."""
         is_single = _first(extra, row, "agent_name") == NATIVE_AGENTS[0]
         kwargs = self.tools_kwargs(_first(extra, row, "tools_kwargs", "tool_kwargs"))
         chosen = self.names(_first(extra, row, "tool_selection"), "tool_selection")
@@ -152,11 +152,11 @@ class _RowReader:
         }
 
     def schema_names(self, value: Any) -> tuple[str, ...] | None:
-        """Return the names of tools that a row gives as schemas, as JSON, or as names; they must be configured."""
+        """Return the names of a row's tools, given as schemas, as JSON or as names; they must be configured."""
         try:
             names = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
-            self.fail(f"'tools' must be a list of tools, or that as JSON, not {_show(value)}")
+            self.fail(f"'tools' must be a list of tools, or such a list as JSON, not {_show(value)}")
         if isinstance(names, list) and all(isinstance(t, Mapping) for t in names):
             functions = [t.get("function", t) for t in names]
             names = [f.get("name") if isinstance(f, Mapping) else f for f in functions]
@@ -178,9 +178,9 @@ class _RowReader:
         value = row.get("prompt")
         if value is None:
             others = f" The row has {sorted(row)}." if row else ""
-            self.fail(f"there is no 'prompt', or it is null; give a string or a list of messages.{others}{advice_for(row)}")
+            self.fail(f"'prompt' is missing or null; use a string or a list of messages.{others}{advice_for(row)}")
         if isinstance(value, str) and not value.strip() and not COLUMNS.keys() & row.keys():
-            self.fail("'prompt' is an empty text; write what the model is asked, or leave the row out")
+            self.fail("'prompt' is an empty text; write a prompt, or leave the row out")
         if isinstance(value, str):
             value = [{"role": "user", "content": value}]
         if not isinstance(value, list) or not value:
@@ -259,7 +259,7 @@ class _RowReader:
         return InteractionRef(name=name, kwargs=kwargs, is_optional=True)
 
     def native_interaction(self, value: Any, truth: Any) -> InteractionRef:
-        """Read `interaction`: a name, or a mapping with a name. It gets the row's ground truth unless it has its own."""
+        """Read `interaction`: a name, or a mapping with a name. The row's ground truth is added if it has none."""
         kwargs = {"name": value} if isinstance(value, str) else value
         if not isinstance(kwargs, Mapping) or not isinstance(kwargs.get("name"), str):
             self.fail(f"'interaction' must be a name or an object with a 'name', not {_show(value)}")
@@ -268,16 +268,16 @@ class _RowReader:
 
 
 QUESTIONS = ("question", "problem", "instruction", "query", "input", "task", "text", "user")
-"""Columns that published data sets have in the place of a prompt."""
+"""Columns that published data sets use instead of `prompt`."""
 
 
 def _as_list(prompt: Any) -> str:
-    """Return the hint how to turn a bare message into a prompt."""
+    """Return a hint on turning a single message into a prompt, or an empty string."""
     return "; write [message] around it" if isinstance(prompt, Mapping) and "content" in prompt else ""
 
 
 def advice_for(row: Mapping[str, Any]) -> str:
-    """Return the hint how to turn a row of a common format into one with a prompt; "" for any other row."""
+    """Return a hint on converting a row of a common format into one with a prompt, or an empty string."""
     if (
         isinstance(turns := row.get("conversations"), list)
         and turns
@@ -285,27 +285,27 @@ def advice_for(row: Mapping[str, Any]) -> str:
         and "from" in turns[0]
     ):
         return (
-            " This is ShareGPT's form: write 'messages' in place of 'conversations', with 'role' (user for human, assistant "
-            "for gpt) in place of 'from', and 'content' in place of 'value'."
+            " This is ShareGPT's form: rename 'conversations' to 'messages', 'from' to 'role' (human to user, gpt to "
+            "assistant), and 'value' to 'content'."
         )
     for name in QUESTIONS:
         if isinstance(row.get(name), str):
-            return f" If {name!r} is what is asked, rename it, or set columns: {{prompt: {name}}}."
+            return f" If {name!r} is the prompt, rename it, or set columns: {{prompt: {name}}}."
     return ""
 
 
 def _named(role: Any) -> Any:
-    """Return the role as prompts name it; what is not a role is returned as it is."""
+    """Return a role's name in prompts; other values are returned unchanged."""
     return CONVERSATION_ROLES.get(role, role) if isinstance(role, str) else role
 
 
 def _first(extra: Mapping[str, Any], row: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first value there is: `extra_info` before the row, and the keys in order."""
+    """Return the first value that is present, from `extra_info` before the row, with the keys in order."""
     return next((part[key] for part in (extra, row) for key in keys if key in part), None)
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with NumPy values as Python ones, sequences as lists, and keys that hold None left out."""
+    """Return `value` with NumPy values as Python values, sequences as lists, and without keys whose value is None."""
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, Mapping):
@@ -316,7 +316,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_tools(key: Any, value: Any) -> Any:
-    """Return tools_kwargs without tools of other rows, {"calc": {"create_kwargs": {"x": None}}}; None if all are such."""
+    """Return tools_kwargs without other rows' tools, like {"calc": {"create_kwargs": {"x": None}}}; None if none is left."""
     if key not in ("tools_kwargs", "tool_kwargs") or not isinstance(value, Mapping):
         return value
     own = {name: of for name, of in value.items() if _has_value(of) or not _has_keys(of)}

@@ -1,9 +1,9 @@
-"""TaskSampler: the endless order in which tasks are visited, seeded and resumable.
+"""TaskSampler: an endless, seeded and resumable order of tasks.
 
     TaskSampler(3, seed=0):  (0, 2) (0, 0) (0, 1) | (1, 1) (1, 2) (1, 0) | ...        pairs of (epoch, task)
 
-Separate so that the order is a value that a checkpoint can hold: five numbers, from which the rest of an epoch follows.
-In every epoch each task comes exactly once, also across a resume. A `Curriculum` chooses the tasks of each epoch itself:
+Its state in a checkpoint is five numbers, which determine the rest of an epoch. Each task comes exactly once per epoch, even
+across a resume. A `Curriculum` chooses the tasks of each epoch:
 
     class EasyFirst(Curriculum):
         def choose(self, epoch):
@@ -62,25 +62,25 @@ class TaskSampler:
         return Visit(self._epoch, index)
 
     def at(self, number: int) -> Visit:
-        """Return visit `number`, counted from the start; the next one is the one behind it."""
+        """Return visit `number`, counted from the start, and continue after it."""
         if number != self._number:
             self.seek(number)
         return self.next()
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
-        """Return a task of the same epoch that stands in for that of visit `number`; another one for each attempt."""
-        # From the visit's number alone, so that it does not depend on which group finished first.
+        """Return a replacement for the task of visit `number`, from the same epoch; another one for each attempt."""
+        # Depends on the visit's number only, so that the order in which groups finish does not matter.
         choice = self.choose(visit.epoch)
         return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
 
     def learn(self, success: Mapping[str, float]) -> None:
-        """Be told the share of successes of each data source in a step; an order that does not adapt ignores it."""
+        """Receive the success rate of each data source in a step; an order that does not adapt ignores it."""
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Be told the groups that a step was trained on; an order that does not adapt ignores them."""
+        """Receive the groups that a step was trained on; an order that does not adapt ignores them."""
 
     def choose(self, epoch: int) -> Sequence[int]:
-        """Return the tasks of an epoch, before they are shuffled: each of them once."""
+        """Return the indices of an epoch's tasks before shuffling: each task once."""
         return range(self.size)
 
     def visits(self, epochs: int) -> int:
@@ -88,7 +88,7 @@ class TaskSampler:
         return sum(len(self.choose(epoch)) for epoch in range(epochs))
 
     def seek(self, visits: int) -> None:
-        """Go to the place after so many visits from the start."""
+        """Move to the position after `visits` visits from the start."""
         self._epoch, self._position, self._number = 0, visits, visits
         while self._position >= (size := len(self.choose(self._epoch))):
             if size == 0:
@@ -97,7 +97,7 @@ class TaskSampler:
         self._order = self._permutation()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run continues from."""
+        """Return the state for a checkpoint."""
         return {
             "size": self.size,
             "seed": self._seed,
@@ -107,15 +107,15 @@ class TaskSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
+        """Continue from a checkpointed state.
 
         Raises:
-            CheckpointError: the state is of another dataset size, seed or order.
+            CheckpointError: the state belongs to another dataset size, seed or order.
         """
         for key, mine in (("size", self.size), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise CheckpointError(
-                    f"the checkpoint's task order has {key} {state[key]!r} and this run has {mine!r}; "
+                    f"the checkpoint's task order has {key} {state[key]!r}, but this run has {mine!r}; "
                     "resume with the same dataset and seed, or start a new run"
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
@@ -131,16 +131,16 @@ class TaskSampler:
             raise DataError(f"the sampler chose task {wrong} for epoch {self._epoch}; there are tasks 0 to {self.size - 1}")
         if not self._shuffle:
             return chosen
-        # The raw stream of a bit generator is the part of NumPy's randomness that stays the same from release to release.
+        # NumPy guarantees only the raw stream of a bit generator across releases.
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, self._epoch]))
         return chosen[np.argsort(bits.random_raw(len(chosen)), kind="stable")]
 
 
 class Curriculum(TaskSampler):
-    """A sampler with access to the tasks, so that a subclass can choose those of each epoch.
+    """A sampler with access to the tasks; a subclass chooses those of each epoch.
 
-    Whatever `choose` returns may depend on the epoch, the tasks and constants only: an epoch that is chosen again after a
-    resume must be the same one. A task may be chosen more than once, or never.
+    The result of `choose` may depend only on the epoch, the tasks and constants, because a resumed run calls it again and
+    must get the same tasks. A task may be chosen more than once, or never.
     """
 
     def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool = True) -> None:
@@ -149,7 +149,7 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return a function that makes the sampler from its start; `kwargs` are its arguments in `data.sampler`."""
+        """Return a function that creates the sampler at its start; `kwargs` are its arguments in `data.sampler`."""
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 
@@ -159,7 +159,7 @@ CURRICULUM = Shape(
     bases=(Curriculum, TaskSampler),
     calls={"choose": CallShape(num=1, write="def choose(self, epoch)")},
 )
-"""The methods of a curriculum's class."""
+"""The methods that a curriculum's class needs."""
 
 
 def empty(epoch: int) -> str:

@@ -1,9 +1,8 @@
-"""TaskSequence: tasks that are made, read or changed only when they are accessed, and ways to combine them.
+"""TaskSequence: tasks that are created or changed only on access, and ways to combine sequences of tasks.
 
     WithSystem(Subset(TaskDataset.open("train.parquet", split="train"), [4, 7]), "Be brief.")[1]   ->  Task(id="train-7", …)
 
-Separate because a sequence has a length, slices and negative indices whatever its tasks come from. A class here says how
-many there are and what one is.
+The base class implements slices and negative indices; a subclass defines only the length and how to get one task.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from polyturn.core.task import InteractionRef, Task
 
 
 class TaskSequence(Sequence[Task]):
-    """Tasks, each made when it is looked at; a subclass has `__len__` and `_task`."""
+    """Tasks created on access; a subclass has `__len__` and `_task`."""
 
     @abstractmethod
     def _task(self, index: int) -> Task:
-        """Return task `index`, which is one of `range(len(self))`."""
+        """Return task `index`, in `range(len(self))`."""
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -42,7 +41,7 @@ class TaskSequence(Sequence[Task]):
 
 
 class Changed(TaskSequence):
-    """Tasks, each changed when it is looked at."""
+    """Tasks with a change applied on access."""
 
     def __init__(self, tasks: Sequence[Task], change: Callable[[Task], Task]) -> None:
         self._tasks = tasks
@@ -56,7 +55,7 @@ class Changed(TaskSequence):
 
 
 class WithSystem(Changed):
-    """Tasks, with a system message where they have none."""
+    """Tasks with a system message added if they have none."""
 
     def __init__(self, tasks: Sequence[Task], system: str) -> None:
         self._message = Message(role="system", content=system, origin=Origin.OWNER)
@@ -69,7 +68,7 @@ class WithSystem(Changed):
 
 
 class WithInteraction(Changed):
-    """Tasks in which a row without an interaction talks to `name`, with the rest of the row as its arguments."""
+    """Tasks with the interaction `name` added if they have none; the rest of the row becomes its arguments."""
 
     def __init__(self, tasks: Sequence[Task], name: str) -> None:
         self._name = name
@@ -98,7 +97,7 @@ class Subset(TaskSequence):
 
 
 class Joined(TaskSequence):
-    """The tasks of several sequences, one behind the other."""
+    """The tasks of several sequences, one after another."""
 
     def __init__(self, parts: Sequence[Sequence[Task]]) -> None:
         self._parts = parts

@@ -68,10 +68,10 @@ def test_streaming_fetches_the_first_rows(repository: Path) -> None:
         ({"dataset": "sums"}, "large.*main.*see `subset`"),
         ({"dataset": "sums", "subset": "main", "split": "dev"}, "dev.*see `subset` and `split`"),
         ({"dataset": "sums", "subset": "main", "columns": {"prompt": "questions"}}, "Did you mean 'question'"),
-        ({"dataset": "sums/README.md"}, "name files by `files`"),
+        ({"dataset": "sums/README.md"}, "use `files` for files"),
         ({"dataset": "./nothing"}, "there is no folder"),
-        ({"dataset": "code"}, r"the folder '.*code' has no file of rows \(jsonl, parquet.* In that folder: game\.py\.$"),
-        ({"dataset": "damaged"}, "JSON.*; see `subset` and `split`, or name its files by `files`"),
+        ({"dataset": "code"}, r"the folder '.*code' has no file with rows \(jsonl, parquet.* In that folder: game\.py\.$"),
+        ({"dataset": "damaged"}, "JSON.*; see `subset` and `split`, or use `files`"),
     ],
 )
 def test_missing_part_is_one_sentence(repository: Path, given: dict[str, Any], says: str) -> None:

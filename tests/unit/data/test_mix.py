@@ -93,7 +93,7 @@ def test_substitute_task_is_of_the_same_source():
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"a": 1, "b": 1, "c": 1, "cc": 1}, r"names 'cc', which no task comes from. Did you mean 'c'"),
+        ({"a": 1, "b": 1, "c": 1, "cc": 1}, r"weight for 'cc', which is no task's data_source. Did you mean 'c'"),
         ({"a": 1, "b": 1}, "no weight for the data_source 'c' of 6 tasks; 0 leaves them out"),
     ],
 )
@@ -103,4 +103,4 @@ def test_weights_without_their_source_are_refused(weights: dict[str, float], say
 
 def test_mix_has_no_epochs_and_needs_a_weight():
     refuses(lambda: mix({"a": 1, "b": 1, "c": 1}).visits(1), ConfigError, "set train.steps")
-    refuses(lambda: mix({"a": 0, "b": [(0, 0.0), (1, 1.0)], "c": 0}).next(), ConfigError, "weight 0 at step 0")
+    refuses(lambda: mix({"a": 0, "b": [(0, 0.0), (1, 1.0)], "c": 0}).next(), ConfigError, "weights of 0 at step 0")

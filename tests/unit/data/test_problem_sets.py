@@ -51,7 +51,7 @@ def test_question_has_the_search_tool_and_its_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({**PROBLEM, "problem": "<image> and <image>"}, "points at 2 figures and 'images' holds 1"),
+        ({**PROBLEM, "problem": "<image> and <image>"}, "refers to 2 figures, but 'images' has 1"),
         ({"images": [{"bytes": PNG}], "problem": "Find x."}, "needs the texts 'problem' and 'answer'"),
         ({**PROBLEM, "images": ["figure.png"]}, "a figure must be bytes"),
     ],

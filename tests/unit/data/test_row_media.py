@@ -121,12 +121,12 @@ def test_sound_is_samples_or_a_wav_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "<image><image>", "images": ["a.png"]}, "points at more images than 'images' holds"),
-        ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "points at 1 images and 'images' holds 2"),
+        ({"prompt": "<image><image>", "images": ["a.png"]}, "has more markers than 'images' has images"),
+        ({"prompt": "<image>", "images": ["a.png", "b.png"]}, "has 1 markers, but 'images' has 2 items"),
         ({"prompt": "x", "images": ["https://a.b/c.png"]}, "an image is the URL 'https://a.b/c.png'; nothing is downloaded"),
         ({"prompt": "x", "images": [7]}, "an image cannot be read from 7"),
         ({"prompt": "x", "images": [{"size": 3}]}, r"needs 'bytes', 'path' or 'url'; this one has \['size'\]"),
-        ({"prompt": [{"role": "system", "content": "x"}], "images": ["a.png"]}, "has no user message to show them in"),
+        ({"prompt": [{"role": "system", "content": "x"}], "images": ["a.png"]}, "has no user message for them"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "an image cannot be read from None"),
     ],
 )
