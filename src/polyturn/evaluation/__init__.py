@@ -1,1 +1,1 @@
-"""Evaluation: runs training's kind of episode with sampling settings of its own, and reports the results."""
+"""Evaluation: runs the same episodes as training with separate sampling settings, and reports the results."""

@@ -1,12 +1,12 @@
-"""Whether one evaluation is better than another on the same tasks: a paired test, task by task.
+"""Compares two evaluations on the same tasks with a paired test.
 
-    task      A     B     B - A          tasks that both or neither solve carry no information;
-    gsm8k-0   1.0   1.0    0             on the others, does B win more often than by chance?
+    task      A     B     B - A          tasks with equal results carry no information;
+    gsm8k-0   1.0   1.0    0             does B win the others more often than by chance?
     gsm8k-1   0.0   1.0   +1
 
-For success with one sample a task, this is McNemar's exact test (McNemar 1947): the sign test on the tasks that differ. For
-several samples, or rewards, the signs of the differences are flipped at random (Fisher's randomization test), which uses
-their sizes too. Data sources are also tested one by one, with Holm's correction (Holm 1979).
+For success with one sample per task, the test is McNemar's exact test (McNemar 1947): the sign test on the tasks that
+differ. For several samples, or for rewards, the signs of the differences are flipped at random (Fisher's randomization
+test), which also uses their sizes. Data sources are also tested separately, with Holm's correction (Holm 1979).
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ class TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """The difference between B and A in one number, over the tasks that both have."""
+    """The difference between A and B in one quantity, over their common tasks."""
 
     num_tasks: int
     a: float
     b: float
     difference: Estimate
-    """B minus A, with its 95 % interval over tasks."""
+    """B minus A, with a 95 % interval over tasks."""
     num_better: int
-    """Tasks on which B is better."""
+    """Number of tasks on which B is better."""
     num_worse: int
     test: str
-    """Which test `p` is from."""
+    """Name of the test that gave `p`."""
     p: float
-    """The probability of a difference as large by chance; of a data source, corrected for their number."""
+    """p-value in [0, 1]; for a data source, corrected for the number of sources."""
 
     def is_significant(self, level: float = 0.05) -> bool:
-        """Return whether chance alone is an unlikely explanation."""
+        """Return whether `p` is below `level`."""
         return self.p < level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two evaluations, by data source ("all" is first) and number ("success", "reward")."""
+    """The comparison of two evaluations."""
 
     table: Mapping[str, Mapping[str, Paired]]
     num_only_a: int
-    """Tasks that only A has; they are left out."""
+    """Number of tasks that only A has; they are left out."""
     num_only_b: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as data for JSON, with a verdict for each number."""
+        """Return the comparison as data for JSON, with a verdict for each quantity."""
         data = {
             source: {name: {**asdict(p), "significant": p.is_significant()} for name, p in values.items()}
             for source, values in self.table.items()
@@ -80,20 +80,20 @@ def compare(
     """Compare two evaluations of the same tasks.
 
     Args:
-        a: The groups of the one, the baseline.
-        b: The groups of the other.
-        success_at: The outcome that counts as success.
-        seed: Of the resampling.
+        a: The groups of the baseline.
+        b: The groups of the other evaluation.
+        success_at: The smallest outcome that counts as success.
+        seed: Seed of the resampling.
 
     Raises:
-        DataError: they have no task in common.
+        DataError: the evaluations have no common task.
     """
     of_a, of_b = _by_task(a, success_at=success_at), _by_task(b, success_at=success_at)
     common = sorted(of_a.keys() & of_b.keys())
     if not common:
         examples = [min(of, default=None) for of in (of_a, of_b)]
         raise DataError(
-            f"the two have no task in common, so nothing can be paired; of {len(of_a)} and {len(of_b)} tasks, the first are "
+            f"the evaluations have no common task; they have {len(of_a)} and {len(of_b)} tasks, and the first ones are "
             f"{examples[0]} and {examples[1]}"
         )
     sources: dict[str, list[TaskKey]] = defaultdict(list)
@@ -111,14 +111,14 @@ def compare(
 
 
 def sign_test(num_better: int, num_worse: int) -> float:
-    """Return the two-sided exact p-value of `num_better` heads and `num_worse` tails of a fair coin (McNemar's, exact)."""
+    """Return the exact two-sided p-value of `num_better` heads and `num_worse` tails of a fair coin (McNemar 1947)."""
     num = num_better + num_worse
     tail = sum(math.comb(num, i) for i in range(min(num_better, num_worse) + 1))
     return min(1.0, 2 * tail / 2**num)
 
 
 def flip_test(differences_P: Sequence[float], *, seed: int = 0) -> float:
-    """Return the two-sided p-value of the mean difference under random signs, itself counted as one of them."""
+    """Return the two-sided p-value of the mean difference under random signs; the observed signs count as one draw."""
     data = np.asarray([d for d in differences_P if d], np.float64)
     if not len(data):
         return 1.0
@@ -132,7 +132,7 @@ def flip_test(differences_P: Sequence[float], *, seed: int = 0) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number, in their order (Holm 1979)."""
+    """Return p-values corrected for multiple tests, in the given order (Holm 1979)."""
     out, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         highest = max(highest, min(1.0, ps[index] * (len(ps) - rank)))

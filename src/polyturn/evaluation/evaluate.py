@@ -1,6 +1,6 @@
-"""Run a set of tasks the way training runs them, with other sampling or turn limits, and report.
+"""Runs a set of tasks like training, with other sampling settings or turn limits, and reports the results.
 
-Nothing here generates or scores by itself: an evaluation is a rollout of small groups, most often of one.
+An evaluation is a rollout of small groups, usually of one trajectory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from polyturn.rollout.pool import GroupSpec, RolloutPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """One way to evaluate: a name, the tasks, and how they are decoded."""
+    """A named set of tasks with sampling settings."""
 
     name: str
     tasks: Sequence[Task]
     sampling: SamplingParams
     max_turns: int | None = None
-    """Overrides the run's turn limit; None keeps it."""
+    """Replaces the run's turn limit; None keeps it."""
     num_samples: int = 1
-    """Number of times that each task is run."""
+    """Number of episodes per task."""
     is_periodic: bool = True
-    """Whether it also runs during training."""
+    """Whether the set is also evaluated during training."""
     success_at: float = 1.0
 
 
 class EvalResult(NamedTuple):
-    """The result of an evaluation."""
+    """The report and trajectories of an evaluation."""
 
     report: EvalReport
     groups: list[TrajectoryGroup]
@@ -48,18 +48,18 @@ async def evaluate(
     on_group: Callable[[TrajectoryGroup], None] | None = None,
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> EvalResult:
-    """Run every task of `which` as often as it says, and return the report and the trajectories.
+    """Run every task of `which` and return the report and the trajectories.
 
     Args:
-        pool: Runs the episodes; the evaluation ends with an error when a larger share of them failed than it allows.
-        which: The tasks and how they are decoded.
-        limit: Use only the first `limit` tasks.
-        seed: Seeds the sampling of every task.
-        on_group: Called as each task is done, for progress.
-        finish: Adds to the groups what is known beside the loop, such as what a server counted.
+        pool: Runs the episodes.
+        which: The tasks and their sampling settings.
+        limit: Number of tasks to use, from the beginning; None uses all.
+        seed: Seed of the sampling.
+        on_group: Called after each finished task, for progress.
+        finish: Adds information to each group, such as a server's token counts.
 
     Raises:
-        RolloutError: too large a share of the trajectories failed.
+        RolloutError: a larger share of the trajectories failed than the pool allows.
     """
     of_set: Any = {"size": which.num_samples, "sampling": which.sampling, "max_turns": which.max_turns}
     groups = await pool.apart(on_group=on_group).run(

@@ -13,15 +13,15 @@ from pydantic import Field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """When a run is validated, and what follows from it."""
+    """When a run is validated, and when validation ends it early."""
 
     before: bool = True
-    """Validate before training; without it there is nothing to compare the end with."""
+    """Whether to validate before training, as a baseline for the end."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0 validates only before and after."""
     limit_during: Annotated[int, Field(ge=1)] | None = None
-    """During training only the first so many tasks are used."""
+    """Number of tasks to use during training, from the beginning; null uses all."""
     stop_at: float | None = None
-    """End training early once the first set's success reaches this."""
+    """Success rate of the first set at which training ends early; null never ends it."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """End training after so many validations without a better result. The one before training counts as a result."""
+    """Number of validations without a better result after which training ends; the one before training counts."""

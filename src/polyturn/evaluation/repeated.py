@@ -1,10 +1,10 @@
-"""Statistics of an evaluation that runs every task N times: the mean, the best, the worst and the vote of n out of N.
+"""Statistics of an evaluation with N samples per task: mean, best, worst and majority vote of n out of N.
 
     {"openai/gsm8k": {"reward": {"mean@4": 0.5, "std@4": 0.3, "best@2/mean": 0.7, "best@4/mean": 0.9, …}}}
 
-best@n is the expected best of n samples, by the bootstrap: n of a task's N samples are drawn a thousand times, with
-replacement. maj@n is the value of the most common answer among the n, if the reward function returned the answer as `pred`.
-All tasks use the same seeded draws, so equal values give equal numbers.
+best@n is the expected best of n samples, estimated by bootstrap: n of a task's N samples are drawn with replacement, a
+thousand times. maj@n is the value of the most common answer among the n, if the reward function returned the answer as
+`pred`. All tasks use the same seeded draws, so equal values give equal results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from polyturn.core.reward import as_score, brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
 MAX_VOTE = 10_000
-"""Characters of an answer that are compared."""
+"""Number of characters of an answer that are compared."""
 PRED = "pred"
-"""Under this name a reward function returns the answer that it read."""
+"""The key under which a reward function returns the answer that it parsed."""
 NUM_DRAWS = 1000
 
 Table = dict[str, dict[str, dict[str, float]]]
@@ -33,12 +33,12 @@ Table = dict[str, dict[str, dict[str, float]]]
 def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Table:
     """Return the metrics of every variable, averaged over the tasks of each data source.
 
-    The variables are the reward and every number that reward functions returned beside it. A trajectory that failed counts
-    for nothing, and N stays what it was meant to be.
+    The variables are the reward and all other numbers that reward functions returned. Failed trajectories are left out, but
+    N remains the intended number.
 
     Args:
-        groups: One for each task, with its N trajectories.
-        seed: Of the draws.
+        groups: One per task, with its N trajectories.
+        seed: Seed of the draws.
     """
     values_by_metric: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(
         lambda: defaultdict(lambda: defaultdict(list))
@@ -61,8 +61,8 @@ def repeated_metrics(groups: Iterable[TrajectoryGroup], *, seed: int = 42) -> Ta
 
 
 def variables(trajectory: Trajectory) -> dict[str, float]:
-    """Return the numbers of a trajectory's reward: `reward`, and those that its function returned."""
-    assert trajectory.reward is not None  # only scored trajectories are asked
+    """Return the numbers of a trajectory's reward: `reward`, and the further numbers of its reward function."""
+    assert trajectory.reward is not None  # callers pass scored trajectories only
     info = trajectory.reward.info
     numbers = {k: as_score(v) for k, v in info.items() if isinstance(v, bool | int | float | np.number)}
     return {"reward": trajectory.reward.total, **{k: v for k, v in numbers.items() if v is not None}}
@@ -74,10 +74,10 @@ def task_metrics(
     """Return the metrics of one task's values.
 
     Args:
-        values: One for each sample, at least one.
-        num: N, how many samples there were meant to be.
-        votes: The answer of each sample; None among them, or instead of them, leaves the vote out.
-        seed: Of the draws.
+        values: One per sample; at least one.
+        num: The intended number of samples N.
+        votes: The answer of each sample; the vote is left out if an answer or the whole argument is None.
+        seed: Seed of the draws.
     """
     data = np.asarray(values, np.float64)
     out = {f"mean@{num}": float(data.mean())}
@@ -96,7 +96,7 @@ def task_metrics(
 
 
 def sizes(num: int) -> list[int]:
-    """Return the numbers of samples that are looked at: the powers of two below N, and N."""
+    """Return the values of n to report: the powers of two below N, and N."""
     return [*(2**i for i in range(1, num.bit_length()) if 2**i < num), num]
 
 
@@ -108,7 +108,7 @@ def flat(table: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, fl
 
 
 def _majority(data: NDArray[np.float64], votes: Sequence[Any], drawn: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the value of the vote that won each draw; of equal ones, the one that was drawn first."""
+    """Return [draws] the value of the winning answer; among equally common answers, the first drawn wins."""
     numbers: dict[str, int] = {}
     codes = np.array([numbers.setdefault(brief(vote, MAX_VOTE), len(numbers)) for vote in votes])[drawn]
     counts = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)

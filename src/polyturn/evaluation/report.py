@@ -1,7 +1,4 @@
-"""EvalReport: the statistics of a set of trajectories, each number with an exact definition.
-
-Separate from running them, so that stored trajectories can be judged the same way.
-"""
+"""EvalReport: statistics of a set of trajectories, new or stored, each with an exact definition."""
 
 from __future__ import annotations
 
@@ -12,41 +9,41 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 
 SERVER_TOKENS = "server_completion_tokens"
-"""The metric of a trajectory that holds what a server counted, where its own ids are not the model's tokens."""
+"""Metric of a trajectory with the server's token count, for servers that return only text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalReport:
-    """Shares are of all trajectories unless said otherwise; NaN where there is nothing to take a share of."""
+    """Statistics of trajectories. Shares are in [0, 1], of all trajectories unless stated; NaN if the denominator is 0."""
 
     num_trajectories: int
     success: float
-    """Trajectories whose `outcome` reached the threshold."""
+    """Share of trajectories whose `outcome` reached the threshold."""
     first_turn_success: float
-    """Trajectories that succeeded with their very first turn."""
+    """Share of trajectories that succeeded in their first turn."""
     mean_turns: float
     valid_tool_calls: float
     """Share of all tool calls that ran without an error."""
     repaired: float
-    """Of the trajectories whose interaction found an attempt wrong, the share that succeeded in the end."""
+    """Share of trajectories that succeeded, among those with an attempt that the interaction rejected."""
     num_repairable: int
-    """Number of trajectories with an attempt that the interaction found wrong."""
+    """Number of trajectories with an attempt that the interaction rejected."""
     mean_reward: float
     failed: float
-    """Trajectories that ended with an error."""
+    """Share of trajectories that ended with an error."""
     cut: float
-    """Trajectories that a limit on tokens, context or time cut short."""
+    """Share of trajectories that a limit on tokens, context or time cut."""
     out_of_turns: float
-    """Trajectories that used up their turns."""
+    """Share of trajectories that reached the turn limit."""
     mean_sampled_tokens: float
 
     def to_metrics(self, prefix: str) -> dict[str, float]:
-        """Return the numbers as `prefix/name`."""
+        """Return the statistics as `prefix/name` -> value."""
         return {f"{prefix}/{name}": float(value) for name, value in asdict(self).items()}
 
 
 def is_success(trajectory: Trajectory, *, at: float = 1.0) -> bool:
-    """Return whether the trajectory's outcome reached `at`."""
+    """Return whether the trajectory's outcome is at least `at`."""
     reward = trajectory.reward
     return reward is not None and reward.components.get("outcome", reward.total) >= at
 
@@ -55,8 +52,8 @@ def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> Ev
     """Return the report of `trajectories`.
 
     Args:
-        trajectories: Finished ones, at least one.
-        success_at: The outcome that counts as success.
+        trajectories: Finished trajectories; at least one.
+        success_at: The smallest outcome that counts as success.
     """
     won = [is_success(t, at=success_at) for t in trajectories]
     calls = [r for t in trajectories for turn in t.turns for r in turn.tool_results]
@@ -79,7 +76,7 @@ def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> Ev
 
 
 def _was_corrected(trajectory: Trajectory, *, at: float) -> bool:
-    """Return whether an attempt before the last turn was answered by the interaction as not good enough."""
+    """Return whether the interaction rejected an attempt before the last turn."""
     return any("interaction" in t.scores and t.scores["interaction"] < at for t in trajectory.turns[:-1])
 
 

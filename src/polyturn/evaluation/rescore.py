@@ -1,4 +1,4 @@
-"""Score recorded trajectories again, with another reward function. Nothing is sampled.
+"""Scores recorded trajectories again with another reward function, without sampling.
 
 table = await rescore(open_store("runs/quickstart"), router)
 id  group  step  split  reward  new_reward  error
@@ -35,12 +35,12 @@ SCHEMA = pa.schema(
 async def rescore(store: StoredRun, router: RewardRouter, *, max_concurrent: int = 256) -> pa.Table:
     """Return the recorded and the new reward of each trajectory of `store` that did not fail.
 
-    Args:
-        store: The trajectories, narrowed as wanted.
-        router: Scores them; what tools and interactions scored is read from the record.
-        max_concurrent: Trajectories that are scored at once.
+    If a trajectory cannot be scored, its new reward is null and `error` has the reason.
 
-    A trajectory that cannot be scored has a null and the reason in `error`.
+    Args:
+        store: The trajectories, possibly filtered.
+        router: Scores them; scores of tools and interactions are read from the record.
+        max_concurrent: Largest number of trajectories scored concurrently.
     """
     slots = asyncio.Semaphore(max_concurrent)
 
@@ -66,7 +66,7 @@ async def rescore(store: StoredRun, router: RewardRouter, *, max_concurrent: int
         if record.trajectory.is_failed:
             continue
         pending.append(asyncio.create_task(one(record)))
-        if len(pending) >= 4 * max_concurrent:  # what is read and not yet scored is held in memory
+        if len(pending) >= 4 * max_concurrent:  # limits the unscored trajectories in memory
             rows += await asyncio.gather(*pending)
             pending = []
     rows += await asyncio.gather(*pending)

@@ -1,10 +1,10 @@
-"""Estimates of an evaluation: means with intervals, pass@k, maj@k, success by turn budget, for all tasks and by data source.
+"""Estimates of an evaluation: means with intervals, pass@k, maj@k and success by turn budget, overall and by data source.
 
     {"all": {"num_tasks": 200, "success": {"mean": 0.61, "low": 0.55, "high": 0.67}, "pass@k": {"1": …, "4": …},
              "maj@k": {"4": …}, "within_turns": {"1": …, "2": …}}, "openai/gsm8k": {…}}
 
-Tasks are drawn from a population; the samples of one task are not independent. So every interval is a percentile bootstrap
-over tasks (Efron 1979). A failed trajectory has not solved its task.
+Tasks are a sample of a population, and the samples of one task are not independent. So every interval is a percentile
+bootstrap over tasks (Efron 1979). A failed trajectory counts as unsuccessful.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from polyturn.evaluation.report import is_success
 
 NUM_RESAMPLES = 2000
 MAX_SUBSETS = 1000
-"""Up to this many subsets of k among n, all are counted; of more, this many are drawn."""
+"""If there are at most this many subsets of k among n, all are used; otherwise this many are drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over tasks and its 95 % interval."""
+    """A mean over tasks with its 95 % interval."""
 
     mean: float
     low: float
@@ -43,22 +43,22 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Statistics of the groups of one data source, or of all."""
+    """Statistics of the groups of one data source, or of all groups."""
 
     num_tasks: int
     num_samples: int
     success: Estimate
     reward: Estimate | None
-    """None where nothing was scored."""
+    """None if no trajectory has a reward."""
     pass_at: dict[int, Estimate]
-    """k -> the probability that at least one of k samples succeeds."""
+    """k -> probability that at least one of k samples succeeds."""
     maj_at: dict[int, Estimate]
-    """k -> the probability that the most common answer of k samples is right; empty if reward functions return no `pred`."""
+    """k -> probability that the most common answer of k samples is right; empty if reward functions return no `pred`."""
     within_turns: dict[int, Estimate]
-    """t -> the share of samples that succeed within t turns: the result of a smaller turn budget on the same episodes."""
+    """t -> share of samples that succeed within t turns: the result of the same episodes with a smaller turn limit."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as data for JSON."""
+        """Return the statistics as data for JSON."""
         return asdict(self)
 
 
@@ -73,16 +73,16 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
 
 
 def maj_at_k(preds: Sequence[Hashable], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:
-    """Return the rate at which the most frequent of k answers is right; equally frequent answers are equally likely.
+    """Return the probability that the most common of k answers is right; ties are broken at random.
 
-    Over all subsets of k samples, or 1000 drawn ones where there are more. Source: Wang et al. 2022, "Self-Consistency
-    Improves Chain of Thought Reasoning", which votes once over all samples.
+    It is the mean over all subsets of k samples, or over 1000 drawn subsets if there are more. Source: Wang et al. 2022,
+    "Self-Consistency Improves Chain of Thought Reasoning", which votes once over all samples.
 
     Args:
         preds: The answer of each sample; None means no answer, and wins only if there is no other.
-        correct: Whether it is right.
-        k: Voters.
-        seed: Of the draws.
+        correct: Whether each answer is right.
+        k: The number of voters.
+        seed: Seed of the draws.
     """
     num = len(preds)
     if not 1 <= k <= num:
@@ -117,12 +117,12 @@ def bootstrap(values_P: Sequence[float] | NDArray[np.float64], *, seed: int = 0,
 
 
 def statistics(groups: Sequence[TrajectoryGroup], *, success_at: float = 1.0, seed: int = 0) -> dict[str, Statistics]:
-    """Return the statistics of "all" groups, and of each data source where there are several.
+    """Return the statistics of "all" groups, and of each data source if there are several.
 
     Args:
-        groups: One for each task, with its samples.
-        success_at: The outcome that counts as success.
-        seed: Of the resampling.
+        groups: One per task, with its samples.
+        success_at: The smallest outcome that counts as success.
+        seed: Seed of the resampling.
     """
     by_source: dict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
@@ -171,6 +171,6 @@ def _of(groups: Sequence[TrajectoryGroup], *, success_at: float, seed: int) -> S
 
 
 def _pred(trajectory: Trajectory) -> str | None:
-    """Return the answer that the reward function read."""
+    """Return the answer that the reward function parsed, or None."""
     pred = None if trajectory.reward is None else trajectory.reward.info.get(PRED)
     return None if pred is None else brief(pred, MAX_VOTE)

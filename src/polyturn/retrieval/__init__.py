@@ -1,7 +1,7 @@
-"""Search over passages on this machine: an index in a folder, read by the search tool and by the search server.
+"""Search over passages on this machine: an index in a folder, for the search tool and the search server.
 
     passages.jsonl  --build_index-->  INDEX/  --SearchIndex.open-->  hits of a query
 
-`passages` reads and stores texts, `bm25` and `dense` score them, `index` puts both together, `searcher` asks from an event
-loop, `embedders` turns texts into vectors.
+`passages` reads and stores texts, `bm25` and `dense` score them, `index` combines both, `searcher` searches from an event
+loop, and `embedders` turns texts into vectors.
 """

@@ -1,7 +1,7 @@
-"""BM25: a score of a passage for the words of a query (Robertson and Zaragoza 2009; the idf that Lucene uses).
+"""BM25: scores passages for the words of a query (Robertson and Zaragoza 2009, with Lucene's idf).
 
-`bm25s` works out what a word adds to each passage's score when the index is built, keeps it in arrays that are mapped from
-disk (no pickle is read, and processes share them), and sums them for a query. Ours is how texts are cut into words.
+When an index is built, `bm25s` computes each word's contribution to each passage's score and stores it in arrays. They are
+memory-mapped (processes share them, and no pickle is read) and summed for a query. Splitting texts into words is done here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from polyturn.core.errors import ConfigError
 
 K1, B = 1.2, 0.75
 WORDS = "casefold-1"
-"""Names how texts are cut into words; an index that was cut otherwise is not read."""
+"""Name of the rules for splitting texts into words; an index with other rules is refused."""
 
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
 
 
 def words(text: str) -> list[str]:
-    """Return a text's words, without case: "Über 3 Dinge, os.path" -> ["über", "3", "dinge", "os", "path"]."""
+    """Return a text's words, case-folded: "Über 3 Dinge, os.path" -> ["über", "3", "dinge", "os", "path"]."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
@@ -42,7 +42,7 @@ def write_bm25(folder: Path, texts: Iterable[str]) -> None:
     vocabulary: dict[str, int] = {}
     cut: list[Any] = [array("i", (vocabulary.setdefault(w, len(vocabulary)) for w in words(text))) for text in texts]
     if not vocabulary:
-        raise ConfigError("no passage holds a word; there is nothing to search for")
+        raise ConfigError("the passages contain no words, so they cannot be searched")
     scored = _bm25s().BM25(method="lucene", k1=K1, b=B)
     scored.index((cut, vocabulary), show_progress=False)
     scored.save(folder, show_progress=False)
@@ -56,15 +56,15 @@ class Bm25:
         scores = self._scored.scores
         is_whole = len(scores["indptr"]) >= len(self._scored.vocab_dict) and scores["indptr"][-1] == len(scores["indices"])
         if not is_whole or scores["num_docs"] != num_passages:
-            raise ValueError("the words of the index do not fit its passages")
+            raise ValueError("the index's words do not match its passages")
 
     def rank(self, query: str, *, limit: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the numbers and scores of the best passages, best first; of equals the earlier one.
+        """Return the numbers and scores of the best passages, best first; ties in the order of passages.
 
-        A passage that shares no word with the query is not among them.
+        Passages without a word of the query are left out.
         """
         numbers: dict[int, list[int]] = {}
-        for word, times in Counter(words(query)).items():  # a word said a thousand times costs no more than once
+        for word, times in Counter(words(query)).items():  # a repeated word is scored only once
             if word in self._scored.vocab_dict:
                 numbers.setdefault(times, []).append(self._scored.vocab_dict[word])
         scores = np.zeros(self._scored.scores["num_docs"], np.float32)
@@ -79,13 +79,13 @@ def _bm25s() -> Any:
     try:
         import bm25s
     except ModuleNotFoundError as missing:
-        raise ConfigError(f"searching by words needs {missing.name}: pip install 'polyturn[search]'") from None
-    logging.getLogger("bm25s").setLevel(logging.INFO)  # it tells every step at DEBUG
+        raise ConfigError(f"word search needs {missing.name}: pip install 'polyturn[search]'") from None
+    logging.getLogger("bm25s").setLevel(logging.INFO)  # it logs every step at DEBUG
     return bm25s
 
 
 def best_of(scores: NDArray[np.float32], *, limit: int) -> NDArray[np.int64]:
-    """Return the places of the `limit` highest scores, highest first; of equals the earlier one."""
+    """Return the indices of the `limit` highest scores, highest first; ties in the order of indices."""
     if limit < len(scores):
         worst = np.partition(scores, len(scores) - limit)[len(scores) - limit]
         places = np.flatnonzero(scores > worst)

@@ -1,9 +1,9 @@
-"""Vectors of passages: the passages whose vectors point where the query's does, and how two rankings become one.
+"""Ranks passages by the cosine similarity of their vectors to the query's, and fuses rankings.
 
-    vectors.npy   [passages, size] float32, each of length 1        score of a passage = its vector times the query's
+    vectors.npy   [passages, size] float32, unit rows        score of a passage = dot product with the query's vector
 
-Rankings are joined by reciprocal rank fusion (Cormack, Clarke and Buettcher 2009): 1 / (60 + rank), summed over rankings, so
-that scores on different scales need not be compared.
+Rankings are combined by reciprocal rank fusion (Cormack, Clarke and Buettcher 2009): the sum of 1 / (60 + rank) over
+rankings, so scores on different scales need not be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VECTORS = "vectors.npy"
 
 
 def write_vectors(folder: Path, vectors: NDArray[np.float32]) -> None:
-    """Write vectors, each brought to length 1."""
+    """Normalize vectors to unit length and write them."""
     np.save(folder / _VECTORS, unit_rows(vectors, what="vectors"), allow_pickle=False)
 
 
@@ -31,7 +31,7 @@ def read_matrix(path: Path) -> NDArray[np.float32]:
     """Return the matrix of a `.npy` file.
 
     Raises:
-        DataError: there is no such file, or it is not a matrix of numbers.
+        DataError: the file is missing, or does not contain a matrix of numbers.
     """
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -44,22 +44,22 @@ def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
     """Return values as a matrix of float32.
 
     Raises:
-        DataError: they are not one row of numbers each.
+        DataError: the values are not a matrix of numbers.
     """
     try:
         matrix = np.asarray(values, np.float32)
     except (TypeError, ValueError) as problem:
-        raise DataError(f"{what}: these are not vectors of one length ({problem})") from problem
+        raise DataError(f"{what}: the vectors do not all have the same length ({problem})") from problem
     if matrix.ndim != 2 or not matrix.size:
-        raise DataError(f"{what}: vectors are a matrix, a row for each text; this has the shape {matrix.shape}")
+        raise DataError(f"{what}: vectors must be a matrix with a row per text; this has the shape {matrix.shape}")
     return matrix
 
 
 def unit_rows(vectors: NDArray[np.float32], *, what: str) -> NDArray[np.float32]:
-    """Return the rows, each of length 1.
+    """Return the rows normalized to unit length.
 
     Raises:
-        DataError: a row is zero or not finite, so that it has no direction.
+        DataError: a row is zero or not finite.
     """
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(lengths) & (lengths > 0)))
@@ -69,7 +69,7 @@ def unit_rows(vectors: NDArray[np.float32], *, what: str) -> NDArray[np.float32]
 
 
 class Vectors:
-    """Scores passages for the vector of a query."""
+    """Scores passages by their vectors."""
 
     def __init__(self, folder: Path) -> None:
         self._vectors = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
@@ -87,7 +87,7 @@ class Vectors:
 
 
 def fuse(rankings: Sequence[NDArray[np.int64]], *, limit: int) -> list[tuple[int, float]]:
-    """Return (number, score) of the best passages over several rankings, best first; of equals the earlier one."""
+    """Return (passage number, score) of the best passages over several rankings, best first; ties by passage number."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, number in enumerate(ranking.tolist(), start=1):

@@ -1,9 +1,9 @@
-"""Embeddings of texts: an OpenAI-compatible endpoint, or a function of yours.
+"""Embeds texts with an OpenAI-compatible endpoint or with a user's function.
 
     embed: {url: "http://127.0.0.1:8001/v1/embeddings", model: bge-small, token: …}
-    embed: "vectors.py:embed"                                      def embed(texts: list[str]) -> matrix, a row for each
+    embed: "vectors.py:embed"                                      def embed(texts: list[str]) -> matrix, a row per text
 
-Queries and passages must be embedded alike, so the index records the name of its embedder.
+Queries and passages need the same embedder, so the index records its name.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from polyturn.retrieval.dense import as_matrix
 from polyturn.tools.http_service import HttpService
 
 BATCH = 64
-"""Texts in one request, when passages are embedded."""
+"""Number of passages in one request."""
 
 
 class EmbeddingError(PolyturnError, RuntimeError):
-    """Texts could not be turned into vectors."""
+    """Texts could not be embedded."""
 
 
 class Embedder(Protocol):
     """Turns texts into vectors."""
 
     name: str
-    """Its name; kept in the index."""
+    """The embedder's name, stored in the index."""
 
     def open(self) -> None:
-        """Count one user."""
+        """Add one user."""
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return [texts, size]; raises EmbeddingError."""
 
     async def close(self) -> None:
-        """Count one user off."""
+        """Remove one user."""
 
 
 class EndpointEmbedder:
-    """Asks an OpenAI-compatible endpoint."""
+    """Embeds texts with an OpenAI-compatible endpoint."""
 
     def __init__(self, url: str, *, model: str, token: str | None = None, timeout_s: float = 30.0) -> None:
         self.name = model
         self._service = HttpService(url, timeout_s=timeout_s, max_concurrent=16, max_tries=3, token=token)
 
     def open(self) -> None:
-        """Count one user; the first one makes the connections."""
+        """Add a user; the first one opens the connections."""
         self._service.open()
 
     async def close(self) -> None:
-        """Count one user off; the last one closes the connections."""
+        """Remove a user; the last one closes the connections."""
         await self._service.close()
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return [texts, size].
 
         Raises:
-            EmbeddingError: the endpoint failed, or its reply is not one vector for each text.
+            EmbeddingError: the endpoint failed, or did not return one vector per text.
         """
         reply = await self._service.post({"model": self.name, "input": list(texts)})
         if reply.status != "ok":
-            raise EmbeddingError(f"the embeddings of {self._service.url}: {reply.error}")
+            raise EmbeddingError(f"the embeddings endpoint {self._service.url} failed: {reply.error}")
         try:
             rows = sorted(reply.data["data"], key=lambda row: row["index"])
             vectors = as_matrix([row["embedding"] for row in rows], what=self._service.url)
@@ -79,7 +79,7 @@ class EndpointEmbedder:
 
 
 class FunctionEmbedder:
-    """Calls a plain function, in a thread."""
+    """Embeds texts with a function, called in a thread."""
 
     def __init__(self, function: Callable[[list[str]], Any], *, name: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class FunctionEmbedder:
         self._threads = DaemonThreads(name="embed", max_threads=1)
 
     def open(self) -> None:
-        """Do nothing: there is nothing to open."""
+        """Do nothing."""
 
     async def close(self) -> None:
         """Do nothing."""
@@ -96,7 +96,7 @@ class FunctionEmbedder:
         """Return [texts, size].
 
         Raises:
-            EmbeddingError: the function raised, or did not return one vector for each text.
+            EmbeddingError: the function raised, or did not return one vector per text.
         """
         try:
             vectors = as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
@@ -106,30 +106,32 @@ class FunctionEmbedder:
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
-    """Return the embedder that a config's `embed` describes; None for None.
+    """Create the embedder of a config's `embed`; None for None.
 
     Raises:
-        ConfigError: it describes nothing that is known.
+        ConfigError: the value is invalid.
     """
     if value is None:
         return None
     if isinstance(value, str):
         function = import_attr(value, base=base)
         if not callable(function):
-            raise ConfigError(f"embed: {value!r} is not a function; it must take a list of texts and return a row for each")
+            raise ConfigError(
+                f"embed: {value!r} is not a function; use one that takes a list of texts and returns a row per text"
+            )
         return FunctionEmbedder(function, name=value.rpartition("/")[2])
     known = {"url", "model", "token", "timeout"}
     if not isinstance(value, Mapping) or not {"url", "model"} <= set(value):
         raise ConfigError(f"embed is {str(value)!r:.100}; write {{url: …, model: …}}, or 'file.py:function'")
     for key in value:
         if key not in known:
-            raise ConfigError(f"embed: there is no {key!r}.{did_you_mean(str(key), known)}")
+            raise ConfigError(f"embed has no option {key!r}.{did_you_mean(str(key), known)}")
     timeout_s = float(value.get("timeout", 30.0))
     return EndpointEmbedder(str(value["url"]), model=str(value["model"]), token=value.get("token"), timeout_s=timeout_s)
 
 
 def embed_all(texts: Sequence[str], embedder: Embedder) -> NDArray[np.float32]:
-    """Return the vectors of many texts, in an event loop of its own."""
+    """Return [texts, size] the vectors of many texts, using a new event loop."""
 
     async def embed() -> NDArray[np.float32]:
         embedder.open()

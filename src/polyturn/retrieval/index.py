@@ -1,12 +1,12 @@
 """SearchIndex: a folder of passages that can be searched by words, by vectors, or by both.
 
-    INDEX/  index.json      what this is, its version, how many passages, who made the vectors
+    INDEX/  index.json      kind, version, number of passages, embedder of the vectors
             passages.jsonl  starts.npy                                  the texts
-            vocab.index.json  params.index.json  *.csc.index.npy        BM25, as bm25s keeps it
-            vectors.npy                                                 where it has vectors
+            vocab.index.json  params.index.json  *.csc.index.npy        BM25 scores, written by bm25s
+            vectors.npy                                                 vectors, if any
 
-A folder is written beside its place and then moved there: a reader always finds a whole one. Nothing in it is pickled, so
-a foreign index can be read without trusting its author.
+A folder is written under a temporary name and then renamed, so a reader always sees a whole index. It contains no pickles,
+so an index can be read without trusting its author.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from polyturn.retrieval.passages import Passage, PassageStore
 
 KIND, VERSION = "polyturn search index", 2
 FUSED_DEPTH = 100
-"""Number of passages of each ranking are joined, at least."""
+"""Smallest number of passages of each ranking to fuse."""
 
 _ABOUT = "index.json"
 
 
 class Mode(Enum):
-    """The way in which passages are ranked."""
+    """How passages are ranked."""
 
     BM25 = "bm25"
     DENSE = "dense"
@@ -47,7 +47,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A passage that was found."""
+    """A passage in a search result."""
 
     passage: Passage
     score: float
@@ -56,20 +56,20 @@ class Hit:
 def build_index(
     passages: Iterable[Passage], folder: Path, *, vectors: NDArray[np.float32] | None = None, embedder: str | None = None
 ) -> int:
-    """Write the index of passages to a new folder and return how many there are.
+    """Write an index to a new folder and return the number of passages.
 
     Args:
-        passages: The texts; they are read once.
-        folder: It must not exist.
-        vectors: [passages, size], a row for each passage.
-        embedder: Names who made the vectors; a searcher that names another one is refused.
+        passages: The texts; iterated once.
+        folder: The folder to create.
+        vectors: [passages, size], a row per passage.
+        embedder: Name of the vectors' embedder; searchers with another embedder are refused.
 
     Raises:
         ConfigError: the folder exists, or bm25s is not installed.
-        DataError: there is no passage, or another number of vectors.
+        DataError: there are no passages, or their number differs from that of the vectors.
     """
     if folder.exists():
-        raise ConfigError(f"{folder} exists already; name a new folder for the index, or remove this one")
+        raise ConfigError(f"{folder} exists already; use a new folder for the index, or remove this one")
     scratch = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
     scratch.mkdir(parents=True)
     try:
@@ -94,7 +94,7 @@ def _some(passages: Iterable[Passage]) -> Iterable[Passage]:
         is_empty = False
         yield passage
     if is_empty:
-        raise DataError("there is no passage; an index of nothing finds nothing")
+        raise DataError("there are no passages to index")
 
 
 class SearchIndex:
@@ -105,7 +105,7 @@ class SearchIndex:
     ) -> None:
         self.folder = folder
         self.embedder = embedder
-        """The maker of the vectors; None if it is not named, or there are none."""
+        """Name of the vectors' embedder; None if unknown, or if there are no vectors."""
         self._store = store
         self._bm25 = bm25
         self._vectors = vectors
@@ -115,7 +115,7 @@ class SearchIndex:
         """Open an index.
 
         Raises:
-            ConfigError: there is none, another version of the library built it, or it is damaged.
+            ConfigError: the index does not exist, is damaged, or was built by another version of the library.
         """
         about = _read_about(folder)
         try:
@@ -124,7 +124,7 @@ class SearchIndex:
             vectors_about = about.get("vectors")
             vectors = None if vectors_about is None else Vectors(folder)
             if len(store) != about["num_passages"] or (vectors is not None and vectors.shape[0] != len(store)):
-                raise ValueError(f"{_ABOUT} tells of {about['num_passages']} passages, and there are {len(store)}")
+                raise ValueError(f"{_ABOUT} has {about['num_passages']} passages, but there are {len(store)}")
         except (OSError, ValueError, TypeError, KeyError, EOFError) as problem:
             raise ConfigError(f"the index {folder} is damaged ({one_line(problem)}); build it again") from problem
         return cls(
@@ -140,7 +140,7 @@ class SearchIndex:
 
     @property
     def vector_size(self) -> int | None:
-        """Length of the passages' vectors; None if there are none."""
+        """Size of the passages' vectors; None if there are none."""
         return None if self._vectors is None else self._vectors.shape[1]
 
     def search(
@@ -149,17 +149,19 @@ class SearchIndex:
         """Return the best passages for a query, best first.
 
         Args:
-            query: What to look for.
-            topk: How many passages at most.
-            vector: [size] the query's vector, where the mode needs one.
-            mode: What passages are ranked by. Scores of modes cannot be compared.
+            query: The query's text.
+            topk: Largest number of passages.
+            vector: [size] the query's vector, if the mode needs one.
+            mode: How passages are ranked. Scores of different modes are not comparable.
         """
         if mode is Mode.BM25:
             numbers, scores = self._bm25.rank(query, limit=topk)
             return self._hits(zip(numbers.tolist(), scores.tolist(), strict=True))
         if self._vectors is None or vector is None or vector.shape != (self.vector_size,):
             shape = None if vector is None else vector.shape
-            raise DataError(f"the index {self.folder} has vectors of {self.vector_size} numbers; the query has {shape}")
+            raise DataError(
+                f"the index {self.folder} has vectors of size {self.vector_size}; the query's has the shape {shape}"
+            )
         direction = unit_rows(vector[None], what="the query")[0]
         if mode is Mode.DENSE:
             numbers, scores = self._vectors.rank(direction, limit=topk)

@@ -1,11 +1,11 @@
-"""Passages: the texts that are searched, read from a user's files and stored so that each can be read by its number.
+"""Passages: reads the texts to search from a user's files and stores them for access by number.
 
-    {"id": "7", "contents": "Oslo\\nOslo is …"}            one line each; the first line of the contents is the title
+    {"id": "7", "contents": "Oslo\\nOslo is …"}            one per line; the first line of the contents is the title
     {"id": 7, "title": "Oslo", "text": "Oslo is …"}       the same
-    notes/travel.md                                      cut into passages at its paragraphs, titled by file and heading
+    notes/travel.md                                      split into passages at paragraphs, titled by file and heading
 
-On disk they are lines of JSON beside the positions where lines begin; both are mapped, so that opening millions costs
-nothing and several processes share the memory.
+On disk they are lines of JSON and the positions of line starts. Both are memory-mapped, so opening millions of passages is
+instant and several processes share the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polyturn.core.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".rst")
 MAX_WORDS = 120
-"""A text is cut into passages of at most about so many words."""
+"""Approximate largest number of words of a passage."""
 
 _LINES, _STARTS = "passages.jsonl", "starts.npy"
 
@@ -36,7 +36,7 @@ class Passage:
 
     id: str
     contents: str
-    """The title, a line break, the text."""
+    """Title, line break and text."""
 
     @property
     def title(self) -> str:
@@ -53,19 +53,19 @@ def read_passages(source: Path) -> Iterator[Passage]:
     """Yield the passages of a file or of a folder of texts.
 
     Args:
-        source: A `.jsonl` file (or `.jsonl.gz`) with a passage a line, a text file, or a folder of text files.
+        source: A `.jsonl` file (or `.jsonl.gz`) with one passage per line, a text file, or a folder of text files.
 
     Raises:
-        DataError: there is no such file, it has another ending, or a line is not a passage; the message names the line.
+        DataError: the file is missing or has another ending, or a line is not a passage; the message has the line.
     """
     if source.is_dir():
         files = sorted(path for path in source.rglob("*") if path.suffix in TEXT_ENDINGS and path.is_file())
         if not files:
-            raise DataError(f"the folder {source} holds no text; passages are read from {', '.join(TEXT_ENDINGS)} files")
+            raise DataError(f"the folder {source} has no text files; passages are read from {', '.join(TEXT_ENDINGS)} files")
         for path in files:
             yield from _of_text(path, name=str(path.relative_to(source)))
     elif not source.is_file():
-        raise DataError(f"there is no {source}; name a .jsonl file of passages, a text file or a folder of texts")
+        raise DataError(f"there is no {source}; use a .jsonl file of passages, a text file or a folder of text files")
     elif source.name.endswith((".jsonl", ".jsonl.gz")):
         yield from _of_lines(source)
     elif source.suffix in TEXT_ENDINGS:
@@ -95,18 +95,18 @@ def _of_line(line: bytes, *, where: str, number: int) -> Passage:
 
 def _passage(row: Any, *, where: str, number: int) -> Passage:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: a passage is an object, not {str(row)[:60]!r}")
+        raise DataError(f"{where}: a passage must be an object, not {str(row)[:60]!r}")
     contents = row.get("contents")
     if contents is None and isinstance(row.get("text"), str):
         contents = f"{row.get('title') or ''}\n{row['text']}"
     if not isinstance(contents, str) or not contents.strip():
         raise DataError(
-            f"{where}: a passage needs a text `contents` (the title in its first line), or `title` and `text`; this one "
+            f"{where}: a passage needs a text `contents` (with the title as first line), or `title` and `text`; this one "
             f"has {sorted(map(str, row))}"
         )
     name = row.get("id", number - 1)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise DataError(f"{where}: the id of a passage is a text or a whole number, not {str(name)[:60]!r}")
+        raise DataError(f"{where}: the id of a passage must be a text or a whole number, not {str(name)[:60]!r}")
     return Passage(id=str(name), contents=contents)
 
 
@@ -119,12 +119,12 @@ def _of_text(path: Path, *, name: str) -> Iterator[Passage]:
 
 
 def cut(text: str, *, name: str, max_words: int = MAX_WORDS) -> Iterator[Passage]:
-    """Yield a text as passages: whole paragraphs up to `max_words`, a longer paragraph in pieces.
+    """Split a text into passages: whole paragraphs up to `max_words`; longer paragraphs in pieces.
 
     Args:
-        text: The text; a line that begins with `#` is a heading and goes into the titles below it.
-        name: Stands at the front of ids and titles.
-        max_words: The size of a passage.
+        text: The text; a line that begins with `#` is a heading and becomes part of the titles below it.
+        name: Prefix of ids and titles.
+        max_words: Largest number of words of a passage.
     """
     heading, number = "", 0
     current: list[str] = []
@@ -159,11 +159,11 @@ class PassageStore:
         with (folder / _LINES).open("rb") as lines:
             self._lines = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ)
         if self._starts.ndim != 1 or not len(self._starts) or self._starts[-1] != len(self._lines):
-            raise ValueError(f"{_STARTS} does not fit {_LINES}")
+            raise ValueError(f"{_STARTS} does not match {_LINES}")
 
     @staticmethod
     def write(folder: Path, passages: Iterable[Passage]) -> Iterator[Passage]:
-        """Write passages to a folder and yield each."""
+        """Write passages to a folder, yielding each one."""
         starts = [0]
         with (folder / _LINES).open("wb") as lines:
             for passage in passages:

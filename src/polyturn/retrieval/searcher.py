@@ -1,8 +1,8 @@
-"""Searcher: searches an index from an event loop; shared by the search tool and the search server.
+"""Searcher: searches an index from an event loop, for the search tool and the search server.
 
-    hits = await searcher.search(["oslo", "rome"], topk=3)      a list of hits for each query
+    hits = await searcher.search(["oslo", "rome"], topk=3)      a list of hits per query
 
-A word search in a small index takes less than half a millisecond and runs on the event loop; a large index, and vectors, are
+A word search in a small index takes less than half a millisecond and runs on the event loop. Large indices and vectors are
 searched in threads.
 """
 
@@ -21,14 +21,14 @@ from polyturn.retrieval.embedders import Embedder, EmbeddingError, read_embedder
 from polyturn.retrieval.index import Hit, Mode, SearchIndex
 
 INLINE_PASSAGES = 20_000
-"""Passages times queries that are searched by words without a thread."""
+"""Largest passages x queries of a word search that runs without a thread."""
 
 
 class Searcher:
     """Searches one index."""
 
     def __init__(self, index: SearchIndex, *, embedder: Embedder | None = None, mode: Mode | None = None) -> None:
-        """Describe the searches; `mode` is hybrid with an embedder and bm25 without.
+        """Create a searcher; the default `mode` is hybrid with an embedder and bm25 without.
 
         Raises:
             ConfigError: the mode needs vectors that the index lacks, or an embedder for queries.
@@ -41,23 +41,23 @@ class Searcher:
             return
         if index.vector_size is None:
             raise ConfigError(
-                f"the index {index.folder} has no vectors, so {self.mode.value} cannot rank by them; build it with "
+                f"the index {index.folder} has no vectors, which the mode {self.mode.value} needs; build it with "
                 "`polyturn data index --embed …` or `--vectors`, or search with bm25"
             )
         if embedder is None:
-            raise ConfigError(f"{self.mode.value} needs the vectors of queries; give `embed`, who makes them")
+            raise ConfigError(f"the mode {self.mode.value} needs vectors of queries; set `embed`")
         if index.embedder is not None and index.embedder != embedder.name:
             raise ConfigError(
-                f"the vectors of {index.folder} were made by {index.embedder!r} and queries would be embedded by "
-                f"{embedder.name!r}; they cannot be compared"
+                f"the vectors of {index.folder} come from {index.embedder!r}, but those of queries from "
+                f"{embedder.name!r}; use the same embedder for both"
             )
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], *, base: Path | None = None) -> Searcher:
-        """Return the searcher that `index`, `embed` and `mode` of a tool's config describe.
+        """Create a searcher from `index`, `embed` and `mode` of a tool's config.
 
         Raises:
-            ConfigError: a value cannot work.
+            ConfigError: a value is invalid.
         """
         name = config.get("mode")
         modes = [mode.value for mode in Mode]
@@ -75,7 +75,7 @@ class Searcher:
             self._embedder.open()
 
     async def close(self) -> None:
-        """Count one user off."""
+        """Remove a user."""
         if self._embedder is not None:
             await self._embedder.close()
 
@@ -83,14 +83,14 @@ class Searcher:
         """Return the best passages for each query.
 
         Raises:
-            EmbeddingError: the queries have no vectors.
+            EmbeddingError: the queries could not be embedded.
         """
         vectors: NDArray[np.float32] | None = None
         if self._embedder is not None and self.mode is not Mode.BM25:
             vectors = await self._embedder.embed(queries)
             if vectors.shape[1] != self.index.vector_size:
                 raise EmbeddingError(
-                    f"{self._embedder.name} makes vectors of {vectors.shape[1]} numbers; the index has "
+                    f"{self._embedder.name} returned vectors of size {vectors.shape[1]}; the index has "
                     f"{self.index.vector_size}"
                 )
         if self.mode is Mode.BM25 and len(self.index) * len(queries) <= INLINE_PASSAGES:
@@ -107,7 +107,7 @@ class Searcher:
 
 
 def documents(hits: Sequence[Hit], *, with_scores: bool = True) -> list[dict[str, Any]]:
-    """Return hits as retrieval servers write them: with scores {"document": {…}, "score": 0.7}, else the documents."""
+    """Return hits in the form of retrieval servers: {"document": {…}, "score": 0.7} with scores, else the bare documents."""
     documents = [{"id": hit.passage.id, "contents": hit.passage.contents} for hit in hits]
     if not with_scores:
         return documents

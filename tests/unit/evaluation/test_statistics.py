@@ -119,7 +119,7 @@ def test_comparison_needs_common_tasks():
     a, b = groups_of([["4"]] * 3), groups_of([["4"]] * 2)
     found = compare(a, b)
     assert (found.num_only_a, found.num_only_b) == (1, 0) and found.table["all"]["success"].num_tasks == 2
-    refuses(lambda: compare(a, groups_of([["4"]], sources=("other",))), DataError, "no task in common")
+    refuses(lambda: compare(a, groups_of([["4"]], sources=("other",))), DataError, "no common task")
 
 
 def test_command_compares_two_evaluations(tmp_path: Path):

@@ -121,7 +121,7 @@ def test_folder_of_texts_is_read_file_by_file(tmp_path: Path):
     ("line", "said"),
     [
         ("{", "line 2: this is not JSON"),
-        ("[1]", "line 2: a passage is an object"),
+        ("[1]", "line 2: a passage must be an object"),
         ('{"id": 1}', r"line 2: a passage needs a text `contents` .* this one has \['id'\]"),
         ('{"contents": "  "}', "line 2: a passage needs a text"),
         ('{"contents": "x", "id": [1]}', "line 2: the id of a passage"),
@@ -150,7 +150,7 @@ VECTORS = np.array([[1.0], [1], [0], [1]], np.float32)
     ("passages", "folder", "vectors", "error", "message"),
     [
         ([], "none", None, DataError, "there is no passage"),
-        ([Passage(id="1", contents="?!")], "none", None, ConfigError, "no passage holds a word"),
+        ([Passage(id="1", contents="?!")], "none", None, ConfigError, "passages contain no words"),
         (PASSAGES, "", None, ConfigError, "exists already"),
         (PASSAGES, "none", VECTORS[:1], DataError, "1 vectors for 4 passages"),
         (PASSAGES, "none", VECTORS, DataError, "vector 2 is zero"),

@@ -60,7 +60,7 @@ async def test_vectors_come_from_an_endpoint(tmp_path: Path):
         assert (len(searcher.index), searcher.mode) == (3, Mode.HYBRID)
         assert (await titles(searcher, "a pet"))[0] in ("cats", "dogs")
         assert await titles(Searcher.of_config({**config, "mode": "dense"}, base=tmp_path), "an engine") == ["cars", "cats"]
-        with pytest.raises(ConfigError, match="made by 'toy' and queries would be embedded by 'other'"):
+        with pytest.raises(ConfigError, match="come from 'toy', but those of queries from 'other'"):
             Searcher.of_config({"index": "index", "embed": {"url": server.url, "model": "other"}}, base=tmp_path)
     with pytest.raises(EmbeddingError, match="ClientConnectorError"):
         await titles(Searcher.of_config({**config, "embed": {**embed, "timeout": "0.5"}}, base=tmp_path), "a pet")
@@ -79,7 +79,7 @@ async def test_vectors_come_from_a_function_of_a_file(tmp_path: Path):
         return Searcher.of_config(config, base=tmp_path)
 
     assert (await titles(of("two"), "x"))[0] == "cars"
-    await refuses_later(lambda: titles(of("three"), "x"), EmbeddingError, "makes vectors of 3 numbers; the index has 2")
+    await refuses_later(lambda: titles(of("three"), "x"), EmbeddingError, "returned vectors of size 3; the index has 2")
     await refuses_later(
         lambda: titles(of("broken"), "x"), EmbeddingError, "embed_lengths.py:broken failed: OSError: no weights"
     )
