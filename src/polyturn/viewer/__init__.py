@@ -1,1 +1,1 @@
-"""The viewer: a run in the browser, while it trains and after."""
+"""The viewer: shows a run in the browser, during training and afterwards."""

@@ -1,19 +1,19 @@
-"""The HTTP side of all pages: static files, the data of runs that they show, and the desk where people answer.
+"""The HTTP side of all pages: the data of runs, and the desk where people answer conversations.
 
     GET /                          the page
     GET /api/runs                  the runs
-    GET /api/runs/0/overview       what a run came to, in tables
+    GET /api/runs/0/overview       a run's results in tables
     GET /api/runs/0/curves         metrics over steps: ?name=reward/mean&axis=time&smooth=0.9
     GET /api/runs/0/trajectories   a page of the table: ?min_reward=1&split=train&sort=reward&offset=100
     GET /api/runs/0/trajectory     one: ?id=g5/2&step=12&split=train
     GET /api/runs/0/export         the rows of the table as a file: ?format=parquet&min_reward=1
     POST /api/runs/0/label         {"id": "g5/2", "step": 12, "split": "train", "label": "hack", "note": ""}
-    GET /api/runs/0/advantage      why it has its advantage: ?id=g5/2&step=12&split=train
-    GET /api/waiting               the conversations that wait at the desk, the longest first
+    GET /api/runs/0/advantage      how its advantage was computed: ?id=g5/2&step=12&split=train
+    GET /api/waiting               the conversations that wait at the desk, oldest first
     POST /api/answer               {"ticket": "3f…", "text": "And for four?", "is_end": false, "score": null}
 
-It reads runs, and writes nothing but their labels. Text of models is data. `viewer/pages.py` serves the page itself and its
-files.
+The viewer only reads runs, except for their labels. Models' text is treated as data. `viewer/pages.py` serves the page and
+its static files.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MAX_BODY_BYTES = 1 << 20
 _PAGING = ("sort", "desc", "offset", "limit", "format")
 MAX_LIMIT = 1000
 MAX_QUERIES = 2
-"""Conditions of SQL, searches and exports that are worked on at one moment; each may take a gigabyte."""
+"""Largest number of concurrent SQL conditions, searches and exports; each may need a gigabyte."""
 WATCH_S = 0.2
-"""Number of times that it is asked whether the client of a query is still there."""
+"""Seconds between two checks that the client of a query is still connected."""
 
 
 def create_app(
@@ -65,13 +65,13 @@ def create_app(
     desk: HumanQueue | None = None,
     rules: ServerRules | None = None,
 ) -> FastAPI:
-    """Return the application.
+    """Return the FastAPI application of the viewer.
 
     Args:
-        runs: What is shown, in this order.
-        appeared: Gives the runs that began since the last call; they stand behind the others.
-        desk: Where conversations wait for people, if they do.
-        rules: What is demanded of every request; the token may come as `?token=` once and is kept in a cookie then.
+        runs: The runs to show, in this order.
+        appeared: Returns the runs that began since its last call; they are shown after the others.
+        desk: The desk with conversations that wait for a person; None if there is none.
+        rules: Access rules of every request; a token in `?token=` is moved into a cookie.
     """
     app = page_app(
         "polyturn viewer",
@@ -99,7 +99,7 @@ def create_app(
 
 
 def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
-    """Add the paths of a run's figures and of its configuration."""
+    """Add the paths of a run's charts and configuration."""
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(number: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
 
 
 def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
-    """Add the paths of the desk; without one, only that there is none."""
+    """Add the paths of the desk; without a desk, only the path that reports this."""
 
     @app.get("/api/desk")
     def has_desk() -> bool:
@@ -151,7 +151,7 @@ def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
 
 
 def _show_trajectories(app: FastAPI, view: Callable[[int], RunView]) -> None:
-    """Add the paths on which trajectories are listed, grouped, drawn over time and read."""
+    """Add the paths for the table, groups, timeline and pages of trajectories."""
     queries = anyio.CapacityLimiter(MAX_QUERIES)
 
     @app.get("/api/runs/{number}/trajectories")
@@ -213,7 +213,7 @@ _EXPORTS = {"jsonl": "application/jsonl", "parquet": "application/vnd.apache.par
 
 
 def _file_of(chosen: StoredRun, kind: str) -> Response:
-    """Return trajectories as a file that the browser keeps."""
+    """Return trajectories as a file download."""
     headers = {"Content-Disposition": f'attachment; filename="trajectories.{kind}"'}
     if kind == "jsonl":
         return StreamingResponse(as_jsonl(chosen), media_type=_EXPORTS[kind], headers=headers)
@@ -224,7 +224,7 @@ def _file_of(chosen: StoredRun, kind: str) -> Response:
 
 
 def _summary(run: RunView) -> dict[str, Any]:
-    """Return a run's line in the list; a run that breaks its reader does not affect others."""
+    """Return a run's row in the list; an error in one run does not affect the others."""
     try:
         return run.summary()
     except Exception as problem:
@@ -235,11 +235,11 @@ def _summary(run: RunView) -> dict[str, Any]:
 async def _while_waited_for(
     request: Request, work: Callable[[threading.Event], T], limiter: anyio.CapacityLimiter | None
 ) -> T:
-    """Return the result of `work` in a thread; its event is set when the client has left."""
+    """Run `work` in a thread and return its result; its event is set when the client disconnects."""
     stop = threading.Event()
 
     async def watch() -> None:
-        while not await request.is_disconnected():  # noqa: ASYNC110  the server has no event for it
+        while not await request.is_disconnected():  # noqa: ASYNC110  the server has no event for this
             await asyncio.sleep(WATCH_S)
         stop.set()
 
@@ -257,12 +257,12 @@ def _real(params: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise HTTPException(422, f"{name} is {params[name]!r}; it must be a number")
+        raise HTTPException(422, f"{name} is {params[name]!r}; use a number")
     return value
 
 
 def _whole(params: dict[str, str], name: str, default: int) -> int:
     value = params.get(name, str(default))
     if not value.isdecimal() or len(value) > 15:
-        raise HTTPException(422, f"{name} is {value[:40]!r}; it must be a whole number of at least 0, of at most 15 digits")
+        raise HTTPException(422, f"{name} is {value[:40]!r}; use a whole number of at least 0 with at most 15 digits")
     return int(value)

@@ -1,10 +1,10 @@
-"""Curves of a run with as many points as a chart has room for.
+"""Thins a run's curves to the points that a chart needs.
 
-    5,000 steps of reward/mean  ->  of each of 300 columns the first, the lowest, the highest and the last point
+    5,000 steps of reward/mean  ->  the first, lowest, highest and last point of each of 300 columns
 
-A line through these points has the same pixels as one through all of them. Source: Jugel et al. 2014 (M4: A
-Visualization-Oriented Time Series Data Aggregation). A curve is smoothed before it is thinned, so its extremes count as
-often as they occurred.
+A line through these points has the same pixels as a line through all points. Source: Jugel et al. 2014 (M4: A
+Visualization-Oriented Time Series Data Aggregation). A curve is smoothed before it is thinned, so extremes keep their
+weight.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from polyturn.core.errors import DataError, did_you_mean
 
 Values = NDArray[np.float64]
 AXES = {"step": "", "time": "time/step_s", "tokens": "tokens/sampled"}
-"""The x axes of a curve -> the metric whose sum over the steps each is."""
+"""x axis of a curve -> the metric that it accumulates over steps."""
 COLUMNS = 300
-"""Columns of a chart; each shows at most four points."""
+"""Number of columns of a chart; each shows at most four points."""
 
 
 class Window(NamedTuple):
-    """Which part of a curve is drawn, over what, and how smooth."""
+    """The x axis, range and smoothing of a curve."""
 
     axis: str = "step"
     """A name of `AXES`."""
     low: float = -np.inf
     high: float = np.inf
     smoothing: float = 0.0
-    """Weight of what came before, at least 0 and below 1, in an exponential moving average without the bias of its start."""
+    """Weight of earlier values in a bias-corrected exponential moving average, in [0, 1)."""
 
 
 def draw(lines: Sequence[Mapping[str, Any]], names: Iterable[str], window: Window) -> dict[str, dict[str, Any]]:
     """Return the curve of each metric: `x` and `y`, `smooth_x` and `smooth_y`, `total` and `is_sparse`.
 
     Args:
-        lines: Those of the run's metrics.
-        names: Metrics.
-        window: What of them is drawn.
+        lines: The lines of the run's metrics file.
+        names: Names of metrics.
+        window: The part to draw.
 
     Raises:
-        DataError: the window is none.
+        DataError: the window is invalid.
     """
     if window.axis not in AXES:
         raise DataError(f"there is no axis {window.axis!r}.{did_you_mean(window.axis, AXES)}")
@@ -70,7 +70,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str, positions: Mapping[int
 
 
 def _places(lines: Sequence[Mapping[str, Any]], summed: str) -> dict[int, float]:
-    """Return the place of each step on the axis: its number, or the sum of a metric up to it."""
+    """Return step -> position on the axis: the step itself, or the sum of a metric up to it."""
     steps = sorted({line["step"] for line in lines})
     if not summed:
         return {step: float(step) for step in steps}
@@ -88,12 +88,12 @@ def _smoothed(y: Values, weight: float) -> Values:
 
 
 def thinned(x: Values, y: Values, columns: int = COLUMNS) -> NDArray[np.int64]:
-    """Return which points a chart of `columns` columns needs: of each its first, lowest, highest and last one.
+    """Return the indices of the points that a chart needs: the first, lowest, highest and last of each column.
 
     Args:
         x: [N] ascending.
         y: [N] finite.
-        columns: Columns of the chart.
+        columns: Number of columns of the chart.
     """
     if len(x) <= 4 * columns:
         return np.arange(len(x))

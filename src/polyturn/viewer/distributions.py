@@ -1,9 +1,9 @@
-"""Distributions of numbers of trajectories and tokens at each step, and the sums of the reward's parts.
+"""Distributions of values of trajectories and tokens over steps, and the components of the reward.
 
-    600 steps of 128 rewards  ->  at most 60 columns of steps x 24 bins, how many fall into each
+    600 steps of 128 rewards  ->  counts in at most 60 columns of steps x 24 bins
 
-Numbers of trajectories come from the table of the store; those of tokens (advantages, log-probabilities) from its arrays,
-of which each trajectory gives at most 64, evenly spaced, so that a long one counts no more than 64 tokens.
+Values of trajectories come from the store's table. Values of tokens (advantages, log-probabilities) come from its arrays, at
+most 64 evenly spaced ones per trajectory, so that long trajectories do not dominate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polyturn.store.stored_run import Rows
 Values = NDArray[np.float64]
 COLUMNS, BINS = 60, 24
 TOKENS = 64
-"""Tokens of a trajectory that are counted."""
+"""Largest number of tokens to count per trajectory."""
 OF_TRAJECTORIES = {
     "reward": "Reward",
     "num_sampled_tokens": "Length: sampled tokens of a trajectory",
@@ -36,16 +36,16 @@ OF_TOKENS = {
 
 
 class TokenValues(NamedTuple):
-    """Numbers of tokens of one part."""
+    """Values of tokens of one part."""
 
     row: Rows
-    """[N] the row of the part that each belongs to."""
+    """[N] row of each value in the part."""
     value: NDArray[np.float32]
-    """[N] finite or not."""
+    """[N] the values, which may be non-finite."""
 
 
 def token_values(file: PartFile) -> dict[str, TokenValues]:
-    """Return the numbers of a part's tokens, a name of `OF_TOKENS` each; none where an older version wrote it."""
+    """Return name of `OF_TOKENS` -> values of a part's tokens; empty for a part of an older version."""
     names = ["advantages", "logprobs", "policy_logprobs"]
     if not set(names) <= set(file.schema.names):
         return {}
@@ -60,12 +60,12 @@ def token_values(file: PartFile) -> dict[str, TokenValues]:
 class _Spaced(NamedTuple):
     row: Rows
     length: Rows
-    """[rows] of each list."""
+    """[rows] number of tokens of each list."""
     value: NDArray[np.float32]
 
 
 def spaced(lists: pa.ListArray) -> _Spaced:
-    """Return at most `TOKENS` numbers of each list, evenly spaced."""
+    """Return at most `TOKENS` evenly spaced values of each list."""
     length = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     taken, start = np.minimum(length, TOKENS), np.cumsum(length) - length
     row = np.repeat(np.arange(len(length)), taken)
@@ -75,7 +75,7 @@ def spaced(lists: pa.ListArray) -> _Spaced:
 
 
 def of_trajectories(table: pa.Table) -> dict[str, tuple[Rows, Values]]:
-    """Return the steps [N] and the numbers [N] of each name of `OF_TRAJECTORIES`."""
+    """Return name of `OF_TRAJECTORIES` -> (steps [N], values [N])."""
     step = table["step"].to_numpy()
     oldest = pc.subtract(pc.subtract(table["step"], 1), table["min_version"].cast(pa.int64()))
     columns = {name: table[name] if name in table.column_names else oldest for name in OF_TRAJECTORIES}
@@ -83,7 +83,7 @@ def of_trajectories(table: pa.Table) -> dict[str, tuple[Rows, Values]]:
 
 
 def of_tokens(name: str, parts: Iterable[tuple[pa.Table, Rows, dict[str, TokenValues]]]) -> tuple[Rows, Values]:
-    """Return the steps [N] and the numbers [N] of tokens, of parts as `StoredRun.scan` gives them."""
+    """Return (steps [N], values [N]) of tokens from parts that `StoredRun.scan` yields."""
     steps, values = [np.empty(0, np.int64)], [np.empty(0, np.float64)]
     for table, rows, known in parts:
         if name not in known or not len(rows):
@@ -97,11 +97,11 @@ def of_tokens(name: str, parts: Iterable[tuple[pa.Table, Rows, dict[str, TokenVa
 
 
 def distribution(step: Rows, value: Values) -> dict[str, Any] | None:
-    """Return the number of values in each bin of each column of steps; None without a finite value.
+    """Return the number of values in each bin of each column of steps; None if no value is finite.
 
     Args:
-        step: [N] at least 0.
-        value: [N] those that are not finite are left out; beyond the outer thousandths, they count in the outermost bins.
+        step: [N] steps, at least 0.
+        value: [N] values; non-finite ones are left out. The lowest and highest thousandth go to the outermost bins.
     """
     known = np.isfinite(value)
     step, value = step[known], value[known]
@@ -120,15 +120,16 @@ def distribution(step: Rows, value: Values) -> dict[str, Any] | None:
 
 
 def columns_of(step: Rows) -> Rows:
-    """Return the first step of each column: every step, or at most `COLUMNS` that hold as many steps each."""
+    """Return the first step of each column: every step, or at most `COLUMNS` columns with equally many steps."""
     steps = np.unique(step)
     return steps[:: -(-len(steps) // COLUMNS)] if len(steps) else steps
 
 
 def reward_parts(table: pa.Table, weights: Mapping[str, float]) -> dict[str, Any]:
-    """Return the mean of each part of the reward in each column of steps; 0 where no trajectory has it.
+    """Return the mean of each reward component in each column of steps; 0 if no trajectory has the component.
 
-    Where the parts by their weights add up to the rewards (`is_sum`), each is by its weight; none has weight 0.
+    If the weighted components add up to the rewards (`is_sum`), the means are weighted, and components of weight 0 are left
+    out.
     """
     step = table["step"].to_numpy()
     starts = columns_of(step)

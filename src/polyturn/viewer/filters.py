@@ -1,8 +1,8 @@
-"""Which trajectories of a run a page is about: its filters, how many there are of each kind, and a file of them.
+"""Filters the trajectories of a run for a page, counts their values, and exports them.
 
-    ?split=train&min_reward=0.5&text=refund   ->  the rows that all of them let through
+    ?split=train&min_reward=0.5&text=refund   ->  the rows that pass all filters
 
-Columns by value, numbers by their bounds, words and expressions in what was said, labels, and SQL.
+Filters compare columns with values or bounds, search texts for words or an expression, select labels, or use SQL.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from polyturn.viewer.labels import Label
 Counts = NDArray[np.int64]
 NUMERIC = ("step", "reward", "num_turns", "num_tokens", "num_sampled_tokens", "num_tool_calls", "num_tool_errors")
 PLAIN = tuple(name for name in INDEX_COLUMNS if not pa.types.is_nested(SCHEMA.field(name).type))
-"""Columns of single values, which can be compared and sorted by."""
+"""Columns with single values, for comparing and sorting."""
 _WHOLE_RUN = ("text", "regex", "where", "label", "note")
-"""Filters that are not a comparison of one column."""
+"""Filters that do not compare one column."""
 MAX_VALUES = 12
-"""Values of one kind that are counted, the most frequent ones."""
+"""Largest number of values to count per column; the most frequent ones."""
 MAX_EXPORT = 20_000
-"""Trajectories of one file."""
+"""Largest number of trajectories in one file."""
 NUM_RANGES = 8
-"""Ranges of a number that has more values than are counted."""
+"""Number of ranges for a numeric column with more than `MAX_VALUES` values."""
 FACETS = (
     ("split", "Split"),
     ("step", "Step"),
@@ -53,18 +53,18 @@ def narrow(
     *,
     stop: threading.Event | None = None,
 ) -> StoredRun:
-    """Return the rows of a run that all filters let through.
+    """Return the rows of a run that pass all filters.
 
     Args:
         run: The run.
-        wanted: Filters: a column's name for equality, `min_` or `max_` before a numeric one, `errors` ("1": failed or with a
-            failed tool call), `text` (words; an expression with `regex` "1"), `label` (one, or "*" for any), `note` (words),
-            `where` (SQL).
-        labels: Of the run.
-        stop: Ends the search when it is set.
+        wanted: Filter -> value: a column's name for equality, `min_` or `max_` before a numeric column, `errors` ("1":
+            failed or with a failed tool call), `text` (words; an expression if `regex` is "1"), `label` (one, or "*" for
+            any), `note` (words), `where` (SQL).
+        labels: The labels of the run.
+        stop: Ends the search when set.
 
     Raises:
-        DataError: a filter cannot be understood, or takes too long.
+        DataError: a filter is invalid, or takes too long.
     """
     mask = _mask(run.table(), {key: value for key, value in wanted.items() if key not in _WHOLE_RUN})
     if mask is not None:
@@ -78,10 +78,10 @@ def narrow(
 
 
 def facets(table: pa.Table) -> list[dict[str, Any]]:
-    """Return for each kind its values with how many rows have each; training comes before evaluations.
+    """Return for each column its values with their numbers of rows; training comes before evaluations.
 
-    Of a number with more than `MAX_VALUES` values there are ranges, `low` to `high`, that hold about as many rows each; of
-    anything else the most frequent values, and how many more there are.
+    A numeric column with more than `MAX_VALUES` values is divided into ranges, `low` to `high`, with about equally many
+    rows. Any other column has its most frequent values, and the number of further ones.
     """
     facets_found = []
     for name, title in FACETS:
@@ -89,7 +89,7 @@ def facets(table: pa.Table) -> list[dict[str, Any]]:
         values, numbers = counts.field("values"), counts.field("counts").to_numpy()
         if name in NUMERIC:
             known = values.to_numpy(zero_copy_only=False)
-            order = np.argsort(known, kind="stable")[: np.count_nonzero(known == known)]  # NaN comes last, and is left out
+            order = np.argsort(known, kind="stable")[: np.count_nonzero(known == known)]  # NaN is sorted last and left out
             known, numbers = known[order], numbers[order]
             options = _ranges(known, numbers) if len(known) > MAX_VALUES else _values(known.tolist(), numbers)
         else:
@@ -108,9 +108,9 @@ def _values(values: Iterable[Any], numbers: Counts) -> list[dict[str, Any]]:
 
 
 def _ranges(known: NDArray[Any], numbers: Counts) -> list[dict[str, Any]]:
-    """Cut ascending values [N], of which `numbers` [N] rows each have one, into ranges of about as many rows each.
+    """Divide ascending values [N], with `numbers` [N] rows each, into ranges with about equally many rows.
 
-    A value that fills a range of its own stands alone.
+    A value with enough rows for a whole range forms its own range.
     """
     share = numbers.sum() / NUM_RANGES
     even = np.searchsorted(np.cumsum(numbers) - numbers, np.arange(NUM_RANGES) * share)
@@ -122,24 +122,24 @@ def _ranges(known: NDArray[Any], numbers: Counts) -> list[dict[str, Any]]:
 
 
 def check_size(chosen: StoredRun) -> None:
-    """Refuse to write more trajectories into one file than it may have.
+    """Check that trajectories fit one file.
 
     Raises:
-        DataError: there are more.
+        DataError: there are more than `MAX_EXPORT`.
     """
     if len(chosen) > MAX_EXPORT:
-        raise DataError(f"{len(chosen)} trajectories are chosen, and one file takes {MAX_EXPORT}; narrow the table first")
+        raise DataError(f"{len(chosen)} trajectories are selected, but a file may have {MAX_EXPORT}; filter the table first")
 
 
 def as_jsonl(chosen: StoredRun) -> Iterator[bytes]:
-    """Yield a line of JSON for each trajectory: its place in the run, and the whole of it."""
+    """Yield a line of JSON per trajectory: its position in the run and the whole record."""
     for record in chosen.records():
         line = {"group": record.group, "step": record.step, "split": record.split, "dropped": record.trained.dropped}
         yield json.dumps({**line, "trajectory": to_json(record.trajectory)}).encode() + b"\n"
 
 
 def _said(labels: Mapping[tuple[str, int, str], Label], label: str, words: Sequence[str]) -> set[tuple[str, int, str]]:
-    """Return the keys of the trajectories with a label ("*": any, or a note alone) and with all `words` in the note."""
+    """Return the keys of trajectories with a label ("*": any label or note) and with all `words` in the note."""
     chosen = {key: one.note.casefold() for key, one in labels.items() if label in ("*", "", one.label)}
     return {key for key, note in chosen.items() if all(word in note for word in words)}
 
@@ -153,7 +153,7 @@ def _labelled(table: pa.Table, chosen: set[tuple[str, int, str]]) -> pa.Array:
 
 
 def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
-    """Return which rows all filters let through; None if there is no filter."""
+    """Return a mask of the rows that pass all filters; None if there is no filter."""
     masks = []
     for key, value in wanted.items():
         if value == "":
@@ -183,4 +183,4 @@ def _as_number(key: str, value: str) -> float:
     try:
         return float(value)
     except ValueError as problem:
-        raise DataError(f"the filter {key} is {value!r}; it must be a number") from problem
+        raise DataError(f"the filter {key} is {value!r}; use a number") from problem

@@ -1,9 +1,9 @@
-"""Which trajectories of a run tell the most: at most ten, each with the reason why it is shown.
+"""Selects the most informative trajectories of a run: at most ten, each with the reason.
 
     repaired        g12/3   reward 0.00 -> 1.00 within the episode
     broken call     g7/0    2 of its 3 tool calls failed
 
-Chosen from the table of the store, so only those that are shown are read whole.
+They are selected from the store's table, so only the shown ones are read completely.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from polyturn.store.stored_run import StoredRun
 
 NUM_HIGHLIGHTS = 10
 TRIED = 30
-"""Trajectories that are read at most to find one that was repaired."""
+"""Largest number of trajectories to read in search of one that was repaired."""
 
 
 class Highlight(NamedTuple):
-    """A trajectory and why it is shown."""
+    """A trajectory and the reason why it is shown."""
 
     title: str
     why: str
@@ -29,7 +29,7 @@ class Highlight(NamedTuple):
 
 
 def highlights(store: StoredRun, num: int = NUM_HIGHLIGHTS) -> list[Highlight]:
-    """Return the trajectories of a run that tell the most, none twice; fewer where it has not so many kinds."""
+    """Return at most `num` of a run's most informative trajectories, without duplicates."""
     rows = store.table().to_pylist()
     keys_shown: set[tuple[Any, ...]] = set()
     highlights_found: list[Highlight] = []
@@ -54,7 +54,7 @@ def _read(store: StoredRun, row: dict[str, Any], keys_shown: set[tuple[Any, ...]
     try:
         record = store.record(row["id"], step=row["step"], split=row["split"])
     except DataError:
-        return None  # its part is damaged or gone; others show as much
+        return None  # its part is damaged or gone; another trajectory is shown instead
     keys_shown.add(key)
     return record
 
@@ -86,11 +86,11 @@ def _repaired(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -
         key = (row["split"], row["step"], row["group"], row["id"])
         if len(scores) > 1 and scores[-1] > scores[0] and key not in keys_shown:
             keys_shown.add(key)
-            yield Highlight("repaired", f"a turn scored {scores[0]:g}, and after the feedback {scores[-1]:g}", record)
+            yield Highlight("repaired", f"a turn scored {scores[0]:g}, and {scores[-1]:g} after the feedback", record)
 
 
 def _learned(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
-    """A task of an evaluation that failed before training, and after it did not."""
+    """Yield tasks of an evaluation that failed before training and succeeded afterwards."""
     by_task: dict[tuple[str, str], _Rows] = {}
     for row in rows:
         if row["split"].startswith("eval/") and _has_reward(row):

@@ -1,8 +1,8 @@
-"""Labels and notes that people give to trajectories, kept beside the run: one line for each change, the last one counts.
+"""Labels and notes on trajectories, in a file in the run's folder: one line per change; the last one counts.
 
     {"id": "g5/2", "step": 12, "split": "train", "label": "reward hack", "note": "copies the test", "at": 1763846400.0}
 
-The only file that the viewer writes. A line with neither label nor note takes both away.
+It is the only file that the viewer writes. A line without label and note removes both.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Labels:
     """The labels of one run."""
 
     def __init__(self, folder: Path) -> None:
-        """Name the run's folder."""
+        """Create the labels of the run in `folder`."""
         self.problem = ""
-        """Why they could not be read the last time."""
+        """Why the last reading failed; empty if it succeeded."""
         self._folder = folder
         self._lock = threading.Lock()
 
@@ -59,10 +59,10 @@ class Labels:
         return labels
 
     def write(self, value: Mapping[str, Any]) -> Label:
-        """Add a line and return its label.
+        """Append a line and return its label.
 
         Raises:
-            DataError: it is not a label, or cannot be written.
+            DataError: the value is not a label, or cannot be written.
         """
         (id, step, split), label = _parsed(value)
         line = {"id": id, "step": step, "split": split, **label._asdict(), "at": round(time.time(), 3)}
@@ -71,29 +71,29 @@ class Labels:
             try:
                 path = contained(self._folder, FILE)  # a link out of the run is refused
                 if path is not None and path.stat().st_size + len(data) > MAX_BYTES:
-                    raise DataError(f"{FILE} has {MAX_BYTES >> 20} MB of labels, and takes no more")
+                    raise DataError(f"{FILE} has reached its limit of {MAX_BYTES >> 20} MB")
                 descriptor = os.open(self._folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 with os.fdopen(descriptor, "ab+") as file:
                     is_whole = not file.seek(0, os.SEEK_END) or os.pread(descriptor, 1, file.tell() - 1) == b"\n"
-                    file.write(data if is_whole else b"\n" + data)  # half a line, from a crash, costs itself alone
+                    file.write(data if is_whole else b"\n" + data)  # after a crash, only the incomplete line is lost
             except OSError as problem:
                 raise DataError(f"{FILE} cannot be written: {one_line(problem)}") from problem
         return label
 
 
 def known_labels(labels: Iterable[Label]) -> list[str]:
-    """Return every label once, sorted."""
+    """Return the distinct labels, sorted."""
     return sorted({one.label for one in labels if one.label})
 
 
 def _parsed(value: Any) -> tuple[_Key, Label]:
     if not isinstance(value, Mapping):
-        raise DataError("a label is a JSON object")
+        raise DataError("a label must be a JSON object")
     texts = {name: value.get(name, "") for name in ("id", "split", "label", "note")}
     step = value.get("step")
     if not all(isinstance(text, str) for text in texts.values()) or type(step) is not int or not 0 <= step < 2**53:
         raise DataError("a label needs texts `id`, `split`, `label` and `note`, and a whole number `step`")
     texts = {name: text.encode(errors="replace").decode().strip() for name, text in texts.items()}
     if len(texts["label"]) > MAX_LABEL or len(texts["note"]) > MAX_NOTE or max(map(len, texts.values())) > MAX_NOTE:
-        raise DataError(f"a label has at most {MAX_LABEL} characters and a note at most {MAX_NOTE}")
+        raise DataError(f"a label may have {MAX_LABEL} characters and a note {MAX_NOTE}")
     return (texts["id"], step, texts["split"]), Label(texts["label"], texts["note"])

@@ -1,9 +1,9 @@
-"""A run's results in tables: its facts, evaluations before and after, stop reasons, its tools, its settings.
+"""A run's results in tables: facts, evaluations before and after training, stop reasons, tools and settings.
 
     facts {"steps": "600", …}    before_after {"greedy: success": "0.103 → 0.871"}    stop_reasons {"stop": "960 (75.0 %)"}
     tools [{"name": "search", "calls": 812, "failed": 9, "p50_s": 0.02, "p99_s": 0.4, "errors": {"timeout": 9}}]
 
-Every value of the tables of words is a text, so that runs stand beside each other, a column each.
+Values are formatted as texts, except for tools, so that a page can compare runs in columns.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from polyturn.store.part_file import PartFile
 
 Lines = Sequence[Mapping[str, Any]]
 CALLS = pa.schema({"row": pa.int64(), "name": pa.string(), "error": pa.string(), "duration_s": pa.float64()})
-"""Calls of a part: their rows in it, the tools' names, the kinds of error (null where none), the seconds that each took."""
+"""Tool calls of a part: row in the part, tool, kind of error (null for none), duration in seconds."""
 MAX_KINDS = 12
-"""Kinds of errors of a tool that are counted apart."""
+"""Largest number of kinds of a tool's errors to count separately."""
 _OF_EVALUATIONS = ("success", "first_turn_success", "mean_turns", "valid_tool_calls", "repaired", "mean_reward")
 
 
 def facts(lines: Lines, num_trajectories: int) -> dict[str, str]:
-    """Return the run's progress, and the parts of its time."""
+    """Return the run's progress, and how its time was spent."""
     facts_found = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
     sampled = sum(line.get("tokens/sampled") or 0 for line in lines)
     seconds = sum(line.get("time/step_s") or 0 for line in lines)
@@ -43,7 +43,7 @@ def facts(lines: Lines, num_trajectories: int) -> dict[str, str]:
 
 
 def before_after(lines: Lines) -> dict[str, str]:
-    """Return each evaluation's numbers before the first update ("-" if there are none) and at the end."""
+    """Return each evaluation's values before the first update ("-" if missing) and at the end."""
     names = {
         k for line in lines for k in line if k.startswith("eval/") and k.count("/") == 2 and k.endswith(_OF_EVALUATIONS)
     }
@@ -56,19 +56,19 @@ def before_after(lines: Lines) -> dict[str, str]:
     for name in sorted(names, key=order):
         seen = {line["step"]: line[name] for line in lines if line.get(name) is not None}
         if seen:
-            before = f"{seen[0]:.3f}" if 0 in seen else "-"  # step 0 is the evaluation before any update
+            before = f"{seen[0]:.3f}" if 0 in seen else "-"  # step 0 is the evaluation before the first update
             figures[name.removeprefix("eval/").replace("/", ": ").replace("_", " ")] = f"{before} → {seen[max(seen)]:.3f}"
     return figures
 
 
 def stop_reasons(table: pa.Table) -> dict[str, str]:
-    """Return the number of trajectories by stop reason, the most frequent first."""
+    """Return stop reason -> number of trajectories, most frequent first."""
     counts = sorted(pc.value_counts(table["stop_reason"]).to_pylist(), key=lambda c: -c["counts"])
     return {str(c["values"]): f"{c['counts']:,} ({100 * c['counts'] / max(1, len(table)):.1f} %)" for c in counts}
 
 
 def tool_calls(file: PartFile) -> pa.Table:
-    """Return the calls of a part, with the columns of `CALLS`; none where an older version wrote it."""
+    """Return the tool calls of a part, with the columns of `CALLS`; empty for a part of an older version."""
     leaves = CALLS.names[1:]
     paths = [path for leaf in leaves for path in file.paths("tool_results", leaf)]
     if len(paths) < len(leaves):
@@ -79,7 +79,7 @@ def tool_calls(file: PartFile) -> pa.Table:
 
 
 def tools(calls: Iterable[pa.Table]) -> list[dict[str, Any]]:
-    """Return for each tool its calls, how long they took, and how many failed of which kind; the most called first."""
+    """Return for each tool its number of calls, durations, and failures by kind; most called first."""
     table = pa.concat_tables([CALLS.empty_table(), *calls])
     named = pc.fill_null(table["name"], "")
     rows = []
@@ -102,7 +102,7 @@ def tools(calls: Iterable[pa.Table]) -> list[dict[str, Any]]:
 
 
 def settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a configuration with a dotted name for each value."""
+    """Return dotted name -> value of a configuration, as texts."""
     settings_found: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -1,11 +1,11 @@
-"""Shared by all pages before any data: static files, headers, rules, and problems as sentences.
+"""The parts of a page's application without data: static files, headers, access rules and error messages.
 
-    GET /                the page           GET /static/{name}    what it loads
+    GET /                the page           GET /static/{name}    its scripts and styles
     PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}
 
-Text of the environment is never HTML: the pages write it as text, and the content policy lets no script run but their own.
-Who may look is decided by the rules that all servers share (`serving/auth.py`): on the loopback address this machine under
-a name of its own, elsewhere anyone with the token, from the link that is printed at the start.
+Text from environments is never inserted as HTML, and the content security policy allows only the pages' own scripts. Access
+is decided by the rules that all servers share (`serving/auth.py`): on a loopback address this machine has access, elsewhere
+everyone with the token, which is part of the link printed at the start.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _HEADERS = {
 
 
 def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
-    """Return an application that serves a page and the files that it loads, without its data yet.
+    """Return an application that serves a page and its static files, without data.
 
     Args:
-        title: Its name.
-        cookie: Keeps the token, which may come as `?token=` once.
-        rules: What is demanded of every request.
+        title: The application's title.
+        cookie: The name of the cookie for the token, which may be passed as `?token=` once.
+        rules: Access rules of every request.
     """
     app = FastAPI(default_response_class=JSONResponse, title=title, docs_url=None, redoc_url=None, openapi_url=None)
     files = {file.name for file in STATIC.iterdir() if file.suffix in _TYPES}
@@ -57,7 +57,7 @@ def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def misunderstood(request: Request, problem: RequestValidationError) -> Response:
         message = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in problem.errors())
-        return JSONResponse({"detail": f"the request cannot be understood ({message})"}, 422)
+        return JSONResponse({"detail": f"the request is invalid ({message})"}, 422)
 
     @app.get("/")
     def index() -> Response:
@@ -73,7 +73,7 @@ def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
 
 
 class JSONResponse(starlette.responses.JSONResponse):
-    """JSON in ASCII, which also carries the half of a pair that broken bytes of an environment are recorded as."""
+    """JSON in ASCII, which can contain lone surrogates: invalid bytes of an environment are recorded as such."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
@@ -81,7 +81,7 @@ class JSONResponse(starlette.responses.JSONResponse):
 
 
 class _WithHeaders:
-    """Adds the headers to every answer; an answer whose client is gone is dropped."""
+    """Adds the headers to every answer; drops the answer if the client has disconnected."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

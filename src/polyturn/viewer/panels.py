@@ -1,8 +1,8 @@
-"""Metrics that are read together, and so are drawn in one panel.
+"""Groups of metrics that are drawn in one panel.
 
     loss/grad_norm, loss/grad_norm_clipped   ->   "Gradient norm, before and after clipping"
 
-A panel is shown where a run has at least two of its metrics; all others have a panel of their own.
+A panel is shown if a run has at least two of its metrics. Every other metric has a separate panel.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 
 class Panel(NamedTuple):
-    """Metrics in one panel."""
+    """One panel and its metrics."""
 
     title: str
     names: tuple[str, ...]
-    """Patterns, in the order in which the metrics are drawn."""
+    """Patterns of metrics, in drawing order."""
     is_stacked: bool = False
-    """Whether they are parts of one sum."""
+    """Whether the metrics are parts of one sum, drawn as a stack."""
 
 
 PANELS = (

@@ -1,10 +1,10 @@
-"""Whether a run goes on, and how far it came, read from its folder.
+"""Determines from a run's folder whether the run is still running, and how far it is.
 
-lock held                               running; silent where nothing was written for long
-lock free, its end beside it            finished at the last step or where the process ended by itself, stopped before
-                                        the last step, died of an error
-lock free, nothing beside it            finished at the last step, else died: its process was killed on this machine
-no lock, or one of another machine      finished at the last step, else running or silent by the time of the last line
+lock held                               running; silent if nothing has been written for long
+lock free, with a recorded end          finished (at the last step, or the process ended normally), stopped (before the last
+                                        step), or died (of an error)
+lock free, without a recorded end       finished at the last step, else died: its process was killed on this machine
+no lock, or another machine's           finished at the last step, else running or silent, by the time of the last line
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from polyturn.infra.folder_lock import FolderLock, look_at
 from polyturn.viewer.metric_file import MetricFile
 
 SILENT_S = 300.0
-"""Seconds without a line, or ten of its longest late steps, after which a run that is not at its end is called silent."""
+"""Smallest number of seconds without a line after which an unfinished run is silent; ten times its longest recent step if
+that is longer."""
 NOTHING = {"state": "", "end": "", "last_step": None, "planned": 0, "silent_s": 0.0, "spent_s": 0.0, "written_at": 0.0}
 """The progress of a run that cannot be read."""
 
 
 def planned_steps(config: Mapping[str, Any], section: str) -> int:
-    """Return the steps that a config asks of `train` or `warm_start`; 0 where it does not say."""
+    """Return the number of steps of `train` or `warm_start` in a config; 0 if it is not set."""
     value = config.get(section)
     steps = value.get("steps") if isinstance(value, Mapping) and not value.get("epochs") else None
     return steps if type(steps) is int else 0
 
 
 def progress(folder: Path, metrics: MetricFile, warm_start: MetricFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `NOTHING` of a run.
+    """Return a run's progress, with the fields of `NOTHING`.
 
     Args:
-        folder: Of the run.
-        metrics: Its metrics, as far as they are read.
-        warm_start: Those of its warm start.
-        config: Its configuration; any part may be missing or wrong.
+        folder: The run's folder.
+        metrics: The run's metrics read so far.
+        warm_start: The metrics of its warm start.
+        config: The run's configuration; parts may be missing or invalid.
     """
     last_step = max((line["step"] for line in metrics.lines), default=None)
     warm_step = max((line["step"] for line in warm_start.lines), default=0)
@@ -61,7 +62,7 @@ def progress(folder: Path, metrics: MetricFile, warm_start: MetricFile, config: 
 
 
 def _state(lock: FolderLock | None, *, is_at_end: bool, has_plan: bool, is_begun: bool) -> tuple[str, str]:
-    """Return the state, and for a run that died why."""
+    """Return the state, and the reason if the run died."""
     if lock is not None and lock.is_held:
         return "running", ""
     if is_at_end:
@@ -71,5 +72,5 @@ def _state(lock: FolderLock | None, *, is_at_end: bool, has_plan: bool, is_begun
             return "died", lock.end
         return ("stopped" if lock.end or has_plan else "finished"), ""
     if lock is not None and lock.is_ours:
-        return "died", "its process was killed, or ended without saying why"
+        return "died", "its process was killed, or ended without a reason"
     return ("running" if is_begun else ""), ""

@@ -1,9 +1,9 @@
-"""The report of one or more runs: the viewer's pages with what they show of these runs, in one file to keep, mail or attach.
+"""The report of one or more runs: the viewer's pages and their data in one HTML file.
 
-    report.html    the pages' script and styles, and the answers that the viewer's server would give, as JSON
+    report.html    the pages' script and styles, and the answers of the viewer's server as JSON
 
-It loads nothing, and its policy allows the one script, by its hash. What an environment wrote stands in the file as JSON in
-which no tag can begin, and the pages write it as text, so a hostile text stays text wherever the file is opened.
+The file loads nothing, and its content security policy allows only the one script, by hash. Environments' text is stored as
+JSON in which tags are escaped, and the pages insert it as text, so hostile text cannot run anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polyturn.viewer.panels import panels_of
 from polyturn.viewer.run_view import MAX_CURVES, RunView
 
 MAX_TOKENS = 3000
-"""Tokens of a segment that are shown, from its beginning."""
+"""Number of a segment's tokens to show, from the beginning."""
 _POLICY = "img-src data:; base-uri 'none'; form-action 'none'"
 _IMPORT = re.compile(r'^import \{ (.*) \} from "/static/(.*)";\n', re.M)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+))", re.M)
@@ -36,11 +36,11 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
     """Write the report of `runs` to `out` and return it.
 
     Raises:
-        DataError: none of the folders holds metrics or trajectories.
+        DataError: no folder has metrics or trajectories.
     """
     for folder in runs:
         if not folder.is_dir():
-            raise DataError(f"there is no folder {str(folder)!r}; name a run's folder")
+            raise DataError(f"there is no folder {str(folder)!r}; use a run's folder")
     views = [RunView(folder) for folder in runs]
     summaries = [view.summary() for view in views]
     if not any(one["num_metrics"] or one["num_trajectories"] for one in summaries):
@@ -54,7 +54,7 @@ def write_report(runs: Sequence[Path], out: Path, *, num_trajectories: int = NUM
 
 
 def _answers(view: RunView, num_trajectories: int) -> dict[str, Any]:
-    """Return the answers to all requests of a run's pages; a trajectory is named by id, step and split behind the path."""
+    """Return request -> answer for a run's pages; requests for a trajectory have its id, step and split."""
     metrics = view.metrics()
     metrics["names"] = dict(list(metrics["names"].items())[:MAX_CURVES])
     metrics["panels"] = panels_of(metrics["names"])
@@ -91,7 +91,7 @@ def _hash(text: str) -> str:
 
 
 def bundle(entry: str) -> str:
-    """Return a module of the pages with all that it imports as one plain script: each a function that is called once."""
+    """Return a module and its imports as one script, in which each module is a function that is called once."""
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:

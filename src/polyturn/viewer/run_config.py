@@ -1,4 +1,4 @@
-"""A run's config.yaml, read as data and within bounds: a run may be foreign."""
+"""Reads a run's config.yaml as plain data with size limits, because the run may be untrusted."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from polyturn.core.reward import as_score
 from polyturn.rewards.options import DEFAULT_WEIGHTS
 
 MAX_BYTES = 1 << 20
-"""Bytes of a configuration that are read."""
+"""Largest number of bytes of a configuration."""
 MAX_ALIASES = 20
-"""References of a config to parts of itself; each may double what it says."""
+"""Largest number of YAML aliases, each of which may double the size."""
 MAX_DEPTH = 100
-"""The depth to which its parts may be nested; the time to read them grows with the square."""
+"""Largest nesting depth; parsing time grows with its square."""
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a part of a config; it is empty where there is none."""
+    """Return a section of a config; empty if it is missing."""
     value = config.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def reward_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the weight of each part in the reward; a part that is not named weighs nothing."""
+    """Return component -> weight in the reward; components that are not listed have weight 0."""
     weights = section(section(config, "reward"), "weights") or DEFAULT_WEIGHTS
     return {"overlong": 1.0} | {name: known for name, weight in weights.items() if (known := as_score(weight)) is not None}
 
@@ -38,22 +38,22 @@ class ReadConfig(NamedTuple):
 
     values: dict[str, Any]
     problem: str = ""
-    """Why there are no values."""
+    """Why the values are empty."""
 
 
 def read_config(folder: Path) -> ReadConfig:
-    """Return the configuration of the run in `folder`; it is empty, with the reason, where it cannot be read."""
+    """Return the configuration of the run in `folder`; if it cannot be read, it is empty, with the reason."""
     try:
         text = read_contained(folder, "config.yaml", max_bytes=MAX_BYTES)
         if text is None:
-            return ReadConfig({}, "it has no config.yaml")
+            return ReadConfig({}, "the run has no config.yaml")
         aliases = depth = 0
         for event in yaml.parse(text):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             aliases += isinstance(event, yaml.AliasEvent)
             if aliases > MAX_ALIASES or depth > MAX_DEPTH:
                 what = "refers to its own parts more often" if aliases > MAX_ALIASES else "is nested deeper"
-                return ReadConfig({}, f"its config {what} than any, and is not shown")
+                return ReadConfig({}, f"its config {what} than allowed, and is not shown")
         config = yaml.safe_load(text)
     except (DataError, ValueError, RecursionError, yaml.YAMLError) as problem:
         return ReadConfig({}, f"its config cannot be read ({one_line(problem)})")

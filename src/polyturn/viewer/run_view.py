@@ -1,7 +1,7 @@
 """RunView: one run as plain data for JSON, as the pages show it.
 
-A run goes on while it is looked at, so everything is read as far as it is written; each answer first asks the store and the
-metrics file whether there is more. What cannot be read is named in `problems`, never hidden and never fatal.
+The run may still be running, so each answer first reads new data of the store and the metrics file. Unreadable data is
+listed in `problems`; it is never hidden and never fatal.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ from polyturn.viewer.trajectory_page import MAX_TOKENS, cut, plain, trajectory_p
 from polyturn.viewer.why_advantage import why_advantage
 
 MAX_CURVES = 60
-"""Curves of a run that are drawn at once."""
+"""Largest number of a run's curves in one request."""
 WARM_START = "warm_start/"
-"""Stands before the names of the warm start's metrics."""
+"""Prefix of the names of the warm start's metrics."""
 FIRST = (
     "warm_start/loss/total", "warm_start/loss/sft", "eval/*/success", "rollout/success", "reward/mean", "rollout/turns",
     "rollout/stop_*", "tokens/per_trajectory", "rollout/tool_errors", "policy/entropy", "policy/approx_kl",
     "policy/kl_to_reference", "loss/total", "loss/grad_norm", "buffer/groups_kept", "time/step_s", "time/other_share",
     "system/cpu_share", "system/gpu*/busy_share", "engine/queue", "engine/kv_use",
 )  # fmt: skip
-"""Metrics that a run is first judged by."""
+"""Metrics to show first."""
 LATEST = ("reward/mean", "eval/*/success")
-"""Metrics whose last value stands in the list of runs."""
+"""Metrics whose last value is in the list of runs."""
 
 
 class RunView:
     """One run, read-only."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the run in `folder`, whatever it holds so far."""
+        """Open the run in `folder`, which may be incomplete."""
         self.folder = folder
         self.name = folder.resolve().name
         self._store = StoredRun(folder)
@@ -83,7 +83,7 @@ class RunView:
         self._values: dict[Any, dict[str, TokenValues]] = {}
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's line in the list of runs."""
+        """Return the run's row in the list of runs."""
         self.refresh()
 
         def known(column: str) -> list[str]:
@@ -107,14 +107,14 @@ class RunView:
     def _progress(self) -> dict[str, Any]:
         try:
             stamp = (self.folder / "config.yaml").stat().st_mtime_ns
-        except (OSError, RuntimeError):  # a run that has just begun may have none yet
+        except (OSError, RuntimeError):  # a run that has just begun may not have this file yet
             stamp = 0
         if stamp != self._config[0]:
             self._config = stamp, read_config(self.folder).values
         return progress(self.folder, self._metrics, self._warm_start, self._config[1])
 
     def _latest(self) -> dict[str, Any]:
-        """Return of each pattern of `LATEST` the last value of the first metric that the run has."""
+        """Return the last value of the first metric that matches each pattern of `LATEST`."""
         values_by_name: dict[str, Any] = {}
         for pattern in LATEST:
             names = [name for name in self._metrics.names if fnmatchcase(name, pattern)]
@@ -123,7 +123,7 @@ class RunView:
         return values_by_name
 
     def unreadable(self, why: str) -> dict[str, Any]:
-        """Return the line of a run that cannot be read."""
+        """Return the row of a run that cannot be read."""
         nothing: dict[str, Any] = {
             "num_trajectories": 0,
             "splits": [],
@@ -136,7 +136,7 @@ class RunView:
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
     def problems(self, *, is_running: bool = False) -> list[str]:
-        """Return a sentence for each thing of the run that cannot be read, or that one which does not go on has not."""
+        """Return one sentence per part of the run that cannot be read, or that a run no longer running lacks."""
         problems_found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:
@@ -147,13 +147,13 @@ class RunView:
         return problems_found + self._metrics.problems() + self._warm_start.problems()
 
     def refresh(self) -> None:
-        """Read what was written since the last time."""
+        """Read data written since the last call."""
         self._store.refresh()
         self._metrics.refresh()
         self._warm_start.refresh()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the names of the metrics with what each means, those of `FIRST` first; the panels; and the alarms."""
+        """Return the metrics with their meanings (those of `FIRST` first), the panels, and the alarms."""
         self.refresh()
         names = [*(WARM_START + name for name in self._warm_start.names), *self._metrics.names]
         known = {name: meaning(bare) or "" for name in names if (bare := name.removeprefix(WARM_START)) != "step"}
@@ -168,13 +168,13 @@ class RunView:
         }
 
     def curves(self, names: Sequence[str], window: Window) -> dict[str, Any]:
-        """Return the curves of at most `MAX_CURVES` metrics, those of the warm start with names under `warm_start/`.
+        """Return the curves of at most `MAX_CURVES` metrics; names of the warm start's begin with `warm_start/`.
 
         Raises:
-            DataError: more are asked for, or the window is none.
+            DataError: there are too many names, or the window is invalid.
         """
         if len(names) > MAX_CURVES:
-            raise DataError(f"{len(names)} curves are asked for at once; ask for at most {MAX_CURVES}")
+            raise DataError(f"{len(names)} curves are requested; at most {MAX_CURVES} are allowed")
         self.refresh()
         warm = [name for name in names if name.startswith(WARM_START)]
         own = draw(self._metrics.lines, [name for name in names if name not in warm], window)
@@ -184,15 +184,15 @@ class RunView:
         return [{k if k == "step" else WARM_START + k: v for k, v in line.items()} for line in self._warm_start.lines]
 
     def config(self) -> str:
-        """Return the run's configuration as it was written; "" if it is not there.
+        """Return the text of the run's configuration; "" if it is missing.
 
         Raises:
-            DataError: it is not a file of the run's folder, or larger than any.
+            DataError: the path leaves the run's folder, or the file is too large.
         """
         return read_contained(self.folder, "config.yaml", max_bytes=MAX_CONFIG_BYTES) or ""
 
     def overview(self) -> dict[str, Any]:
-        """Return the run's results, in tables, and its configuration; `viewer/overview.py` describes each table."""
+        """Return the run's results in tables, described in `viewer/overview.py`, and its configuration."""
         self.refresh()
         lines, read = self._metrics.steps(), read_config(self.folder)
         calls = [
@@ -225,7 +225,7 @@ class RunView:
         }
 
     def highlights(self, num: int) -> list[dict[str, Any]]:
-        """Return at most `num` trajectories that tell the most: what names each, and why it is shown."""
+        """Return the keys of at most `num` informative trajectories, with the reasons."""
         self._store.refresh()
         highlights_found = highlights(self._store, num)
         return [
@@ -246,15 +246,15 @@ class RunView:
         """Return one page of the table of trajectories.
 
         Args:
-            wanted: Filters, as `narrow` takes them.
-            sort: A column; "" is the order of the steps, in each of them training first.
-            descending: The largest or latest first.
-            offset: The first row.
-            limit: Rows at most.
-            stop: Ends the search when it is set.
+            wanted: Filters for `narrow`.
+            sort: A column; "" sorts by step, with training before evaluations.
+            descending: Whether the largest or latest rows come first.
+            offset: Index of the first row.
+            limit: Largest number of rows.
+            stop: Ends the search when set.
 
         Raises:
-            DataError: a filter or the condition cannot be understood.
+            DataError: a filter is invalid.
         """
         labels = self._labels.read()
         table = self._chosen(wanted, labels, stop=stop).table()
@@ -265,7 +265,7 @@ class RunView:
         direction = "descending" if descending else "ascending"
         is_evaluation = pc.invert(pc.starts_with(table["split"], "train"))
         table = table.append_column("at", pa.array(np.arange(total))).append_column("is_evaluation", is_evaluation)
-        # The latest first is by steps, and of a step what was trained stands before what evaluated it.
+        # "Latest first" sorts by step; within a step, training comes before evaluations.
         keys = [(sort, direction)] if sort else [("step", direction), ("is_evaluation", "ascending"), ("at", direction)]
         order = pc.sort_indices(table, keys)
         rows = _shown(table.drop_columns(["at", "is_evaluation"]).take(order[offset : offset + limit]))
@@ -276,20 +276,20 @@ class RunView:
         return {"total": total, "rows": rows, "facets": counted, "labels": known, "has_labels": bool(labels)}
 
     def export(self, wanted: Mapping[str, str], *, stop: threading.Event | None = None) -> StoredRun:
-        """Return the trajectories that filters let through, few enough for one file.
+        """Return the trajectories that pass the filters, for one file.
 
         Raises:
-            DataError: a filter cannot be understood, or there are too many.
+            DataError: a filter is invalid, or there are too many trajectories.
         """
         chosen = self._chosen(wanted, self._labels.read(), stop=stop)
         check_size(chosen)
         return chosen
 
     def label(self, value: Mapping[str, Any]) -> dict[str, str]:
-        """Write a label or note on a trajectory, beside the run.
+        """Write a label or note on a trajectory to the run's folder.
 
         Raises:
-            DataError: it is not a label, there is no such trajectory, or it cannot be written.
+            DataError: the value is not a label, there is no such trajectory, or writing fails.
         """
         self._store.refresh()
         id, step = value.get("id"), value.get("step")
@@ -305,7 +305,7 @@ class RunView:
         return narrow(self._store, wanted, labels, stop=stop)
 
     def groups(self, wanted: Mapping[str, str], *, offset: int = 0, limit: int = 100) -> dict[str, Any]:
-        """Return groups with the rewards of their members and their spread, the latest first."""
+        """Return groups with the rewards of their members and their spread, latest first."""
         table = self._chosen(wanted, self._labels.read()).table()
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
         rows = (
@@ -317,7 +317,7 @@ class RunView:
         return {"total": rows.num_rows, "rows": _shown(rows.slice(offset, limit))}
 
     def timeline(self, *, step: int | None, split: str, limit: int = 400) -> dict[str, Any]:
-        """Return when each turn of the episodes of a step began, and what it was spent on; of the last step without one."""
+        """Return the start and time use of each turn in a step's episodes; `step` None is the last step."""
         self._store.refresh()
         chosen = self._store.select(step=step, split=split)
         if step is None and len(chosen):
@@ -344,10 +344,10 @@ class RunView:
     def trajectory(
         self, id: str, *, step: int | None, split: str | None, segment: int = 0, start: int = 0, page_size: int = MAX_TOKENS
     ) -> dict[str, Any]:
-        """Return one trajectory: as a conversation and as tokens, `page_size` of a segment, of one from number `start` on.
+        """Return one trajectory as a conversation and as tokens: `page_size` of them, in `segment` from `start`.
 
         Raises:
-            DataError: there is none of this id.
+            DataError: there is no trajectory with this id.
         """
         record = self._store.record(id, step=step, split=split)
         labels = self._labels.read()
@@ -356,10 +356,10 @@ class RunView:
         return {**page, **label._asdict(), "labels": known_labels(labels.values())}
 
     def advantage(self, id: str, *, step: int | None, split: str | None) -> dict[str, Any]:
-        """Return why a trajectory has its advantage: its group and the estimator's formula with the group's numbers.
+        """Explain a trajectory's advantage: return its group, and the estimator's formula with numbers.
 
         Raises:
-            DataError: there is none of this id.
+            DataError: there is no trajectory with this id.
         """
         chosen = self._store.record(id, step=step, split=split)
         group = self._store.select(step=chosen.step, split=chosen.split, group=chosen.group)
@@ -367,7 +367,7 @@ class RunView:
 
     def _tokens(self) -> TokenTexts:
         if self._texts is None or not self._texts.is_known:
-            self._texts = TokenTexts(self.folder)  # a run that has just begun may have none yet
+            self._texts = TokenTexts(self.folder)  # a run that has just begun may not have a tokenizer yet
         return self._texts
 
     def _alarms(self) -> list[dict[str, Any]]:
@@ -379,17 +379,17 @@ class RunView:
 
 
 def _shown(table: pa.Table) -> list[dict[str, Any]]:
-    """Return rows with long texts cut, but for those by which a trajectory is asked for."""
+    """Return rows with long texts cut, except the keys that identify a trajectory."""
     return [{k: v if k in KEY else cut(plain(v)) for k, v in row.items()} for row in table.to_pylist()]
 
 
 def _seconds(timings: Mapping[str, Any]) -> dict[str, float]:
-    """Return the times that are numbers."""
+    """Return the timings whose values are numbers."""
     return {name: known for name, value in timings.items() if (known := as_score(value)) is not None}
 
 
 def _alarm(line: str) -> dict[str, Any]:
-    """Parse a line of alarms.jsonl: a step, a name and a sentence."""
+    """Parse a line of alarms.jsonl: step, name and message."""
     try:
         read = json.loads(line)
     except (ValueError, RecursionError) as problem:

@@ -1,9 +1,10 @@
-"""Token by token: the text of each, and the sentence that says why it was trained or not.
+"""The text of each token, and the reason why it was trained or not.
 
     ids [ 7 301 12 ]  ->  texts [ "Hel" "lo" " ⏎" ]      Every character belongs to one token; a character that several
                                                          tokens share is shown on the one that completes it.
 
-The sentence is about a span, because all tokens of a span have one origin; where weights differ inside it, about the token.
+The reason belongs to a span, because all tokens of a span have the same origin. If weights differ within a span, tokens have
+separate reasons.
 """
 
 from __future__ import annotations
@@ -25,33 +26,33 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 DROPPED = {
     "failed": "the trajectory failed and is left out of the loss",
-    "one_left": "the others of its group failed, so there was nothing to compare it with",
+    "one_left": "all others of its group failed, so there was nothing to compare it with",
     "zero_variance": "every member of its group had the same reward, so there was nothing to learn",
-    "truncated": "the trajectory was truncated, and such ones are left out of the loss",
+    "truncated": "the trajectory was truncated, and truncated ones are left out of the loss",
     "rejected": "the off-policy correction rejected all of its tokens",
-    "not_taken": "its group was not among those that the step trained on",
+    "not_taken": "the step did not train on its group",
 }
-"""`Trained.dropped` -> the text that the viewer shows; any other reason is shown unchanged."""
+"""`Trained.dropped` -> text in the viewer; other reasons are shown unchanged."""
 
 STOPPED = {
-    StopReason.STOP: "the model finished, and nothing answered",
+    StopReason.STOP: "the model finished, and there was no answer",
     StopReason.ENV_DONE: "an interaction, a tool, the environment or the scheduler ended it",
     StopReason.LENGTH: "a completion was cut, at rollout.limits.max_tokens_per_turn or at the max_tokens of the request",
-    StopReason.MAX_TURNS: "no turn is left, of rollout.limits.max_turns or max_user_turns",
-    StopReason.MAX_TOKENS: "no token is left, of rollout.limits.max_tokens",
-    StopReason.CONTEXT_FULL: "the context is full: rollout.limits.max_context, or what the model holds",
-    StopReason.TIMEOUT: "the time of rollout.limits.timeout_s is over",
-    StopReason.ERROR: "it failed, and is left out of the loss",
-    StopReason.ABORTED: "it was cut off, and is left out of the loss",
+    StopReason.MAX_TURNS: "the limit rollout.limits.max_turns or max_user_turns was reached",
+    StopReason.MAX_TOKENS: "the limit rollout.limits.max_tokens was reached",
+    StopReason.CONTEXT_FULL: "the context is full: rollout.limits.max_context, or the model's own limit",
+    StopReason.TIMEOUT: "the limit rollout.limits.timeout_s was reached",
+    StopReason.ERROR: "it failed and is left out of the loss",
+    StopReason.ABORTED: "it was aborted and is left out of the loss",
 }
-"""Why a trajectory ended -> the text that the viewer shows."""
+"""Stop reason -> text in the viewer."""
 
 
 class TokenTexts:
-    """Decodes the tokens of a run with the tokenizer that lies in its folder."""
+    """Decodes a run's tokens with the tokenizer in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Look for the tokenizer of the run in `folder`; without one, tokens are shown as their ids."""
+        """Load the tokenizer of the run in `folder`; without one, tokens are shown as ids."""
         self._tokenizer: Any = None
         checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
         for name in ("tokenizer", *(str(path.relative_to(folder)) for path in checkpoints)):
@@ -65,7 +66,7 @@ class TokenTexts:
 
     def _read(self, file: Path) -> Any:
         if file.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise DataError(f"{file} is larger than {MAX_TOKENIZER_BYTES} bytes, more than a tokenizer has")
+            raise DataError(f"{file} is larger than {MAX_TOKENIZER_BYTES} bytes, the limit for a tokenizer")
         from tokenizers import Tokenizer
 
         try:
@@ -79,7 +80,7 @@ class TokenTexts:
         return self._tokenizer is not None
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; "" for one that only begins a character."""
+        """Return the text of each token; "" for a token that does not complete a character."""
         if self._tokenizer is None:
             return [f"{i} " for i in ids]
         from tokenizers.decoders import DecodeStream
@@ -89,51 +90,51 @@ class TokenTexts:
         for i in ids:
             try:
                 out.append(stream.step(self._tokenizer, int(i)) or "")
-            except Exception:  # bytes that form no text, which the library reports as a plain Exception
+            except Exception:  # for invalid bytes the library raises a plain Exception
                 stream = DecodeStream(skip_special_tokens=False)
                 out.append("\ufffd")
         return out
 
 
 def is_trained(trajectory: Trajectory, trained: Trained, *, split: str) -> bool:
-    """Return whether the trajectory was in a loss at all; which of its tokens were is said by their weights."""
+    """Return whether the trajectory was used in a loss; weights determine which of its tokens."""
     return split.startswith("train") and not trajectory.is_failed and trained.dropped is None
 
 
 def why(trajectory: Trajectory, segment: Segment, span: Span, trained: Trained, *, split: str) -> str:
-    """Return why the tokens of a span were trained or not, in one sentence without its full stop."""
+    """Return why the tokens of a span were trained or not, as a sentence without a full stop."""
     if span.source is SpanSource.PROMPT:
         if segment.parent is not None:
-            return "prompt: this segment continues an edited history, and what it repeats was trained where it was sampled"
-        return "prompt: the task wrote it, and only what the model wrote is trained"
+            return "prompt: this segment continues an edited history; repeated tokens are trained where they were sampled"
+        return "prompt: it comes from the task, and only the model's tokens are trained"
     if span.source is SpanSource.OBSERVATION:
-        return f"observation: {_who_answered(trajectory, span)} wrote it, and only what the model wrote is trained"
+        return f"observation: {_who_answered(trajectory, span)} wrote it, and only the model's tokens are trained"
     if not split.startswith("train"):
-        return "sampled in an evaluation, which trains nothing"
+        return "sampled in an evaluation, which does not train"
     if trajectory.is_failed:
         return f"sampled, not trained: {DROPPED['failed']} ({trajectory.error or trajectory.stop_reason.value})"
     if trained.dropped is not None:
         return f"sampled, not trained: {DROPPED.get(trained.dropped, trained.dropped)}"
     if _is_aside(trajectory, span):
         is_trained = span.weights is None or bool(span.weights.any())
-        reason = f"an aside, of {segment.agent!r}, which is not a turn of the conversation"
+        reason = f"an aside of {segment.agent!r}, which is not a turn of the conversation"
         return f"sampled and trained: {reason}" if is_trained else f"sampled, not trained: {reason}"
     if span.weights is not None and not span.weights.any():
-        return "sampled, not trained: the scheduler gave it the weight 0"
+        return "sampled, not trained: the scheduler set its weight to 0"
     return "sampled and trained"
 
 
 def why_weight(recorded: float, used: float) -> str | None:
-    """Return why one token's weight is not the one its span says; None if it is."""
+    """Return why a token's weight differs from the one in its span; None if it does not."""
     if used == recorded:
         return None
     if used == 0.0:
-        return "sampled, not trained: algorithm.loss_scale left it out"
-    return f"sampled and trained with the weight {used:g}, which algorithm.loss_scale made of {recorded:g}"
+        return "sampled, not trained: algorithm.loss_scale set its weight to 0"
+    return f"sampled and trained with the weight {used:g}; algorithm.loss_scale changed it from {recorded:g}"
 
 
 def _is_aside(trajectory: Trajectory, span: Span) -> bool:
-    """Return whether no turn was sampled into a span: a lookahead, or a completion in another role."""
+    """Return whether a span is not part of a turn: a lookahead, or a completion in another role."""
     if not 0 <= span.turn < len(trajectory.turns):
         return False
     return not any(trajectory.span(ref) is span for ref in trajectory.turns[span.turn].spans)

@@ -1,7 +1,6 @@
-"""One trajectory as its page shows it, as plain data for JSON: a conversation, and tokens with why each counts as it does.
+"""The data of a trajectory's page: the conversation, and the tokens with the reasons for their weights.
 
-Separate from `RunView`, which knows where a run's trajectories are: here is what one of them says. Whatever is long is cut,
-and a number that JSON lacks is a string.
+Long texts are cut, and numbers that JSON cannot represent become strings.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from polyturn.store.schema import StoredTrajectory
 from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, is_trained, why, why_weight
 
 MAX_TOKENS = 20_000
-"""Tokens that a page shows at once."""
+"""Largest number of tokens on a page."""
 MAX_TEXT = 100_000
-"""Characters of one text that a page shows."""
+"""Largest number of characters of a text on a page."""
 
 
 def trajectory_page(
@@ -33,11 +32,11 @@ def trajectory_page(
     """Return the data of a trajectory's page.
 
     Args:
-        record: The trajectory and what training made of it.
-        tokens: The texts of the run's ids.
-        segment: Which segment is not shown from its beginning.
-        start: Its first token that is shown.
-        page_size: Tokens that are shown: of that segment first, then of the others in their order, as long as there is room.
+        record: The trajectory with its training results.
+        tokens: Decodes the run's ids.
+        segment: Index of the segment that starts at `start`; the others start at their beginning.
+        start: Index of the first token to show in that segment.
+        page_size: Number of tokens to show: first of that segment, then of the others in order.
     """
     one = record.trajectory
     pages, left = {}, page_size
@@ -122,7 +121,7 @@ def _segment(record: StoredTrajectory, number: int, tokens: TokenTexts, window: 
 
 
 def _conversation(trajectory: Trajectory) -> Any:
-    """Yield the messages in their order, calls with their results."""
+    """Yield the messages in order, with tool calls and their results."""
     for message in trajectory.task.prompt:
         yield _message(message, turn=-1, results={})
     for number, turn in enumerate(trajectory.turns):
@@ -142,7 +141,7 @@ def _conversation(trajectory: Trajectory) -> Any:
 
 
 def _first_token(trajectory: Trajectory, turn: Turn) -> list[int] | None:
-    """Return the segment and the place in it where what the model said in a turn begins."""
+    """Return [segment, token index] of the first sampled token of a turn."""
     for ref in turn.spans:
         before = trajectory.segments[ref.segment].spans[: ref.span]
         if trajectory.span(ref).source is SpanSource.SAMPLED:
@@ -188,12 +187,12 @@ def _text(content: Any) -> str:
 
 
 def _picture(source: Source) -> str | None:
-    """Return a picture that a page may show: one that is recorded whole; None for files and videos."""
+    """Return a picture as a data URI if it was recorded whole; None for files and videos."""
     return source if isinstance(source, str) and source.startswith("data:image/") else None
 
 
 def plain(value: Any) -> Any:
-    """Return JSON data without the numbers that JSON lacks."""
+    """Return data with numbers that JSON cannot represent replaced."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, dict):
@@ -204,12 +203,12 @@ def plain(value: Any) -> Any:
 
 
 def json_number(value: Any) -> Any:
-    """Return a number for JSON: a string where JSON has none for it."""
+    """Return a number for JSON: a string if JSON cannot represent it."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(values: Any) -> list[Any]:
-    """Return numbers for JSON: None for NaN (nothing there), a string for an infinite one."""
+    """Return numbers for JSON: None for NaN (no value), a string for infinity."""
     return [None if v != v else v if math.isfinite(v) else str(v) for v in values.tolist()]
 
 

@@ -1,9 +1,9 @@
-"""Why a trajectory has the advantage that it has: its group, and its estimator's formula with the group's numbers in it.
+"""Explains a trajectory's advantage: its group, and the estimator's formula with the group's numbers.
 
     rewards 1, 0, 0, 1, grpo   ->   A = (r - mean) / (std + eps) = (1 - 0.5) / (0.5774 + 1e-06) = 0.866
 
-Estimators that look beyond one group, or at single turns, have their formula in symbols; what training recorded stands
-beside it either way, and a sentence says so where the two differ. No code that a run names is loaded for it.
+Estimators that use more than one group, or single turns, have their formula in symbols only. The recorded advantage is shown
+next to the formula, with a note if they differ. The run's own code is never loaded.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from polyturn.viewer.tokens import DROPPED, is_trained
 from polyturn.viewer.trajectory_page import plain
 
 MAX_MEMBERS = 256
-"""Members of a group that are read."""
+"""Largest number of members of a group to read."""
 TOLERANCE = 2e-3
-"""Share by which a recorded advantage, a float32, may differ from the formula's."""
+"""Largest relative difference between a recorded advantage, a float32, and the formula's value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupComparison:
-    """The group that an estimator compares."""
+    """The values of a group that an estimator compares."""
 
     own: float
     rewards_G: NDArray[np.float64]
-    """[G] of the members that did not fail."""
+    """[G] rewards of the members that did not fail."""
     lengths_G: NDArray[np.float64]
-    """[G] their trained tokens."""
+    """[G] numbers of their trained tokens."""
     is_scaled: bool
-    """Whether what is left is divided by the standard deviation."""
+    """Whether the difference is divided by the standard deviation."""
     eps: float
 
     @property
@@ -48,12 +48,12 @@ class GroupComparison:
 
     @property
     def std(self) -> float:
-        """Of the rewards, unbiased; 0 for a single one."""
+        """Unbiased standard deviation of the rewards; 0 for a single member."""
         return float(self.rewards_G.std(ddof=1)) if len(self.rewards_G) > 1 else 0.0
 
 
 class Derivation(NamedTuple):
-    """A formula, in symbols and in numbers, and its value."""
+    """A formula in symbols and in numbers, and its value."""
 
     formula: str
     numbers: str | None = None
@@ -120,12 +120,12 @@ _IN_SYMBOLS = {
 def why_advantage(
     chosen: StoredTrajectory, members: Iterable[StoredTrajectory], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the group of a trajectory, what its advantage was computed from, and how.
+    """Return a trajectory's group, and the inputs and formula of its advantage.
 
     Args:
         chosen: The trajectory.
-        members: Those of its group at its step, itself among them.
-        config: Of the run, as it was written; any part may be missing or wrong.
+        members: The members of its group at its step, including itself.
+        config: The run's configuration; parts may be missing or invalid.
     """
     group = [member for member, _ in zip(members, range(MAX_MEMBERS), strict=False)]
     rows = [_member(member) for member in group]
@@ -153,7 +153,7 @@ def why_advantage(
 
 
 def _estimator(algorithm: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """Return the name of the estimator and its options; in older runs they stand beside each other."""
+    """Return the name of the estimator and its options; in older runs the options are next to the name."""
     estimator = algorithm.get("advantage")
     if isinstance(estimator, Mapping):
         name, options = estimator.get("name"), estimator
@@ -181,25 +181,25 @@ def _derive(
 
 
 def _note(chosen: StoredTrajectory, own: Mapping[str, Any], derivation: Derivation, *, known: bool) -> str:
-    """Return a remark beside the formula; "" if the formula says everything."""
+    """Return a remark on the formula; "" if none is necessary."""
     dropped = chosen.trained.dropped
     if not chosen.split.startswith("train"):
-        return "An evaluation trains nothing, so its trajectories have no advantage."
+        return "Evaluations do not train, so their trajectories have no advantage."
     if own["is_failed"] or own["reward"] is None:
-        return "It failed, and is left out of the loss and of its group's statistics."
+        return "It failed and is left out of the loss and of its group's statistics."
     if dropped is not None:
         return f"It was left out of training: {DROPPED.get(dropped, dropped)}."
     if own["advantage"] is None:
         return "The run recorded no advantage for it."
     if not known:
-        return "The run's configuration does not say which estimator it used."
+        return "The run's configuration does not name its estimator."
     if chosen.trajectory.reward is not None and chosen.trajectory.reward.agents:
-        return "Agents have rewards of their own here: each is compared with the same agent of the other members."
+        return "Each agent has a separate reward, which is compared with the same agent's in the other members."
     value = derivation.value
     if value is not None and not math.isclose(value, own["advantage"], rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         return (
-            "The recorded advantage is another one: it was computed from more than these rewards, such as a penalty on "
-            "single tokens, members that are not recorded, or a value that was set by hand."
+            "The recorded advantage differs: it was computed from more than these rewards, for example from a penalty on "
+            "single tokens, members that are not recorded, or a value set by hand."
         )
     return ""
 
@@ -222,7 +222,7 @@ def _member(record: StoredTrajectory) -> dict[str, Any]:
 
 
 def _weights(record: StoredTrajectory) -> NDArray[np.float32]:
-    """Return [N] the weight in the loss of each sampled token."""
+    """Return [N] the loss weight of each sampled token."""
     if not is_trained(record.trajectory, record.trained, split=record.split):
         return np.zeros(record.trajectory.num_sampled_tokens, np.float32)
     if record.trained.weights is not None:
@@ -232,7 +232,7 @@ def _weights(record: StoredTrajectory) -> NDArray[np.float32]:
 
 
 def _advantages(record: StoredTrajectory) -> NDArray[np.float64]:
-    """Return the recorded advantages of the trained tokens; none where none were recorded."""
+    """Return the recorded advantages of the trained tokens; empty if none were recorded."""
     values, weights = record.trained.advantages, _weights(record)
     if values is None or len(values) != len(weights):
         return np.empty(0)
@@ -241,7 +241,7 @@ def _advantages(record: StoredTrajectory) -> NDArray[np.float64]:
 
 
 def _turns(record: StoredTrajectory) -> list[dict[str, Any]]:
-    """Return for each turn its score and the mean advantage of its trained tokens."""
+    """Return the score of each turn and the mean advantage of its trained tokens."""
     parts = [segment.turn_ids[segment.sampled_mask] for segment in record.trajectory.segments]
     turn_ids, weights = np.concatenate([*parts, np.empty(0, np.int32)]), _weights(record)
     values = record.trained.advantages
@@ -256,7 +256,7 @@ def _turns(record: StoredTrajectory) -> list[dict[str, Any]]:
 
 
 def _parts(chosen: StoredTrajectory, group: Sequence[StoredTrajectory], config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each part of the reward: its value here, its mean in the group, and its weight where the config is known."""
+    """Return each reward component: its value, its mean in the group, and its weight if the config has one."""
     if chosen.trajectory.reward is None:
         return []
     weights = reward_weights(config)

@@ -24,7 +24,7 @@ def test_report_has_the_pages_of_its_runs_and_loads_nothing(page, runs: Path, tm
     page.get_by_role("link", name="<u>evil</u>/0").click()
     playwright.expect(page.locator(".message.user .text")).to_contain_text("<script>window.pwned = 1</script>")
     page.click(".tokens .s-prompt >> nth=3")
-    assert "Prompt: the task wrote it" in page.inner_text(".why")
+    assert "Prompt: it comes from the task" in page.inner_text(".why")
     page.get_by_role("link", name="‹ back").click()
     page.get_by_role("link", name="why?").first.click()
     page.wait_for_selector(".formula")

@@ -31,7 +31,7 @@ def test_visitor_reads_why_a_token_was_masked(page, keep):
     page.click(".tokens .s-observation >> nth=2")
     assert "Observation: the tool calc_gsm8k_reward wrote it" in page.inner_text(".why")
     page.click(".tokens .s-prompt >> nth=2")
-    assert "Prompt: the task wrote it" in page.inner_text(".why")
+    assert "Prompt: it comes from the task" in page.inner_text(".why")
     keep(page, "trajectory")
 
 

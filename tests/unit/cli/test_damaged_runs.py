@@ -91,14 +91,14 @@ def test_run_without_trajectories_names_what_it_has(run: Path):
     assert shown.code == 2 and "has no trajectories" in shown.err and "first step" in shown.err
     (run / "trajectories").rmdir()
     shown = call("show", run)
-    assert shown.code == 2 and "holds no recorded trajectories" in shown.err and "metrics.jsonl" in shown.err
+    assert shown.code == 2 and "has no recorded trajectories" in shown.err and "metrics.jsonl" in shown.err
     assert any("recorded no trajectories" in p for p in RunView(run).problems())
 
 
 def test_empty_and_missing_folders_are_refused(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "not-there"):
-        assert any(said in call("show", folder).err for said in ("holds no recorded trajectories", "there is no folder"))
+        assert any(said in call("show", folder).err for said in ("has no recorded trajectories", "there is no folder"))
         for command in ("show", "view"):
             called = call(command, folder)
             assert called.code == 2 and str(folder) in called.err
@@ -121,7 +121,7 @@ def test_run_being_written_shows_its_whole_lines(run: Path):
 def test_tokens_of_a_trajectory_name_the_origin_of_each_span(run: Path):
     shown = call("show", run, "g1/0", "--tokens")
     assert shown.code == 0, shown.err
-    assert "sampled turn 0" in shown.out and "sampled and trained" in shown.out and "the task wrote it" in shown.out
+    assert "sampled turn 0" in shown.out and "sampled and trained" in shown.out and "it comes from the task" in shown.out
     assert "\x1b" not in shown.out and "[bold]b[/]" in shown.out
     assert "\x1b" not in call("show", run, "g1/0").out
     (run / "tokenizer" / "tokenizer.json").unlink()

@@ -121,7 +121,7 @@ async def test_report_names_damage_and_shows_the_rest(tmp_path: Path):
     (folder / "config.yaml").unlink()
     answers = page_of(tmp_path, folder).answers
     assert "part-00000.parquet was skipped" in answers["runs"][0]["problems"][0]
-    assert answers["runs/0/overview"]["config_problem"] == "it has no config.yaml"
+    assert answers["runs/0/overview"]["config_problem"] == "the run has no config.yaml"
     assert len(answers["runs/0/curves"]["rollout/success"]["y"]) == 3
     (tmp_path / "empty").mkdir()
     refuses(

@@ -55,7 +55,7 @@ def test_killed_run_of_this_machine_died(run: Path):
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=False)
     assert look_at(run) == (False, True, None)
-    assert state(run) == ("died", "its process was killed, or ended without saying why")
+    assert state(run) == ("died", "its process was killed, or ended without a reason")
     (run / ".lock").write_text((run / ".lock").read_text().replace(socket.gethostname(), "node3"))
     assert state(run)[0] == "running", "whether it is gone cannot be asked here"
 

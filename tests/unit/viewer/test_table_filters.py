@@ -138,7 +138,7 @@ def test_selection_is_exported_whole(client: TestClient, run: Path, tmp_path: Pa
 def test_export_has_bounds_and_a_known_format(client: TestClient, monkeypatch: pytest.MonkeyPatch):
     assert client.get("/api/runs/0/export?format=exe").status_code == 422
     monkeypatch.setattr(filters, "MAX_EXPORT", 1)
-    assert "narrow the table" in client.get("/api/runs/0/export").json()["detail"]
+    assert "filter the table" in client.get("/api/runs/0/export").json()["detail"]
 
 
 def test_state_of_a_run_is_read_from_its_files(tmp_path: Path):
