@@ -1,1 +1,1 @@
-"""The numbers of a run: written down, shown, drawn, and watched."""
+"""Records, shows, draws and watches the metrics of a run."""

@@ -1,13 +1,12 @@
-"""Alarms: a few metrics show that training goes wrong, some steps before the reward does.
+"""Alarms: detects from a few metrics that training goes wrong, some steps before the reward shows it.
 
     alarms.feed(31, {"policy/entropy": 0.04, ...})
       ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20 % of ... 0.9: ...")]
 
-One more alarm is absolute: trainer and engine disagree on the log-probabilities of sampled tokens. The position at which the
-disagreement starts shows its cause (`diagnose`).
+One more alarm has an absolute threshold: trainer and engine disagree on the log-probabilities of sampled tokens. The
+position where the disagreement starts indicates the cause (`diagnose`).
 
-Separate and pure: metrics go in, warnings come out, and the run decides what to do with them. A resumed run feeds it the
-metrics that are already recorded.
+The code is pure: metrics go in, alarms come out. A resumed run feeds in the metrics that are already recorded.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmThresholds:
-    """When to warn. "Early" is the median over the first `early_steps` steps of the run."""
+    """Thresholds of the alarms. "Early" is the median over the first `early_steps` steps of the run."""
 
     early_steps: int = 5
     patience: int = 3
-    """An alarm is raised after this many steps in a row past its threshold."""
+    """Number of steps in a row past a threshold that raise an alarm."""
     silent_steps: int = 10
-    """An alarm is raised after this many steps in a row in which all rewards of each group are equal."""
+    """Number of steps in a row with equal rewards in each group that raise an alarm."""
     entropy_share: float = 0.2
-    """Entropy below this share of the early one."""
+    """Alarm if the entropy is below this share of the early entropy."""
     shortest_share: float = 0.3
-    """Sampled tokens per trajectory below this share of the early number."""
+    """Alarm if the sampled tokens per trajectory are below this share of the early number."""
     longest_factor: float = 3.0
-    """Sampled tokens per trajectory above this many times the early number."""
+    """Alarm if the sampled tokens per trajectory are above this multiple of the early number."""
     single_turn: float = 1.05
-    """Mean turns at most this much, in a run whose episodes had at least `multi_turn` turns early."""
+    """Alarm if the mean number of turns is at most this, in a run with at least `multi_turn` early turns."""
     multi_turn: float = 1.5
     tool_errors_rise: float = 0.2
-    """The share of failed tool calls, above the early one by this much."""
+    """Alarm if the share of failed tool calls is above the early share by this much."""
     difference: float = 0.05
-    """Mean |logprob difference| between trainer and engine, in nats; bfloat16 engines stay below a third of it."""
+    """Alarm above this mean |logprob difference| between trainer and engine, in nats; bfloat16 stays below a third."""
     difference_p99: float = 0.5
     """Its 99th percentile."""
     difference_first_token: float = 0.5
-    """Its mean over the first tokens of turns."""
+    """Alarm above this mean difference over the first tokens of turns, in nats."""
     k3: float = 0.01
     """KL(engine || trainer)."""
     difference_large: float = 0.5
-    """A mean difference that no numerics explain."""
+    """Mean difference in nats above which numerics cannot be the cause."""
     growth: float = 3.0
-    """Ratio of the difference behind turn 0, or at the first token of turns, to that elsewhere, if it starts there."""
+    """Smallest ratio of the difference after turn 0, or at turns' first tokens, to that elsewhere, to locate its start."""
 
 
 class Alarm(NamedTuple):
@@ -64,9 +63,9 @@ class _Rule(NamedTuple):
     name: str
     metric: str
     is_past: Callable[[float, float], bool]
-    """(value, early median) -> whether it is past the threshold."""
+    """(value, early median) -> whether the value is past the threshold."""
     what: str
-    """Says what that means; `{early}` is the early median."""
+    """Text with the meaning; `{early}` is the early median."""
     look: str
 
 
@@ -86,16 +85,16 @@ class Alarms:
         self._watches = {rule.name: _Watch() for rule in self._rules}
         self._disagreement: str | None = None
         self._num_idle = 0
-        """Steps in a row in which nothing was trained."""
+        """Number of steps in a row without training."""
         self._num_silent = 0
-        """Steps in a row in which all rewards of each group were equal."""
+        """Number of steps in a row with equal rewards in each group."""
         self._is_silence_known = False
-        """Whether an alarm has reported these."""
+        """Whether an alarm has already reported these steps."""
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Take in the metrics of a step and return the alarms that it raises; each once, until its number has recovered.
+        """Add the metrics of a step and return new alarms; each is raised once, until its metric has recovered.
 
-        A metric that is missing or not finite says nothing in that step.
+        A metric that is missing or not finite is ignored in that step.
         """
         raised = []
         for rule in self._rules:
@@ -114,7 +113,7 @@ class Alarms:
         return raised
 
     def _nothing_trained(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Tell of steps in a row that moved no weight: no group was left, or all advantages were 0."""
+        """Return an alarm for steps in a row without an update: no group was left, or all advantages were 0."""
         kept, moved = metrics.get("buffer/samples_kept"), metrics.get("loss/grad_norm")
         if kept is None and moved is None:
             return []
@@ -135,7 +134,7 @@ class Alarms:
         return [Alarm("nothing_trained", message)]
 
     def _no_signal(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Warn, once, of rewards that never differ within a group, unless an alarm about them has said so."""
+        """Return, once, an alarm for rewards that never differ within a group, unless another alarm has reported it."""
         spread = metrics.get("reward/std")
         if spread is None or not math.isfinite(spread):
             return []
@@ -165,25 +164,25 @@ class Alarms:
 
 
 def _for_a_signal(metrics: Mapping[str, float | None]) -> str:
-    """Return the advice that lets rewards differ within a group."""
+    """Return advice on how to get different rewards within a group."""
     success = metrics.get("rollout/success")
-    read = "read some trajectories and what their rewards are made of"
+    read = "read some trajectories and the components of their rewards"
     if success == 0:
         return (
-            f"{read}. The policy never succeeds: give easier tasks, a warm start (warm_start.conversations), a reward that "
-            "counts part of the way, or a larger train.group_size"
+            f"{read}. The policy never succeeds: use easier tasks, a warm start (warm_start.conversations), a reward with "
+            "partial credit, or a larger train.group_size"
         )
     if success == 1:
-        return f"{read}. The policy always succeeds: give harder tasks, or a reward that tells good answers apart"
-    return f"{read}. Give tasks that the policy solves sometimes, a finer reward, or a larger train.group_size"
+        return f"{read}. The policy always succeeds: use harder tasks, or a reward that distinguishes good answers"
+    return f"{read}. Use tasks that the policy solves sometimes, a finer reward, or a larger train.group_size"
 
 
 def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | None = None) -> Alarm | None:
-    """Say whether trainer and engine disagree on sampled tokens, and what it looks like; None if they agree.
+    """Return an alarm if trainer and engine disagree on sampled tokens, with the likely cause; None if they agree.
 
     Args:
-        metrics: Those of one step, policy/rollout_… and buffer/staleness.
-        thresholds: When to warn.
+        metrics: The metrics policy/rollout_… and buffer/staleness of one step.
+        thresholds: The thresholds.
     """
     t = thresholds or AlarmThresholds()
 
@@ -202,16 +201,17 @@ def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | 
     if behind <= t.difference and first > t.growth * behind:
         return Alarm(
             "disagreement_scaffold",
-            f"{what}: scaffold. It is {first:.3g} at the first token of a turn and {behind:.3g} behind it, so the text that "
-            "opens a turn is not the same on both sides; compare the prompt that the engine gets with the generation prompt "
+            f"{what}: scaffold. The difference is {first:.3g} at the first token of a turn and {behind:.3g} after it, so "
+            "the text that opens a turn differs between the two; compare the engine's prompt with the generation prompt "
             "that `polyturn check` shows",
         )
     if opening <= t.difference and latest > t.growth * opening:
         return Alarm(
             "disagreement_template",
-            f"{what}: template. It is {opening:.3g} in turn 0 and {latest:.3g} later, so later turns are trained in another "
-            "context than they were sampled in: something writes or tokenizes the history anew (a server's template), or "
-            "a KV cache is wrong between turns; send token ids, and check all episodes with rollout.sanity_every: 1",
+            f"{what}: template. The difference is {opening:.3g} in turn 0 and {latest:.3g} later, so later turns are "
+            "trained in another context than they were sampled in: the history is rendered or tokenized again (by a "
+            "server's template), or a KV cache is wrong between turns; send token ids, and check all episodes with "
+            "rollout.sanity_every: 1",
         )
     staleness = number("buffer/staleness")
     if staleness > 0:
@@ -223,13 +223,13 @@ def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | 
     if mean > t.difference_large:
         return Alarm(
             "disagreement_stale",
-            f"{what}: stale weights. It is as large in every turn, as if the engine sampled with other weights than its "
-            "version says; check that the weight update reaches it, and that both start from the same checkpoint",
+            f"{what}: stale weights. The difference is equally large in every turn, as if the engine's weights did not "
+            "match its version; check that the weight update reaches the engine, and that both start from one checkpoint",
         )
     return Alarm(
         "disagreement_numerics",
-        f"{what}: numerics. It is small and the same everywhere, as different kernels, precision or a quantised cache make "
-        "it; give both sides one dtype, or keep algorithm.old_logprobs: trainer",
+        f"{what}: numerics. The difference is small and the same everywhere, as from different kernels, precision or a "
+        "quantised cache; use one dtype for both, or keep algorithm.old_logprobs: trainer",
     )
 
 
@@ -261,14 +261,14 @@ def _rules(t: AlarmThresholds) -> tuple[_Rule, ...]:
             "turns_collapse",
             "rollout/turns",
             lambda value, early: early >= t.multi_turn and value <= t.single_turn,
-            "where the early median was {early}: the model no longer uses its turns",
-            "check that a reward for a late correct answer is left, and look at rollout/tool_calls",
+            "but the early median was {early}: the model no longer uses its turns",
+            "check that late correct answers are still rewarded, and look at rollout/tool_calls",
         ),
         _Rule(
             "tool_errors",
             "rollout/tool_errors",
             lambda value, early: value > early + t.tool_errors_rise,
             f"more than {t.tool_errors_rise:g} above its early median {{early}}: more and more tool calls fail",
-            "look at the errors in the tool results of this step, and whether a tool's server is down",
+            "look at the errors in the tool results of this step, and check whether a tool's server is down",
         ),
     )

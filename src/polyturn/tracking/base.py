@@ -1,11 +1,11 @@
-"""RunTracker: the base class for a tracker of one's own, and the facts about a run that it is told.
+"""RunTracker: the base class of user-defined trackers, and the information about a run that they get.
 
     class Mine(RunTracker):                            tracking: [{name: mine.py:Mine, url: http://...}]
         def __init__(self, run: RunInfo, *, url: str) -> None: ...
         def log(self, step, values): ...
 
-A tracker lives in a thread of its own (`manager.py`): it may be slow, raise or hang, and the run does not notice. All its
-methods, its constructor included, are called from that one thread, so it needs no locks.
+Each tracker has its own thread (`manager.py`), so it may be slow, raise or hang without affecting the run. The constructor
+and all methods are called from that thread, so a tracker needs no locks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyturn.core.printable import printable
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
 MAX_TEXT = 4000
-"""Characters of a conversation in a table of samples."""
+"""Largest number of characters of a conversation in a table of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +31,23 @@ class RunInfo:
     name: str
     folder: Path
     resumed_step: int | None = None
-    """The step that the run goes on from; None for a new run."""
+    """The step after which a resumed run continues; None for a new run."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, for trackers whose settings are there by a standard."""
+    """Environment variables, for trackers that read standard settings from there."""
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved configuration as it lies in the folder, which holds no secrets; {} without one."""
+        """Return the resolved configuration from the folder, which has no secrets; {} if it is missing."""
         path = self.folder / "config.yaml"
         config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
         return config if isinstance(config, dict) else {}
 
     def kept(self, name: str) -> str | None:
-        """Return the value kept under `name` before this run was interrupted; None in a new run."""
+        """Return the value stored with `keep` before this run was interrupted; None in a new run."""
         path = self.folder / "tracking" / name
         return path.read_text(encoding="utf-8").strip() if self.resumed_step is not None and path.is_file() else None
 
     def keep(self, name: str, value: str) -> str:
-        """Keep `value`, such as an id, for when the run is resumed, and return it."""
+        """Store `value`, such as an id, for a resumed run, and return it."""
         path = self.folder / "tracking" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(value + "\n", encoding="utf-8")
@@ -55,7 +55,7 @@ class RunInfo:
 
 
 class Sample(NamedTuple):
-    """A row of the table of sample trajectories."""
+    """One row of the table of sample trajectories."""
 
     step: int
     split: str
@@ -66,20 +66,20 @@ class Sample(NamedTuple):
     tokens: int
     stop: str
     conversation: str
-    """All messages under their roles, cut at `MAX_TEXT` characters. Text of the environment: show it as text."""
+    """All messages with their roles, cut to `MAX_TEXT` characters. The text is untrusted: do not render it as markup."""
 
 
 class RunTracker:
-    """A tracker that does nothing. Inherit it and override what is of interest."""
+    """A tracker that does nothing. Inherit it and override the methods you need."""
 
     def __init__(self, run: RunInfo, **kwargs: Any) -> None:
-        """Open the records of `run`; `kwargs` are the other keys of the entry in `tracking`."""
+        """Start tracking `run`; `kwargs` are the other keys of the entry in `tracking`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of a step: metrics of training, or of an evaluation before or after it."""
+        """Record the metrics of a step: of training, or of an evaluation before or after it."""
 
     def log_samples(self, step: int, split: str, rows: Sequence[Sample]) -> None:
-        """Record some trajectories of a step, the worst and the best among them."""
+        """Record some trajectories of a step, including the worst and the best."""
 
     def log_groups(self, step: int, split: str, groups: Sequence[TrajectoryGroup]) -> None:
         """Record all trajectories of a step."""
@@ -89,7 +89,7 @@ class RunTracker:
 
 
 def samples(step: int, split: str, groups: Sequence[TrajectoryGroup], num: int) -> list[Sample]:
-    """Return `num` trajectories as rows, from the worst reward to the best at even distances; those without one last."""
+    """Return `num` trajectories as rows, evenly spaced from the worst reward to the best; those without one come last."""
     trajectories = [t for g in groups for t in g.trajectories]
     trajectories.sort(key=lambda t: float("inf") if t.reward is None else t.reward.total)
     if len(trajectories) > num:
@@ -113,7 +113,7 @@ def _row(step: int, split: str, trajectory: Trajectory) -> Sample:
 
 
 def conversation(trajectory: Trajectory) -> str:
-    """Return all messages under their roles; where it is long, its beginning and its end."""
+    """Return all messages with their roles; if the text is long, its beginning and end."""
     parts = []
     for message in trajectory.messages:
         calls = "".join(f"\n-> {call.name}({dict(call.arguments)})" for call in message.tool_calls if call.error is None)
@@ -126,6 +126,6 @@ def conversation(trajectory: Trajectory) -> str:
 
 
 def literal(text: str) -> str:
-    """Return text as Markdown that shows it as it is, on one line of a table: no markup or HTML in it has an effect."""
+    """Return text escaped for a cell of a Markdown table, so that markup or HTML in it has no effect."""
     marks = "".join(f"&#{ord(c)};" if c in "&<>|`*_[]()!#\\~" else c for c in text)
     return marks.replace("\r", "").replace("\n", "<br>")

@@ -1,10 +1,9 @@
-"""The terminal's view of a run: one line a step, and how far anything is that takes more than a second or two.
+"""A run's output in the terminal: one line per step, and the progress of anything that takes more than a second or two.
 
     step 12/100  success 0.52  reward 0.61  turns 2.3  cut 4 %  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
     rollout: 120 of 256 (47 %), 33.1/s, eta 4s; 90 generate, 12 call tools
 
-Separate from what is written down: nothing here is read again. Lines go through `logging`; the bar is drawn by rich, in a
-terminal only, and elsewhere progress is a plain line again and again.
+Lines go through `logging`. In a terminal rich draws a progress bar; elsewhere progress is logged as plain lines.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHOWN = (("rollout/success", "success", ".3f"), ("reward/mean", "reward", ".3f"
 
 
 class ConsoleTracker:
-    """Logs one INFO line a step."""
+    """Logs one INFO line per step."""
 
     def __init__(self, total_steps: int | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total_steps
@@ -42,7 +41,7 @@ class ConsoleTracker:
         logger.info("%s", self.line(step, values))
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the line: what of success, reward, turns, speed, loss and evaluations there is, and the time left."""
+        """Return the line, with success, reward, turns, speed, loss and evaluations if available, and the time left."""
         parts = [f"step {step}" + (f"/{self._total}" if self._total is not None else "")]
         parts += [f"{word} {values[name]:{form}}" for name, word, form in _SHOWN if name in values]
         if failed := values.get("buffer/failed_trajectories"):
@@ -65,8 +64,8 @@ class ConsoleTracker:
         """Nothing to close."""
 
     def eta(self, step: int, seconds: float) -> float | None:
-        """Return the seconds left, from the pace since the first step that this process took."""
-        if self._first is None:  # the pace counts from the start of the first step: a warm start says nothing about it
+        """Return the seconds left, from the pace since this process's first step."""
+        if self._first is None:  # measured from the start of the first step, so that a warm start does not count
             self._first = step - 1 if step > 0 else step
             self._start = self._clock() - seconds
         done = step - self._first
@@ -76,9 +75,9 @@ class ConsoleTracker:
 
 
 class Progress:
-    """Shows how far something is: `with Progress("rollout", 256) as bar: ... bar.advance()`.
+    """Shows progress: `with Progress("rollout", 256) as bar: ... bar.advance()`.
 
-    What is shown is shown from a thread, so that it is also there while the one thing to do takes long, such as an import.
+    A thread updates the display, so it also works during a single long operation, such as an import.
     """
 
     def __init__(
@@ -91,16 +90,15 @@ class Progress:
         running: Mapping[EpisodeState, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe what goes on.
+        """Create a progress display.
 
         Args:
-            title: What it is, for instance "rollout".
-            total: How many things there are to do; None when that is not known.
-            console: Where the bar is drawn; by default the console of log lines, which then do not tear it.
-            every_s: A bar appears after this many seconds, and nothing is shown for what takes less; without a terminal, a
-                line is logged this often.
+            title: The name of the work, for instance "rollout".
+            total: Number of items; None if unknown.
+            console: The console for the bar; by default the one of log lines, so that these do not break the bar.
+            every_s: Seconds before a bar appears, so that short work shows none; without a terminal, seconds between lines.
             running: The number of episodes in each state, for the end of the line.
-            clock: Seconds.
+            clock: Returns the time in seconds.
         """
         self.title = title
         self.total = total
@@ -126,7 +124,7 @@ class Progress:
                 self._bar.stop()
 
     def advance(self, num: int = 1) -> None:
-        """Say that `num` more things are done."""
+        """Add `num` finished items."""
         with self._lock:
             self.done += num
             if self._bar is not None:
@@ -166,13 +164,13 @@ class Progress:
 
 
 def stops(*, cut: float, out_of_turns: float) -> list[str]:
-    """Return the shares of episodes that a limit stopped, in words: ["cut 81 %", "out of turns 6 %"]; none below 0.5 %."""
+    """Return the shares of episodes stopped by limits as text: ["cut 81 %", "out of turns 6 %"]; none below 0.5 %."""
     shares = {"cut": cut, "out of turns": out_of_turns}
     return [f"{words} {100 * share:.0f} %" for words, share in shares.items() if share >= 0.005]
 
 
 def states(running: Mapping[EpisodeState, int]) -> str:
-    """Return the number of episodes in each state, in words: "90 generate, 12 call tools, 3 wait for an interaction"."""
+    """Return the number of episodes in each state as text: "90 generate, 12 call tools, 3 wait for an interaction"."""
     return ", ".join(f"{running[state]} {verb}" for state, verb in _VERBS.items() if running.get(state))
 
 
@@ -184,14 +182,14 @@ _VERBS = {
 
 
 def pace_of(per_second: float) -> str:
-    """Return a pace in words that say something: "8.0/s", "1.5/min"; "" where there is none yet."""
+    """Return a pace with a suitable unit: "8.0/s", "1.5/min"; "" for 0."""
     if per_second <= 0:
         return ""
     return f"{per_second:.1f}/s" if per_second >= 0.1 else f"{60 * per_second:.1f}/min"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as a person says them: 8.2 -> "8s", 272 -> "4m32s", 4000 -> "1h06m"."""
+    """Return a duration as text: 8.2 -> "8s", 272 -> "4m32s", 4000 -> "1h06m"."""
     whole = round(max(0.0, seconds))
     if whole < 60:
         return f"{whole}s"

@@ -1,11 +1,11 @@
-"""A folder of `<step>.jsonl`: the trajectories of a step as text, one object a line, for scripts and for eyes.
+"""Writes the trajectories of each step as text to `<step>.jsonl`, one object per line, for scripts and people.
 
     {"input": "…", "output": "…", "gts": "72", "score": 1.0, "step": 7, "acc": 1.0, "request_id": "g3/0",
      "messages": [{"role": "user", …}, …], "turns": [{"index": 0, "text": "…", "score": 0.0, "observation": […]}, …]}
 
-`input` and `output` are decoded tokens without special ones, in which roles cannot be seen; `messages` and `turns` have
-them. A key that a reward function returned keeps its name, also where it is one of those that are added here. A step that
-is taken again overwrites its file, which is written whole or not at all.
+`input` and `output` are decoded tokens without special tokens, so they do not show roles; `messages` and `turns` do. A key
+that a reward function returned keeps its name and overrides a key added here, except those of `FIXED`. A repeated step
+overwrites its file, which is written atomically.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from polyturn.core.serde import to_json
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
 
 FIXED = ("input", "output", "gts", "score", "step")
-"""Keys that mean the same in every dump, whatever a reward function returns."""
+"""Keys that a reward function cannot override."""
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, without special tokens."""
+"""Token ids -> text without special tokens."""
 
 
 class TrajectoryDump:
-    """Writes one file a step."""
+    """Writes one file per step."""
 
     def __init__(self, folder: Path, decode: Decode) -> None:
         self.folder = folder
@@ -41,15 +41,17 @@ class TrajectoryDump:
 
         Args:
             step: The step.
-            groups: Its groups.
-            name: A folder within the folder, for instance one for each of several evaluation sets.
+            groups: The groups of the step.
+            name: A subfolder, for instance one per evaluation set.
         """
         pairs = [(g, t) for g in groups for t in g.trajectories]
         extras = sorted({key for _, t in pairs if t.reward is not None for key in t.reward.info})
         path = self.folder / name / f"{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:  # half a pair as JSON writes it
+        with temporary.open(
+            "w", encoding="utf-8", errors="backslashreplace"
+        ) as file:  # lone surrogates are written as JSON escapes
             for group, trajectory in pairs:
                 info = {} if trajectory.reward is None else trajectory.reward.info
                 own = {**self._record(group, trajectory), "step": step}
@@ -81,7 +83,7 @@ class TrajectoryDump:
         }
 
     def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
-        """Return the prompt, and what followed it; a rewritten history adds what followed there."""
+        """Return the prompt and the text after it, including that of rewritten histories."""
         prompt_text, replies = "", []
         for number, segment in enumerate(trajectory.segments):
             ids, sampled = segment.token_ids, segment.sampled_mask
@@ -105,7 +107,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: numbers that are not finite become null."""
+    """Return `value` for JSON: numbers that are not finite become null."""
     if isinstance(value, np.generic | np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, float):

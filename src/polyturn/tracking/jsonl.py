@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: the numbers of a run, written down as they come and readable by anything.
+"""Writes `metrics.jsonl`, the metrics of a run.
 
     {"step": 12, "rollout/success": 0.52, "policy/entropy": 1.31, "loss/total": null}
 
-Separate because it is always on, whatever else records a run. A line is flushed when it is written, so a crash costs at
-most half a line; numbers that are not finite become null, which every JSON reader accepts.
+This tracker is always on. Each line is flushed, so a crash loses at most the last line. Numbers that are not finite become
+null, which every JSON reader accepts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from polyturn.core.metrics_file import read_metrics as read_metrics
 
 
 class JsonlTracker:
-    """Appends one line for every `log`."""
+    """Appends one line per `log` call."""
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """Open `path`.
 
         Args:
-            path: The file; its folder is made.
-            resumed_step: The step that a resumed run goes on from: later steps in the file are dropped, because they are
-                taken again. None starts a new file; one that is there already is kept under another name.
+            path: The file; its folder is created if missing.
+            resumed_step: The step after which a resumed run continues; later steps are removed from the file, because the
+                run repeats them. None starts a new file and renames an existing one.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -39,7 +39,7 @@ class JsonlTracker:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of one step; several calls for one step are several lines, which `read_metrics` joins."""
+        """Write the metrics of a step. Several calls for one step write several lines, which `read_metrics` merges."""
         line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

@@ -1,11 +1,11 @@
-"""LiveStatus: the state of a run, pinned to the bottom of a terminal or of a notebook's cell; log lines scroll above it.
+"""LiveStatus: shows the state of a run at the bottom of a terminal or notebook cell, while log lines scroll above.
 
     ── step 12/100 ━━━━━╸────────────────────── 12 %  eta 4m32s ──
     success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  8,120 tokens/s  turns 2.30  tool errors 1.2 %
     rollout 120 of 256, 33.1/s; 90 generate, 12 call tools        or: training 12s
 
-Separate from the lines, which are what stays: this is drawn over and over, and gone when the run ends. It shares the
-console of the log lines, so that neither tears the other.
+It is redrawn all the time and removed when the run ends. It shares the console of the log lines, so that they do not break
+each other.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from polyturn.tracking.console import duration, pace_of, states
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 24
-"""Steps that a small curve shows."""
+"""Number of steps in a sparkline."""
 
 
 class LiveStatus:
-    """Shows a run until `stop`; nothing before the first `step` or `phase`."""
+    """Shows a run from the first `step` or `begin` until `stop`."""
 
     def __init__(
         self, total_steps: int, console: Console, *, per_second: float = 2.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Describe the run.
+        """Create the display of a run.
 
         Args:
-            total_steps: How many steps it takes.
-            console: A terminal or a notebook's, the one that log lines go to.
-            per_second: How often it is drawn.
-            clock: Seconds.
+            total_steps: Number of steps of the run.
+            console: The console of the log lines, of a terminal or a notebook.
+            per_second: Number of redraws per second.
+            clock: Returns the time in seconds.
         """
         self._total = total_steps
         self._clock = clock
@@ -56,7 +56,7 @@ class LiveStatus:
         self._done, self._began = 0, 0.0
         self._of: int | None = 0
         self.running: Mapping[EpisodeState, int] = {}
-        """Number of episodes in each state, read whenever it is drawn."""
+        """Number of episodes in each state, read at each redraw."""
         if console.is_jupyter:
             self._live: Live | NotebookPicture = NotebookPicture(self.picture, seconds=1 / per_second, clock=clock)
             return
@@ -65,11 +65,11 @@ class LiveStatus:
             console=console,
             refresh_per_second=per_second,
             transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # else what goes into a pipe would be drawn on the terminal
+            redirect_stdout=sys.stdout.isatty(),  # otherwise text for a pipe would appear on the terminal
         )
 
     def step(self, step: int, values: Mapping[str, float], *, eta: str) -> None:
-        """Show the numbers of a step."""
+        """Show the metrics of a step."""
         with self._lock:
             self._step, self._eta = step, eta
             self._values |= values
@@ -80,13 +80,13 @@ class LiveStatus:
         self._live.start()
 
     def begin(self, phase: str, total: int | None) -> None:
-        """Show that a phase has begun; `total` is how many things it does, None where it does not count them."""
+        """Show the beginning of a phase with `total` items; None if it has no count."""
         with self._lock:
             self._phase, self._done, self._of, self._began = phase, 0, total, self._clock()
         self._live.start()
 
     def advance(self, phase: str, total: int) -> None:
-        """Show that one more thing of a phase, for instance an episode of the rollout, is done."""
+        """Show one more finished item of a phase, for instance an episode of the rollout."""
         with self._lock:
             if phase != self._phase:
                 self._phase, self._done, self._began = phase, 0, self._clock()
@@ -94,12 +94,12 @@ class LiveStatus:
         self._live.start()
 
     def end_phase(self) -> None:
-        """Say that the phase is over, and the numbers are being worked on."""
+        """Show that the phase has ended."""
         with self._lock:
             self._phase = ""
 
     def stop(self) -> None:
-        """Take it off the screen."""
+        """Remove the display."""
         self._live.stop()
 
     def picture(self) -> RenderableType:
@@ -134,22 +134,22 @@ class LiveStatus:
         if "rollout/turns" in values:
             parts.append(f"turns {values['rollout/turns']:.2f}")
         errors = values.get("rollout/tool_errors")
-        if errors is not None and errors == errors:  # it is NaN in a step without calls
+        if errors is not None and errors == errors:  # NaN in a step without calls
             parts.append(f"tool errors {100 * errors:.1f} %")
         return parts
 
 
 class NotebookPicture:
-    """Draws a picture in the cell that runs, each over the one before; rich's own way needs widgets in the notebook."""
+    """Redraws a picture in the running notebook cell, without the widgets that rich's own display needs."""
 
     def __init__(self, picture: Callable[[], RenderableType], *, seconds: float, clock: Callable[[], float]) -> None:
-        """Take what is drawn, and how many seconds lie between two pictures at least."""
+        """Create a display; `seconds` is the shortest time between two redraws."""
         self._picture, self._seconds, self._clock = picture, seconds, clock
         self._handle: Any = None
         self._drawn = 0.0
 
     def start(self) -> None:
-        """Draw the picture, unless the one that is there is younger than that."""
+        """Draw the picture, unless the last one is more recent than `seconds`."""
         from IPython.display import HTML, display
 
         if self._handle is not None and self._clock() - self._drawn < self._seconds:
@@ -164,7 +164,7 @@ class NotebookPicture:
             self._handle.update(html)
 
     def stop(self) -> None:
-        """Take it out of the cell."""
+        """Remove the picture from the cell."""
         if self._handle is not None:
             from IPython.display import HTML
 
@@ -173,7 +173,7 @@ class NotebookPicture:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return values as a small curve: [0, 0.5, 1] -> "▁▅█"; "" for fewer than two."""
+    """Return values as a sparkline: [0, 0.5, 1] -> "▁▅█"; "" for fewer than two."""
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)

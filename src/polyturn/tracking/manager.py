@@ -1,10 +1,10 @@
-"""Trackers: pass the numbers of a run on to other programs, whose failures do not affect the run.
+"""Trackers: passes the metrics of a run on to trackers, whose failures do not affect the run.
 
-    run ──► queue of 64 ──► thread ──► tensorboard           a tracker that raises:  said once, counted, tried again
-        └─► queue of 64 ──► thread ──► wandb                 that hangs:             its queue fills, the rest is counted
+    run ──► queue of 64 ──► thread ──► tensorboard           a tracker that raises:  one warning, counted, tried again
+        └─► queue of 64 ──► thread ──► wandb                 one that hangs:         its queue fills, the rest is counted
 
-One thread a tracker, daemons all: `log` never waits, and `close` waits a bounded time. The run itself writes
-`metrics.jsonl`, so the numbers are on disk in any case.
+Each tracker has a daemon thread. `log` never waits, and `close` waits for a limited time. The run itself writes
+`metrics.jsonl`, so the metrics are on disk in any case.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from polyturn.tracking.base import RunInfo, RunTracker, samples
 logger = logging.getLogger(__name__)
 
 trackers: Registry[Callable[..., Tracker]] = Registry("trackers")
-"""Trackers by name; a plug-in registers its own, or is named as `file.py:Class`."""
+"""Name -> tracker; a plug-in registers its own, or a configuration names it as `file.py:Class`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerSpec:
-    """One tracker of a run, known to exist and to take its arguments; made when the run begins."""
+    """One tracker of a run, with checked arguments; created when the run begins."""
 
     name: str
     make: Callable[..., Tracker]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     samples: int = 4
-    """Trajectories of a step in its table of samples."""
+    """Number of trajectories of a step in the table of samples."""
 
 
 def tracker_spec(name: NameOrObject, *, samples: int = 4, base: Path | None = None, **kwargs: Any) -> TrackerSpec:
@@ -49,12 +49,12 @@ def tracker_spec(name: NameOrObject, *, samples: int = 4, base: Path | None = No
 
     Args:
         name: A known or registered name, `package.module:Class` or `file.py:Class`.
-        samples: Trajectories of a step in its table of samples.
-        base: The folder that relative file paths start from.
-        **kwargs: Passed to its constructor.
+        samples: Number of trajectories of a step in the table of samples.
+        base: The folder that relative file paths are resolved against.
+        **kwargs: Arguments of the tracker's constructor.
 
     Raises:
-        ConfigError: there is none of this name, its library is not installed, or it does not take these arguments.
+        ConfigError: the name is unknown, its library is not installed, or it does not take these arguments.
     """
     make = trackers.resolve(name, base=base, key="tracking")
     if not callable(make):
@@ -74,13 +74,13 @@ class Trackers:
     """The trackers of a run."""
 
     def __init__(self, specs: Sequence[TrackerSpec], run: RunInfo, *, queue_size: int = 64, close_s: float = 15.0) -> None:
-        """Describe them; threads start with the first record.
+        """Create the trackers; threads start with the first record.
 
         Args:
             specs: The trackers.
             run: The run.
-            queue_size: Records that wait for a slow tracker at most; further ones are lost to it, and counted.
-            close_s: How long `close` waits for all of them together.
+            queue_size: Largest number of records waiting for a tracker; further ones are dropped and counted.
+            close_s: Seconds that `close` waits for all trackers together.
         """
         self._run = run
         self._close_s = close_s
@@ -88,21 +88,21 @@ class Trackers:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Tracker -> records that it did not take."""
+        """Tracker -> number of lost records."""
         return {sender.name: sender.num_lost for sender in self._senders}
 
     def resume(self, step: int) -> None:
-        """Say, before the first record, that the run goes on after `step`."""
+        """Set the step after which the run continues; call it before the first record."""
         self._run = replace(self._run, resumed_step=step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the numbers of a step on."""
+        """Pass on the metrics of a step."""
         kept = dict(values)
         for sender in self._senders:
             sender.put(self._run, lambda tracker, sender: tracker.log(step, kept))
 
     def record(self, step: int, split: str, groups: Sequence[TrajectoryGroup]) -> None:
-        """Pass the trajectories of a step on, to those that inherit `RunTracker`."""
+        """Pass on the trajectories of a step, to trackers that inherit `RunTracker`."""
 
         def send(tracker: Tracker, sender: _Sender) -> None:
             if isinstance(tracker, RunTracker):
@@ -115,7 +115,7 @@ class Trackers:
             sender.put(self._run, send)
 
     def close(self) -> None:
-        """Let them finish, for a bounded time, and say what was lost."""
+        """Wait for a limited time until the trackers have finished, and log losses."""
         until = time.monotonic() + self._close_s
         for sender in self._senders:
             sender.end()
@@ -146,12 +146,12 @@ class _Sender:
         try:
             self._queue.put_nowait(work)
         except queue.Full:
-            self._lose("it does not keep up, so what it has no room for is left out")
+            self._lose("it is too slow, so records are dropped")
 
     def end(self) -> None:
         self._is_ending.set()
         if self._thread is not None:
-            with contextlib.suppress(queue.Full):  # the event ends it once the queue is empty
+            with contextlib.suppress(queue.Full):  # the event ends the thread when the queue is empty
                 self._queue.put_nowait(None)
 
     def join(self, seconds: float) -> None:
@@ -159,9 +159,7 @@ class _Sender:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            logger.warning(
-                "tracking: %s did not finish in time and was left behind; metrics.jsonl has everything", self.name
-            )
+            logger.warning("tracking: %s did not finish in time and was abandoned; metrics.jsonl has everything", self.name)
         if self.num_lost:
             logger.warning("tracking: %s lost %d records; metrics.jsonl has everything", self.name, self.num_lost)
 
@@ -200,4 +198,4 @@ class _Sender:
     def _say(self, why: str) -> None:
         if not self._has_said:
             self._has_said = True
-            logger.warning("tracking: %s fails: %s. The run goes on, and metrics.jsonl has everything", self.name, why)
+            logger.warning("tracking: %s fails: %s. The run continues, and metrics.jsonl has everything", self.name, why)

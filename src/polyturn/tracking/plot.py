@@ -1,6 +1,6 @@
-"""Curves of runs as pictures, drawn from their `metrics.jsonl`: the learning curve of one, or metrics of several.
+"""Draws pictures from `metrics.jsonl`: the learning curve of one run, or metrics of several runs.
 
-Separate because only this file needs matplotlib, which is imported when it is called and never opens a window.
+matplotlib is imported on use, and never opens a window.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PANELS = {
 }
 """Panel of a learning curve -> its metrics; * stands for any part."""
 MAX_MARKED = 30
-"""Points of a curve that are marked each."""
+"""Largest number of points of a curve with markers."""
 Curves = Mapping[str, list[tuple[int, float]]]
 """Name -> (step, value)."""
 Steps = Sequence[Mapping[str, Any]]
@@ -36,14 +36,14 @@ def plot_learning_curve(metrics: Path, out: Path, *, title: str = "") -> Path:
     Args:
         metrics: The `metrics.jsonl` of a run.
         out: The PNG to write.
-        title: Written above the panels.
+        title: The title above the panels.
 
     Returns:
         `out`.
 
     Raises:
         ConfigError: matplotlib is not installed.
-        DataError: the metrics are missing, or hold no step.
+        DataError: the metrics are missing, or have no step.
     """
     steps = _steps(metrics)
     figure = _figure((11, 7))
@@ -59,25 +59,25 @@ def plot_learning_curve(metrics: Path, out: Path, *, title: str = "") -> Path:
 
 
 def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Path:
-    """Draw a panel for each metric, with a curve for each run.
+    """Draw one panel per metric, with a curve per run.
 
     Args:
         runs: Folders of runs.
-        metrics: Names of metrics, in which * stands for any part.
-        out: The picture, in the format that its ending names.
+        metrics: Names of metrics; * matches any part.
+        out: The picture; the ending determines its format.
 
     Returns:
         `out`.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the ending.
-        DataError: a run has no metrics, or no run has one of these.
+        ConfigError: matplotlib is not installed, or does not support the ending.
+        DataError: a run has no metrics, or no run has one of the named metrics.
     """
     figure = _figure((9, 3.4 * len(metrics) + 0.4))
     steps_of: dict[str, Steps] = {}
     for run in runs:
         if not run.is_dir():
-            raise DataError(f"there is no folder {str(run)!r}; name a run's folder")
+            raise DataError(f"there is no folder {str(run)!r}; use a run's folder")
         steps_of[str(run) if run.resolve().name in steps_of else run.resolve().name] = _steps(run / "metrics.jsonl")
     for axes, pattern in zip(figure.subplots(len(metrics), 1, squeeze=False).flat, metrics, strict=True):
         panel: dict[str, list[tuple[int, float]]] = {}
@@ -93,7 +93,7 @@ def plot_metrics(runs: Sequence[Path], metrics: Sequence[str], out: Path) -> Pat
 
 
 def curves(steps: Steps, *patterns: str) -> Curves:
-    """Return the points of each metric that matches: {"eval/greedy/success": [(0, 0.31), (10, 0.5)], …}."""
+    """Return the points of each matching metric: {"eval/greedy/success": [(0, 0.31), (10, 0.5)], …}."""
     names = sorted({name for step in steps for name, value in step.items() if value is not None} - {"step"})
     matching = [name for pattern in patterns for name in names if fnmatch.fnmatchcase(name, pattern)]
     return {name: [(step["step"], step[name]) for step in steps if step.get(name) is not None] for name in matching}
@@ -101,7 +101,7 @@ def curves(steps: Steps, *patterns: str) -> Curves:
 
 def _steps(path: Path) -> Steps:
     if not (steps := read_metrics(path)):
-        raise DataError(f"there is no step in {path}; a curve needs a run that logged at least one")
+        raise DataError(f"{path} has no steps; a curve needs a run that logged at least one")
     return steps
 
 
@@ -134,5 +134,5 @@ def _save(figure: Any, out: Path) -> Path:
     try:
         figure.savefig(out, dpi=110)
     except ValueError as problem:
-        raise ConfigError(f"the picture cannot be written to {out} ({problem}); name a .png, .svg or .pdf file") from problem
+        raise ConfigError(f"the picture cannot be written to {out} ({problem}); use a .png, .svg or .pdf file") from problem
     return out

@@ -1,9 +1,7 @@
-"""Alarms about plug-ins: trajectories that failed, and tools of which every call fails, by reason and line of code.
+"""Alarms about plug-ins: failed trajectories, and tools whose calls all fail, with reasons and lines of code.
 
-    step 3: 7 of 8 trajectories failed and are in no loss; 7 times: InteractionError: interaction 'tutor': generate_response
-    raised ZeroDivisionError: division by zero (tutor.py, line 12)
-
-Separate from the alarms over metrics because the reasons stand in the trajectories alone.
+step 3: 7 of 8 trajectories failed and are left out of the loss; 7 times: InteractionError: interaction 'tutor':
+generate_response raised ZeroDivisionError: division by zero (tutor.py, line 12)
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ from polyturn.core.trajectory import RAISED_AT, ToolResult, TrajectoryGroup
 from polyturn.tracking.alarms import Alarm
 
 MAX_FAILED = 0.1
-"""The share of a step's trajectories that may fail without an alarm."""
+"""Largest share of failed trajectories in a step without an alarm."""
 MIN_CALLS = 8
-"""So many calls of a tool, and all of them failed, are an alarm."""
+"""Number of failed calls of a tool in a row that raise an alarm."""
 MODELS_OWN = ("unknown_tool", "bad_json", "schema", "skipped")
-"""Kinds of failed calls that reached no tool."""
+"""Kinds of failed calls that did not reach a tool."""
 
 
 @dataclass(slots=True)
 class _Tool:
     num_failed: int = 0
-    """Calls in a row."""
+    """Number of failed calls in a row."""
     is_raised: bool = False
 
 
@@ -39,7 +37,7 @@ class PluginAlarms:
         self._is_raised = False
 
     def feed(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:
-        """Take in the trajectories of a step and return the alarms that they raise; each once, until it is over."""
+        """Add the trajectories of a step and return new alarms; each is raised once, until the failures have stopped."""
         return [*self._failures(step, groups), *self._calls(step, groups)]
 
     def _failures(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:
@@ -49,7 +47,7 @@ class PluginAlarms:
         if was_raised or not self._is_raised:
             return []
         reasons = Counter((t.error or t.stop_reason.value).replace(t.id, "…") for t in failed)
-        share = f"{len(failed)} of {len(trajectories)} trajectories failed and are in no loss"
+        share = f"{len(failed)} of {len(trajectories)} trajectories failed and are left out of the loss"
         message = f"{share}; {most_common(reasons, 3)}"
         return [Alarm("failed_trajectories", f"step {step}: {message}")]
 

@@ -1,9 +1,9 @@
-"""The load of the machine while a run trains: processors, memory and GPUs, sampled in a thread beside the run.
+"""Samples the machine's load during a run in a thread: processors, memory and GPUs.
 
     system/cpu_share 0.93   system/memory_share 0.41   system/process_gb 3.2   system/gpu0/busy_share 0.97
 
-psutil reads processors and memory, NVML the GPUs where its Python package (`nvidia-ml-py`) and a driver are installed. A
-number that a GPU does not report is left out. Processors and power are means over a step, memory is its peak.
+psutil reads processors and memory. NVML reads the GPUs if its Python package (`nvidia-ml-py`) and a driver are installed;
+values that a GPU does not report are left out. Processors and power are means over a step, memory is its peak.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import psutil
 logger = logging.getLogger(__name__)
 
 EVERY_S = 2.0
-"""Seconds between two looks; one costs less than a millisecond."""
+"""Seconds between two samples; one takes less than a millisecond."""
 _PEAKS = ("memory_share", "process_gb")
-"""Of what the largest value of a step counts."""
+"""Metrics that report the largest value of a step instead of the mean."""
 Readings = dict[str, float]
 
 
 class SystemSampler:
-    """Looks at the machine from `__enter__` to `__exit__`."""
+    """Samples the machine from `__enter__` to `__exit__`."""
 
     def __init__(self, *, every_s: float = EVERY_S, machine: Any = psutil, nvml: Callable[[], Any] | None = None) -> None:
-        """Describe the machine.
+        """Create a sampler.
 
         Args:
-            every_s: Seconds between two looks.
+            every_s: Seconds between two samples.
             machine: The module `psutil`, or an object with its functions.
-            nvml: Gives the module `pynvml`, started; by default the installed one.
+            nvml: Returns the initialized module `pynvml`; by default the installed one.
         """
         self._every_s = every_s
         self._machine = machine
         self._process = machine.Process()
-        machine.cpu_percent()  # the next call counts from here
+        machine.cpu_percent()  # the next call measures from here
         self._nvml = nvml or _installed_nvml
         self._gpus: _Gpus | None = None
         self._lock = threading.Lock()
@@ -55,24 +55,24 @@ class SystemSampler:
         self._is_over.set()
 
     def read(self) -> Readings:
-        """Return the metrics since the last call; none of what was not looked at since."""
+        """Return the metrics since the last call, without those that have not been sampled since."""
         with self._lock:
             seen, self._seen = self._seen, {}
         return {name: max(of) if name.endswith(_PEAKS) else sum(of) / len(of) for name, of in seen.items()}
 
     def look(self) -> None:
-        """Add one reading of the machine; the sampler's thread does so every `every_s` seconds."""
+        """Take one sample; the sampler's thread does this every `every_s` seconds."""
         readings = self._host() | ({} if self._gpus is None else self._gpus.read())
         with self._lock:
             for name, value in readings.items():
                 self._seen.setdefault(f"system/{name}", []).append(value)
 
     def find_gpus(self) -> None:
-        """Look for GPUs, whose numbers each later reading has."""
+        """Find the GPUs, which later samples include."""
         try:
             self._gpus = _Gpus(self._nvml())
-        except Exception as problem:  # no package, no driver, no permission: a run needs none of them
-            logger.debug("GPUs are not looked at: %s", problem)
+        except Exception as problem:  # package, driver or permission may be missing; GPU metrics are optional
+            logger.debug("GPUs are not sampled: %s", problem)
 
     def _host(self) -> Readings:
         memory = self._machine.virtual_memory()
@@ -103,8 +103,8 @@ class _Gpus:
             for name, ask in _OF_GPU.items():
                 try:
                     readings[f"gpu{number}/{name}"] = ask(self._nvml, handle)
-                except self._nvml.NVMLError as problem:  # a GPU that is shared out tells less
-                    logger.debug("GPU %d does not tell %s: %s", number, name, problem)
+                except self._nvml.NVMLError as problem:  # a partitioned GPU reports less
+                    logger.debug("GPU %d does not report %s: %s", number, name, problem)
         return readings
 
 

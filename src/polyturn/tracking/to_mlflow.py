@@ -2,7 +2,7 @@
 
     tracking: [{name: mlflow, uri: sqlite:///runs/mlflow.db, experiment: arithmetic}]
 
-Everything goes through a client of its own, because MLflow's module-level functions keep a run for each thread.
+It uses a separate client, because MLflow's module-level functions keep a current run per thread.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mlflow.entities import Metric, Param
 from polyturn.tracking.base import RunInfo, RunTracker, Sample
 
 BATCH = 500
-"""Metrics of one request; servers refuse more than a thousand."""
+"""Largest number of metrics in one request; servers refuse more than a thousand."""
 MAX_PARAM = 500
-"""Characters of a parameter; longer ones are cut."""
+"""Largest number of characters of a parameter; longer ones are cut."""
 
 
 class MlflowTracker(RunTracker):
     """Logs to a run of MLflow."""
 
     def __init__(self, run: RunInfo, *, uri: str | None = None, experiment: str = "polyturn") -> None:
-        """Begin the run there, or go on with it.
+        """Create the run in MLflow, or continue it.
 
         Args:
             run: The run.
             uri: A server's address, or sqlite:///FILE; MLFLOW_TRACKING_URI by default.
-            experiment: The experiment, which is made if it is not there.
+            experiment: The experiment; created if missing.
         """
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(experiment)
@@ -52,7 +52,7 @@ class MlflowTracker(RunTracker):
             self._client.log_batch(self._id, metrics=points[start : start + BATCH])
 
     def log_samples(self, step: int, split: str, rows: Sequence[Sample]) -> None:
-        """Keep the trajectories as a table."""
+        """Log the trajectories as a table."""
         data: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(Sample._fields)}
         self._client.log_table(self._id, data, f"samples/{split.replace('/', '_')}.json")
 

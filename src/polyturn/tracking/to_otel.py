@@ -1,12 +1,12 @@
-"""OpenTelemetry: a span for every episode, its turns, and what each of them waited for.
+"""OpenTelemetry: spans for every episode, its turns, and the requests and calls of each turn.
 
     episode g5/2 ─┬─ turn 0 ─┬─ chat                    gen_ai.operation.name, gen_ai.usage.output_tokens
                   │          └─ execute_tool search     gen_ai.tool.name, error.type
                   └─ turn 1 ─── interaction gsm8k
 
-Made from the records of a step, with the times that are in them, so the rollout itself carries no instrument. Where spans
-go is what OTEL_TRACES_EXPORTER (console, otlp, none) and the OTEL_EXPORTER_OTLP_ variables say. Calls of a turn that ran
-side by side begin together.
+The spans are created from the recorded times of a step, so the rollout itself is not instrumented. OTEL_TRACES_EXPORTER
+(console, otlp, none) and the OTEL_EXPORTER_OTLP_ variables determine the destination. Concurrent calls of a turn begin at
+the same time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class OtelTracker(RunTracker):
 
         Args:
             run: The run.
-            exporter: console, otlp, another installed one, several with commas, or none; OTEL_TRACES_EXPORTER by
-                default, and otlp without it.
+            exporter: console, otlp, another installed exporter, several separated by commas, or none. The default is
+                OTEL_TRACES_EXPORTER, or otlp if that is not set.
 
         Raises:
             ConfigError: an exporter is not installed.
@@ -57,7 +57,7 @@ class OtelTracker(RunTracker):
         self._provider.force_flush(10_000)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
@@ -69,7 +69,7 @@ def _exporter(name: str, run: RunInfo) -> SpanExporter:
     exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
     if where not in exporters:
         raise ConfigError(
-            f"the span exporter {name!r} is not installed (there are {', '.join(sorted(exporters))}); otlp comes with "
+            f"the span exporter {name!r} is not installed (installed: {', '.join(sorted(exporters))}); otlp is part of "
             "opentelemetry-exporter-otlp-proto-http"
         )
     exporter: SpanExporter = exporters[where].load()()

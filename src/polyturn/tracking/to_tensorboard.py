@@ -1,6 +1,6 @@
 """TensorBoard: curves and a text table of sample trajectories, in event files under `<run>/tensorboard`.
 
-Written with TensorBoard's own writer, so torch is not needed. Look at it with `tensorboard --logdir runs`.
+It uses TensorBoard's own writer, so torch is not needed. View the files with `tensorboard --logdir runs`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TensorBoardTracker(RunTracker):
 
         Args:
             run: The run.
-            folder: Where its event files go; `<run>/tensorboard` by default.
+            folder: The folder for event files; `<run>/tensorboard` by default.
         """
         self._writer = EventFileWriter(str(run.folder / "tensorboard" if folder is None else Path(folder) / run.name))
-        if run.resumed_step is not None:  # events of later steps, which are taken again, are hidden by this one
+        if run.resumed_step is not None:  # hides the events of later steps, which the run repeats
             begun = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=run.resumed_step + 1, session_log=begun))
 

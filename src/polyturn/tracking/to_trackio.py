@@ -13,12 +13,12 @@ class TrackioTracker(RunTracker):
     """Logs to trackio's local database, in TRACKIO_DIR or its default place."""
 
     def __init__(self, run: RunInfo, *, project: str = "polyturn", space_id: str | None = None) -> None:
-        """Begin the run there, or go on with it.
+        """Create the run in trackio, or continue it.
 
         Args:
             run: The run.
-            project: Its project.
-            space_id: A Hugging Face Space to send it to; None stays on this machine.
+            project: The run's project.
+            space_id: A Hugging Face Space to send the run to; None keeps it on this machine.
         """
         self._run = trackio.init(
             project=project,
@@ -37,10 +37,10 @@ class TrackioTracker(RunTracker):
 
     def log_samples(self, step: int, split: str, rows: Sequence[Sample]) -> None:
         """Show the trajectories as a table."""
-        # Cells are shown as Markdown, of which text of the environment must not make use.
+        # Cells are rendered as Markdown, so text from environments is escaped.
         data = [[literal(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
         self._run.log({f"samples/{split}": trackio.Table(columns=list(Sample._fields), data=data)}, step=step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining data."""
         self._run.finish()

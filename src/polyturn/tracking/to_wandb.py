@@ -1,9 +1,9 @@
 """Weights & Biases: curves, the config, and a table of sample trajectories.
 
-    tracking: [{name: wandb, project: arithmetic}]        mode: offline stays on this machine
+    tracking: [{name: wandb, project: arithmetic}]        mode: offline keeps the run on this machine
 
-Curves are drawn over the run's own `step`, so that a resumed run, and an evaluation that is logged after its step, keep
-their places.
+The x axis is the run's own `step`, so the points of a resumed run, and of an evaluation logged after its step, have the
+right position.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class WandbTracker(RunTracker):
         tags: Sequence[str] = (),
         mode: str | None = None,
     ) -> None:
-        """Begin the run there, or go on with it.
+        """Create the run in Weights & Biases, or continue it.
 
         Args:
             run: The run.
-            project: Its project.
-            entity: User or team; the account's default without one.
-            group: Runs of one group are shown together.
-            tags: Labels.
+            project: The run's project.
+            entity: User or team; None uses the account's default.
+            group: Runs of the same group are shown together.
+            tags: Tags of the run.
             mode: online, offline or disabled; WANDB_MODE by default.
         """
         self._run = wandb.init(
@@ -66,5 +66,5 @@ class WandbTracker(RunTracker):
         self._run.log({"step": step, f"samples/{split}": wandb.Table(columns=list(Sample._fields), data=data)})
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining data."""
         self._run.finish()

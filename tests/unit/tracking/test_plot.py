@@ -45,7 +45,7 @@ def test_missing_metrics_and_matplotlib_are_refused(tmp_path: Path, monkeypatch:
     refuses(
         lambda: plot_learning_curve(tmp_path / "nothing.jsonl", tmp_path / "curve.png"),
         DataError,
-        "no step in ",
+        "has no steps",
         "nothing.jsonl",
     )
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
