@@ -1,4 +1,4 @@
-"""Support for tests of polyturn, and of plug-ins for it: tiny models, scripted episodes, and the contracts of plug-ins.
+"""Support for tests of polyturn and of plug-ins: tiny models, scripted episodes, and contract checks.
 
 from polyturn.testing import check_interaction
 
@@ -31,7 +31,7 @@ _FROM = {
     "published_config": "published",
     "tiny": "published",
 }
-"""Public name -> the module that has it, imported when it is asked for."""
+"""Public name -> its module, imported on access."""
 
 __all__ = [
     "ContractError", "check_interaction", "check_reward", "check_scheduler", "check_tool", "published_config", "tiny",

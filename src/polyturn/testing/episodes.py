@@ -1,9 +1,9 @@
-"""Episodes with a scripted model: its completions are written down as text, everything around it is real.
+"""Episodes with a scripted model: the completions are given as text, everything else is real.
 
     context = scripted_context(["<tool_call>…</tool_call>", "#### 4"], tools=[calculator])
     trajectory = await run_episode(context, task("What is 2+2?", ground_truth="4"), id="e0")
 
-For tests of tools, interactions, schedulers and rewards, without a model and without torch.
+They test tools, interactions, schedulers and rewards without a model and without torch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from polyturn.tools.options import ToolOptions
 from polyturn.tools.toolbox import Toolbox
 
 Say = str | Exception
-"""The model's text in one turn, or the error that its engine fails with."""
+"""The model's text in one turn, or the error that its engine raises."""
 
 
 @functools.cache
 def tiny_codec() -> Codec:
-    """Return the codec of the tiny tokenizer, made once per process."""
+    """Return the codec of the tiny tokenizer, created once per process."""
     return Codec(tiny_tokenizer())
 
 
 def turn_ids(text: str, *, is_closed: bool = True) -> Ids:
-    """Return the ids of a completion that says `text`, with the token that ends a turn unless it was cut."""
+    """Return the ids of the completion `text`; if `is_closed`, with the token that ends a turn."""
     codec = tiny_codec()
     ends = codec.stop_token_ids[:1] if is_closed else ()
     return np.array([*codec.encode(text), *ends], np.int32)
@@ -58,16 +58,16 @@ def scripted_context(
     latency_s: float = 0.0,
     **options: Any,
 ) -> RolloutContext:
-    """Return a context whose model says `says`.
+    """Return a context with a scripted model.
 
     Args:
-        says: The turns of every episode in order, each episode starting with the first; or a function of the request.
-        tools: Tools of the run.
-        interactions: Interactions by name.
-        rewards: data_source -> reward function, beside the built-in ones.
-        limits: The limits; the defaults otherwise.
-        scheduler: The scheduler; the default one otherwise.
-        latency_s: Seconds that every completion takes.
+        says: The model's turns, which every episode gets in order from the first; or a function of the request.
+        tools: The tools of the run.
+        interactions: Name -> interaction.
+        rewards: data_source -> reward function, in addition to the built-in ones.
+        limits: The limits; None uses the defaults.
+        scheduler: The scheduler; None uses the default one.
+        latency_s: Seconds per completion.
         options: Further fields of `RolloutContext`, or `tool_timeout_s`.
     """
     spoken: dict[str, int] = {}

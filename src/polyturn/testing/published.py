@@ -1,10 +1,10 @@
-"""A published model in small: its architecture, its tokenizer's first merges and its chat template, and random weights.
+"""Tiny versions of published models: the architecture, the tokenizer's first merges, the chat template, random weights.
 
-    folder = tiny("Qwen/Qwen3-0.6B")          a folder like the published one, with half a million parameters
+    folder = tiny("Qwen/Qwen3-0.6B")          a folder like the published model's, with half a million parameters
     polyturn train config.yaml model.path=$(python -c "import polyturn.testing as t; print(t.tiny('Qwen/Qwen3-0.6B'))")
 
-A run reads the same files as of the real model, so a script, a template or a config can be tried without a download. The
-README of `qwen/` lists its files and their licence.
+A run reads the same files as for the real model, so scripts, templates and configs can be tried without a download. The
+README of `qwen/` lists the included files and their licence.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-4B": {**_QWEN3, **_sizes(2560, 9728, 36, 32, 8, 151936, True)},
     "Qwen/Qwen3-8B": {**_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 151936, False)},
 }
-"""Name on the hub -> the fields of the published config.json that say what the model computes."""
+"""Name on the hub -> the fields of the published config.json that define the model's computation."""
 
 TURN_TOKENS = 24
-"""About how many tokens the random model samples before it ends its turn."""
+"""Approximate number of tokens that the random model samples per turn."""
 
 _SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 _SPECIAL = (
@@ -87,16 +87,16 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{
 
 
 def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int = TURN_TOKENS, seed: int = 0) -> Path:
-    """Write a published model in small, with random weights, and return its folder.
+    """Write a tiny version of a published model, with random weights, and return its folder.
 
     Args:
         name: The model's name on the hub, one of `PUBLISHED`.
-        folder: Where to write it; None keeps it in the cache of the Hugging Face libraries, made once.
-        turn_tokens: About how many tokens it samples before it ends a turn, so that conversations have several turns.
-        seed: Of the weights.
+        folder: The folder to write to; None uses the cache of the Hugging Face libraries, where it is created once.
+        turn_tokens: Approximate number of sampled tokens per turn, so that conversations have several turns.
+        seed: Seed of the weights.
 
     Raises:
-        ConfigError: no model is named, or there is no such one.
+        ConfigError: the name is empty or unknown.
     """
     from polyturn.training.hf import save_model
 
@@ -116,7 +116,7 @@ def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int =
 
 
 def published_config(name: str, folder: Path | str) -> Path:
-    """Write a published model's config and its trimmed tokenizer, without weights, for what is planned from sizes alone."""
+    """Write a published model's config and trimmed tokenizer without weights, for planning from sizes."""
     folder = Path(folder)
     published_tokenizer(name).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(dict(_published(name)), indent=1))
@@ -156,7 +156,7 @@ def _small_model(
     from polyturn.training.hf import build_model
 
     few = {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"}
-    # The published vocabularies are padded, too: there are rows behind the last token of the tokenizer.
+    # Padded like the published vocabularies: the embedding has rows beyond the tokenizer's last token.
     padded = -(-len(tokenizer) // 128) * 128
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     model = build_model({**fields, **_SMALL, **few, **ends, "vocab_size": padded}, seed=seed)
@@ -165,13 +165,13 @@ def _small_model(
 
 
 def _end_turns(model: PreTrainedModel, eos: int, *, turn_tokens: int) -> None:
-    """Turn the output row of the end token until it is drawn about once in `turn_tokens` tokens."""
+    """Adjust the end token's output row until the token is sampled about once in `turn_tokens` tokens."""
     import torch
 
     inputs: Any = model.get_input_embeddings()
     outputs: Any = model.get_output_embeddings()
     with torch.no_grad():
-        inputs.weight[:, 0] += 1.0  # a direction that every hidden state has a part of
+        inputs.weight[:, 0] += 1.0  # a direction with a component in every hidden state
         row = outputs.weight[eos].clone()
         ids = torch.arange(256, dtype=torch.long)[None]
         low, high = 0.0, 64.0
@@ -187,7 +187,7 @@ def _published(name: str) -> Mapping[str, Any]:
     if not name:
         raise ConfigError(f"polyturn.tiny needs the name of a model: polyturn.tiny({next(iter(PUBLISHED))!r})")
     if name not in PUBLISHED:
-        raise ConfigError(f"polyturn.tiny knows no model {name!r}.{did_you_mean(str(name), PUBLISHED)}")
+        raise ConfigError(f"polyturn.tiny does not support the model {name!r}.{did_you_mean(str(name), PUBLISHED)}")
     return PUBLISHED[name]
 
 
@@ -204,6 +204,6 @@ def _read(name: str) -> str:
 
 
 def _byte_letters() -> list[str]:
-    """Return the letter of each byte in the order of the ids: printable bytes as they are, the others from U+0100 on."""
+    """Return the letter of each byte in id order: printable bytes unchanged, the others as letters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [*map(chr, printable), *(chr(0x100 + n) for n in range(256 - len(printable)))]

@@ -1,9 +1,9 @@
-"""A tiny tokenizer, made at run time: nothing is downloaded, nothing is shipped.
+"""A tiny tokenizer that is trained at run time, without downloads or data files.
 
-It is a byte-level BPE trained on a few hundred canned lines (word problems, JSON, tool calls), with ChatML
-turn tokens and a chat template that renders tools, tool calls and tool results in hermes style. As in the published
-models, the turn tokens are special and the tool and reasoning tags are added tokens that are not, so that code which
-guards only against special tokens fails here too. It is deterministic: the same arguments give the same ids.
+It is a byte-level BPE trained on a few hundred fixed lines (word problems, JSON, tool calls), with ChatML turn tokens and a
+chat template that renders tools, tool calls and tool results in hermes style. As in published models, the turn tokens are
+special, but the tool and reasoning tags are added tokens that are not special, so code that handles only special tokens
+fails here as well. The same arguments always give the same ids.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def tiny_tokenizer(
     """Train a byte-level BPE tokenizer with ChatML tokens; digits are never merged.
 
     Args:
-        vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
-        texts: What to learn merges from; canned lines by default. Text that repeats little ends in a smaller vocabulary.
+        vocab_size: Size of the vocabulary, including added tokens; at least 265, for the bytes and the added tokens.
+        texts: Texts to learn merges from; fixed lines by default. Texts with few repetitions give a smaller vocabulary.
         chat_template: The Jinja template of the tokenizer.
 
     Raises:
-        ConfigError: `vocab_size` has no room for the bytes and the added tokens.
+        ConfigError: `vocab_size` is too small for the bytes and the added tokens.
     """
     if texts is not None:
         return train_tokenizer(texts, vocab_size=vocab_size, chat_template=chat_template)
@@ -44,12 +44,12 @@ def tiny_tokenizer(
 
 @functools.cache
 def _trained(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the canned texts, which is trained once per process."""
+    """Return the tokenizer trained on the fixed lines, once per process."""
     return train_tokenizer(_canned_texts(), vocab_size=vocab_size)
 
 
 def _canned_texts() -> list[str]:
-    """Return the lines that merges are learnt from: word problems, feedback, JSON and schemas, always the same."""
+    """Return the fixed lines for learning merges: word problems, feedback, JSON and schemas."""
     rng = random.Random(0)
     names = ("Anna", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo")
     things = ("apples", "books", "cards", "coins", "pencils", "shells", "stamps", "tickets")

@@ -83,8 +83,8 @@ async def test_state_for_another_process_is_checked() -> None:
     says = ["5", "6", "4"]
     await check_interaction(Kept(), says=says, ground_truth="4")
     for wrong, words in (
-        (ClaimsToKeepNothing(), "goes on in another process goes differently"),
-        (CannotBeWritten(), "going on behind a reply raised TypeError.*return from snapshot what JSON can write"),
+        (ClaimsToKeepNothing(), "continues in another process differs"),
+        (CannotBeWritten(), "continuing after a reply raised TypeError.*return JSON data from snapshot"),
         (KeepsHalf(), "it offers snapshot without restore; offer both, or neither"),
     ):
         with pytest.raises(ContractError, match=words):
@@ -111,7 +111,7 @@ async def test_tool_with_hidden_state_is_found() -> None:
         async def release(self, instance_id: str, **kwargs: Any) -> None:
             del self.counts[instance_id]
 
-    with pytest.raises(ContractError, match="put all that the calls changed into snapshot"):
+    with pytest.raises(ContractError, match="put all state that calls change into snapshot"):
         await check_tool(Guesses(), calls=[{"answer": "1"}, {"answer": "2"}])
 
 
@@ -186,15 +186,15 @@ def odd(reply: Any) -> Odd:
 @pytest.mark.parametrize(
     ("interaction", "says"),
     [
-        (Leaks(), "'attempts' holds something of every episode that ended; free it in finalize_interaction"),
-        (OneAtATime(), "an episode beside others went differently.*under its instance id"),
+        (Leaks(), "'attempts' keeps state of every ended episode; free it in finalize_interaction"),
+        (OneAtATime(), "a concurrent episode differs.*under its instance id"),
         (SameId(), r"start_interaction\(None\) returned 'same' twice"),
-        (Blocks(), r"an episode blocked the event loop for \d+\.\d s"),
+        (Blocks(), r"an episode blocked the event loop, and so all other episodes, for \d+\.\d s"),
         (odd("fine"), r"generate_response returned 'fine'; return \(should_terminate, content, score, metadata\)"),
-        (odd(("yes", "x", 0.0, {})), "said should_terminate='yes'; say True or False"),
+        (odd(("yes", "x", 0.0, {})), "returned should_terminate='yes'; return True or False"),
         (odd((True, "x", float("nan"), {})), "gave the score nan; give a finite number"),
         (odd((True, "x", 1.0, [])), "metadata of type list"),
-        (Meddles(), "generate_response changed the messages that it was given"),
+        (Meddles(), "generate_response changed its argument messages"),
         (TakesNoKwargs(), r"start_interaction raised TypeError.*take \*\*kwargs"),
         (NeedsANumber(), "an episode after a message that is empty raised ValueError"),
     ],
@@ -298,14 +298,18 @@ def without_descriptions() -> Any:
 @pytest.mark.parametrize(
     ("tool", "calls", "says"),
     [
-        (KeepsInstances(), [{"answer": "4"}], "'truth' holds something of every episode that ended; free it in release"),
+        (KeepsInstances(), [{"answer": "4"}], "'truth' keeps state of every ended episode; free it in release"),
         (CannotRelease(), [{"answer": "4"}], "release failed for episode ….*OSError: no"),
-        (Shares(), [{"answer": "4"}], "an episode beside others went differently"),
+        (Shares(), [{"answer": "4"}], "a concurrent episode differs"),
         (Raises(), [{"answer": "4"}], r"failed \(exception\).*KeyError.*raise ToolError"),
         (NoReward(), [{"answer": "4"}], "an episode raised RewardError.*return a finite number"),
         (Sleeps(), [{"answer": "4"}], "an episode blocked the event loop"),
         (Guess(), [{"answr": "4"}], "does not fit the schema.*'answer'"),
-        (Guess(without_descriptions()), [{"answer": "4"}], "no description, which is all.*'answer' has no description"),
+        (
+            Guess(without_descriptions()),
+            [{"answer": "4"}],
+            "no description, which the model needs.*'answer' has no description",
+        ),
     ],
 )
 async def test_broken_tool_is_named_with_its_fault(tool: Any, calls: Any, says: str) -> None:
@@ -353,8 +357,8 @@ async def blocks(solution_str: str) -> float:
     ("function", "says"),
     [
         (first_word, r"first_word breaks .*a message that is empty raised RewardError.*IndexError"),
-        (last_turn, "the score of a trajectory without a turn, which a limit may leave raised RewardError.*IndexError"),
-        (whole_conversation, "'no' is scored differently when a tool said the other answers"),
+        (last_turn, "the score of a trajectory without turns, which a limit may cause raised RewardError.*IndexError"),
+        (whole_conversation, "'no' is scored differently after a tool result with the other answers"),
         (lambda solution_str: 0.5, "'yes' is scored 0.5, not 1"),
         (lambda solution_str: float("nan"), "raised RewardError.*nan"),
         (blocks, "the score of 'yes' blocked the event loop"),
@@ -366,7 +370,7 @@ async def test_broken_reward_is_named_with_its_fault(function: Any, says: str) -
 
 
 async def test_reward_with_a_memory_is_found() -> None:
-    with pytest.raises(ContractError, match="scored differently beside others; hold no state between calls"):
+    with pytest.raises(ContractError, match="scored differently in concurrent calls; do not keep state between calls"):
         await check_reward(Counts(), ["a", "b"], ground_truth="4")
 
 
@@ -424,7 +428,7 @@ class Holds(MultiTurnScheduler):
     ("scheduler", "says"),
     [
         (Forever(), r"another turn was asked for at 4 turns .*await `prepare` before each `generate`"),
-        (Remembers(), "an episode beside others went differently.*not what its attributes hold"),
+        (Remembers(), "a concurrent episode differs.*values of its attributes are shared"),
         (Breaks(), "an episode failed: SchedulerError: .*KeyError"),
         (Holds(), "an episode blocked the event loop"),
     ],

@@ -1,1 +1,1 @@
-"""The contracts of plug-ins, as suites that their authors run: one module for each kind."""
+"""Contract suites that authors of plug-ins run: one module per kind of plug-in."""

@@ -1,11 +1,11 @@
-"""Shared by the suites: a list of problems that becomes one error, and instruments for what a plug-in holds and blocks.
+"""Shared by the suites: collects problems into one error, and measures what a plug-in keeps and blocks.
 
     async with Findings("interaction Tutor") as found:
         found.expect(is_text, "start_interaction returned 3; return the id as text")
     ->  ContractError: interaction Tutor breaks its contract:
           1. start_interaction returned 3; return the id as text
 
-A suite goes on after a problem, so that its author sees all of them at once.
+A suite continues after a problem, so that the author sees all problems at once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from polyturn.core.errors import one_line
 
 LONGEST_BLOCK_S = 0.25
-"""Seconds that an async method may keep the event loop from everything else."""
+"""Seconds for which an async method may block the event loop."""
 NUM_BLOCKS = 3
-"""So many calls that block are a habit; fewer may be what is done but once, an import or a compilation."""
+"""Number of blocking calls that count as a problem; fewer may be one-time work, such as an import or a compilation."""
 NUM_EPISODES = 30
-"""Number of episodes are played to see what is left of them."""
+"""Number of episodes to play to find state that is not freed."""
 DEADLINE_S = 60.0
-"""Seconds that one call of a plug-in may take in a test."""
+"""Seconds that a call of a plug-in may take in a test."""
 
 
 class ContractError(AssertionError):
-    """A plug-in does not keep what the framework relies on; the message lists what."""
+    """A plug-in breaks its contract with the framework; the message lists the problems."""
 
 
 class Findings:
-    """Collects problems; leaving it raises them."""
+    """A context that collects problems and raises them as one error at its end."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,27 +50,27 @@ class Findings:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Stop):
-            return  # a mistake in the suite or in its use says more than a list
+            return  # another exception is more informative than the list
         if len(self._blocks) >= NUM_BLOCKS:
             what, seconds = self._blocks[0]
             self.expect(
                 False,
-                f"{what} blocked the event loop for {seconds:.1f} s, and all other episodes with it; await what takes time, "
-                "or run it in a thread",
+                f"{what} blocked the event loop, and so all other episodes, for {seconds:.1f} s; await slow operations, "
+                "or run them in a thread",
             )
         if self.problems:
             listed = "".join(f"\n  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
             raise ContractError(f"{self.name} breaks its contract:{listed}") from None
 
     def expect(self, is_kept: bool, problem: str) -> bool:
-        """Note `problem` unless it is kept; return whether it is."""
+        """Record `problem` unless `is_kept`; return `is_kept`."""
         if not is_kept and problem not in self.problems:
             self.problems.append(problem)
         return is_kept
 
     @asynccontextmanager
     async def calling(self, what: str, *, advice: str = "") -> AsyncIterator[None]:
-        """Note it if what is called within raises, is late, or blocks the event loop; the suite goes on after it."""
+        """Record a problem if the code inside raises, times out, or blocks the event loop; the suite then continues."""
         pulse = Pulse()
         try:
             async with asyncio.timeout(DEADLINE_S), pulse:
@@ -85,19 +85,19 @@ class Findings:
             self._blocks.append((what, pulse.longest_s))
 
     def stop(self) -> None:
-        """End the suite here: nothing behind can be judged."""
+        """End the suite, because later checks are meaningless."""
         raise Stop
 
 
 class Stop(Exception):
-    """Ends a suite whose problems are known."""
+    """Ends a suite early."""
 
 
 class Pulse:
-    """Measures how long the event loop was kept from a task that wants to run all the time.
+    """Measures for how long the event loop did not run a task that is always ready.
 
-    By clocks that stand still where a busy machine gives this process no processor: what the loop's thread computed, and how
-    often a thread that only sleeps could wake meanwhile.
+    It uses clocks that stop when a busy machine does not schedule this process: the CPU time of the loop's thread, and the
+    number of wake-ups of a sleeping thread.
     """
 
     INTERVAL_S = 0.01
@@ -105,7 +105,7 @@ class Pulse:
     def __init__(self) -> None:
         self.longest_s = 0.0
         self.num_wakes = 0
-        """Of the thread, so far."""
+        """Number of wake-ups of the thread so far."""
         self._last = (0, 0.0)
         self._end = threading.Event()
 
@@ -141,13 +141,13 @@ class Pulse:
 
 
 def holdings(plugin: object) -> dict[str, int]:
-    """Return the size of each collection among a plug-in's attributes, to see whether it keeps anything of its episodes."""
+    """Return the size of each collection among a plug-in's attributes, to find state of ended episodes."""
     collections = (dict, list, set, deque, Mapping)
     return {name: len(value) for name, value in attributes(plugin).items() if isinstance(value, collections)}
 
 
 def attributes(plugin: object) -> Mapping[str, Any]:
-    """Return an object's own attributes; none where it has no dictionary."""
+    """Return an object's own attributes; empty if it has no `__dict__`."""
     try:
         return vars(plugin)
     except TypeError:

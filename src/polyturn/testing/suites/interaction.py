@@ -36,20 +36,21 @@ async def check_interaction(
     is_deterministic: bool = True,
     **row: Any,
 ) -> None:
-    """Check that an interaction keeps what the framework relies on, and name everything that it does not keep.
+    """Check that an interaction keeps its contract with the framework, and report all problems.
 
-    Checked are the ids, the four values of a reply and the score, whatever the model writes; that episodes side by side do
-    not disturb each other; that nothing is left of them; that the event loop is not blocked; and a whole episode.
+    The suite checks the ids, and the four values of a reply and the score for any text of the model. It also checks that
+    concurrent episodes do not affect each other, that their state is freed, that the event loop is not blocked, and that a
+    whole episode works.
 
     Args:
-        interaction: The one to check; its class's `__init__` has run.
-        says: What the model says, turn by turn.
-        prompt: The task.
-        is_deterministic: Whether equal conversations get equal replies; False for a model or a service behind it.
-        row: The row's interaction kwargs, which are passed on to it.
+        interaction: The interaction to check.
+        says: The model's turns.
+        prompt: The task's prompt.
+        is_deterministic: Whether equal conversations get equal replies; False if a model or a service answers.
+        row: The row's interaction kwargs.
 
     Raises:
-        ContractError: it breaks its contract; the message lists how.
+        ContractError: the interaction breaks its contract; the message lists the problems.
     """
     usual, kwargs = in_usual_form(interaction), {"name": interaction.name, **row}
     async with Findings(f"interaction {type(interaction).__name__}") as findings:
@@ -75,9 +76,9 @@ class _InteractionSuite:
         self._kwargs = kwargs
 
     async def check_ids(self) -> None:
-        """Check `start_interaction`, and that an episode may end before its first turn."""
+        """Check `start_interaction`, and an episode that ends before its first turn."""
         ids: list[Any] = []
-        async with self._found.calling("start_interaction", advice="it is given the row's kwargs, so take **kwargs"):
+        async with self._found.calling("start_interaction", advice="it gets the row's kwargs, so accept **kwargs"):
             ids = [
                 await self._interaction.start_interaction(requested, **self._kwargs) for requested in (None, None, "mine")
             ]
@@ -85,9 +86,9 @@ class _InteractionSuite:
             self._found.stop()
         self._found.expect(
             all(isinstance(i, str) and i for i in ids),
-            f"start_interaction returned {ids!r:.200}; return the id as text: the one that was given, or a new one",
+            f"start_interaction returned {ids!r:.200}; return the id as text: the one passed in, or a new one",
         )
-        self._found.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; make a new id each time")
+        self._found.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; return a new id each time")
         async with self._found.calling(
             "finalize_interaction", advice="an episode may end before its first turn, and every id is finalized once"
         ):
@@ -95,7 +96,7 @@ class _InteractionSuite:
                 await self._interaction.finalize_interaction(instance_id)
 
     async def check_going_on(self, author: Interaction, says: Sequence[str], alone: list[Reply]) -> None:
-        """Let another process go on with the conversation behind each reply, where the interaction says that one can."""
+        """Continue the conversation in another process after each reply, if the interaction supports it."""
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
         hooks = SnapshotHooks.of(author, label="it")
         why_not = hooks.why_not
@@ -107,7 +108,7 @@ class _InteractionSuite:
             first, then = InteractionSession(host, ref), InteractionSession(host, ref)
             played: list[Reply] = []
             messages: list[dict[str, Any]] = [dict(self._prompt)]
-            async with self._found.calling("going on behind a reply", advice="return from snapshot what JSON can write"):
+            async with self._found.calling("continuing after a reply", advice="return JSON data from snapshot"):
                 await first.start("before")
                 for k, text in enumerate(says[: len(alone)]):
                     if k == number:
@@ -121,8 +122,8 @@ class _InteractionSuite:
                 same = [(bool(done), str(content or ""), score) for done, content, score in alone]
                 self._found.expect(
                     played == same,
-                    f"a conversation that goes on in another process goes differently: {played!r:.200} instead of "
-                    f"{same!r:.200}; put all that the replies changed into snapshot, and do not say stateless",
+                    f"a conversation that continues in another process differs: {played!r:.200} instead of "
+                    f"{same!r:.200}; put all state that replies change into snapshot, and do not set stateless",
                 )
             for partner in (first, then):
                 await partner.close()
@@ -157,9 +158,7 @@ class _InteractionSuite:
         messages_copied = copy.deepcopy(messages)
         answer = await self._interaction.generate_response(instance_id, messages_copied, **self._kwargs)
         expect = self._found.expect
-        expect(
-            messages_copied == messages, "generate_response changed the messages that it was given; make a list of your own"
-        )
+        expect(messages_copied == messages, "generate_response changed its argument messages; copy the list")
         if not expect(
             isinstance(answer, tuple | list) and len(answer) == 4,
             f"generate_response returned {answer!r:.80}{where}; return (should_terminate, content, score, metadata)",
@@ -168,14 +167,15 @@ class _InteractionSuite:
         done, content, score, metadata = answer
         expect(
             isinstance(done, bool) or type(done).__name__ == "bool_",
-            f"generate_response said should_terminate={done!r:.40}{where}; say True or False",
+            f"generate_response returned should_terminate={done!r:.40}{where}; return True or False",
         )
         expect(
-            content is None or isinstance(content, str), f"generate_response answered {content!r:.40}{where}; answer text"
+            content is None or isinstance(content, str),
+            f"generate_response returned the content {content!r:.40}{where}; return text",
         )
         expect(
             score is None or _is_finite(score),
-            f"generate_response gave the score {score!r:.40}{where}; give a finite number, or None for none",
+            f"generate_response returned the score {score!r:.40}{where}; return a finite number or None",
         )
         expect(
             metadata is None or isinstance(metadata, dict),
@@ -184,7 +184,7 @@ class _InteractionSuite:
         return bool(done), str(content or ""), None if score is None or not _is_finite(score) else float(score)
 
     async def check_isolation(self, says: Sequence[str], alone: list[Reply]) -> None:
-        """Play episodes side by side, turn by turn; each must go as it goes alone."""
+        """Play episodes concurrently, turn by turn; each must give the same results as alone."""
         histories: dict[str, list[dict[str, Any]]] = {}
         played: dict[str, list[Reply]] = {}
         async with self._found.calling("episodes side by side"):
@@ -203,25 +203,23 @@ class _InteractionSuite:
         different = next((replies for replies in played.values() if replies != alone), None)
         self._found.expect(
             different is None,
-            f"an episode beside others went differently: {different!r:.200} instead of {alone!r:.200}; keep what belongs to "
-            "an episode under its instance id, not on the object (is_deterministic=False if replies differ by nature)",
+            f"a concurrent episode differs: {different!r:.200} instead of {alone!r:.200}; keep the state of an episode "
+            "under its instance id, not on the object (is_deterministic=False if replies are random)",
         )
 
     async def check_nothing_is_left(self, interaction: Interaction, says: Sequence[str]) -> None:
-        """Play many episodes; what the object holds must not grow with them."""
+        """Play many episodes; the object's collections must not grow with them."""
         before = holdings(interaction)
         for number in range(NUM_EPISODES):
             await self.play(f"many-{number}", says[:1])
         for name in grown(before, holdings(interaction)):
-            self._found.expect(
-                False, f"{name!r} holds something of every episode that ended; free it in finalize_interaction"
-            )
+            self._found.expect(False, f"{name!r} keeps state of every ended episode; free it in finalize_interaction")
 
 
 async def _check_episode(
     interaction: Interaction, findings: Findings, *, says: Sequence[str], prompt: str, kwargs: dict[str, Any]
 ) -> None:
-    """Run one real episode, which is what all of this is for."""
+    """Run one real episode."""
     context = scripted_context(list(says), interactions={interaction.name: interaction})
     ref = InteractionRef(name=interaction.name, kwargs=kwargs)
     one = dataclasses.replace(task(prompt, data_source=None), interaction=ref)

@@ -34,24 +34,24 @@ async def check_reward(
     kwargs: Mapping[str, Any] | None = None,
     is_deterministic: bool = True,
 ) -> None:
-    """Check that a reward function keeps what the framework relies on, and name everything that it does not keep.
+    """Check that a reward function keeps its contract with the framework, and report all problems.
 
-    Checked are its form, the scores that are given, that any text of a model and a trajectory without a turn get a finite
-    number, that equal answers get equal scores, also side by side, that what a tool said is not scored, and that the event
-    loop is not blocked.
+    The suite checks the function's form and the expected scores. It also checks that any text of a model, and a trajectory
+    without turns, get a finite number; that equal answers get equal scores, even concurrently; that tool results are not
+    scored; and that the event loop is not blocked.
 
     Args:
-        function: The function, of any of the forms that a run takes.
-        expected: What a model answers, to its score; or only what it answers.
+        function: The function, in any form that a run accepts.
+        expected: The model's answer -> its score; or only the answers.
         ground_truth: The right answer, as in the rows.
-        data_source: As in the rows.
+        data_source: The data source, as in the rows.
         extra_info: The rest of a row.
         kwargs: The function's own arguments, as in the config.
         is_deterministic: Whether equal answers get equal scores; False for a judge that samples.
 
     Raises:
-        ContractError: it breaks its contract; the message lists how.
-        ConfigError: it has no form that a run takes.
+        ContractError: the function breaks its contract; the message lists the problems.
+        ConfigError: the function has no form that a run accepts.
     """
     options = CallOptions(timeout_s=DEADLINE_S, batch=BatchOptions(wait_s=0.001))
     router = RewardRouter(function=RewardRef(target=function, kwargs=kwargs or {}), calls=options)
@@ -73,25 +73,27 @@ async def check_reward(
             findings.expect(math.isclose(got, value, abs_tol=1e-9), f"{text!r:.60} is scored {got:g}, not {value:g}")
         for kind, text in AWKWARD.items():
             await score(text, what=f"a message that is {kind}")
-        await score(what="a trajectory without a turn, which a limit may leave")
+        await score(what="a trajectory without turns, which a limit may cause")
         await score(*(text for text in scores), what="a conversation of several turns", observed="Try again.")
         if is_deterministic and not findings.problems:
             await _check_same(findings, score, list(scores))
 
 
 async def _check_same(findings: Findings, score: Callable[..., Any], texts: Sequence[str]) -> None:
-    """Score each answer alone, again, beside the others, and after a tool said all of them."""
+    """Score each answer alone, again, concurrently with the others, and after a tool result with all answers."""
     alone = [await score(text, what=f"{text!r:.60}") for text in texts]
     beside = await asyncio.gather(*(score(text, what=f"{text!r:.60}, beside others") for text in texts))
     for text, one, other in zip(texts, alone, beside, strict=True):
-        findings.expect(one == other, f"{text!r:.60} is scored differently beside others; hold no state between calls")
+        findings.expect(
+            one == other, f"{text!r:.60} is scored differently in concurrent calls; do not keep state between calls"
+        )
     if findings.problems or len(texts) < 2:
         return
     for text, one in zip(texts, alone, strict=True):
         reward = await score(text, what=f"{text!r:.60}", observed="\n".join(texts))
         findings.expect(
             reward is not None and reward.components["outcome"] == one.components["outcome"],
-            f"{text!r:.60} is scored differently when a tool said the other answers; score what the model wrote",
+            f"{text!r:.60} is scored differently after a tool result with the other answers; score only the model's text",
         )
 
 

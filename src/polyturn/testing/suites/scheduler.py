@@ -37,22 +37,22 @@ async def check_scheduler(
     is_deterministic: bool = True,
     **fields: Any,
 ) -> None:
-    """Check that a scheduler keeps what the framework relies on, and name everything that it does not keep.
+    """Check that a scheduler keeps its contract with the framework, and report all problems.
 
-    Checked are whole episodes: that they end, also at a limit of one turn, where a completion was cut, and where the engine
-    fails; that what is trained is what was sampled; that episodes side by side do not disturb each other; that nothing is
-    left of them; and that the event loop is not blocked.
+    The suite runs whole episodes. It checks that they end, even at a limit of one turn, after a cut completion and after an
+    engine failure; that only sampled tokens are trained; that concurrent episodes do not affect each other; that their state
+    is freed; and that the event loop is not blocked.
 
     Args:
-        scheduler: The one to check.
-        says: What the model says, turn by turn; the last one again and again.
-        tools: Tools of the run.
-        interactions: Interactions of the run, by name.
-        is_deterministic: Whether equal episodes go equally.
+        scheduler: The scheduler to check.
+        says: The model's turns; the last one is repeated.
+        tools: The tools of the run.
+        interactions: Name -> interaction of the run.
+        is_deterministic: Whether equal episodes give equal results.
         fields: Further arguments of `polyturn.testing.episodes.task`: prompt, ground_truth, interaction, ….
 
     Raises:
-        ContractError: it breaks its contract; the message lists how.
+        ContractError: the scheduler breaks its contract; the message lists the problems.
     """
     row = task(**{"data_source": "check", **fields})
     common: dict[str, Any] = {
@@ -83,7 +83,7 @@ async def check_scheduler(
                 _check_same(findings, alone, beside)
         findings.expect(
             context.num_live_interactions == 0 and not context.tools.live_ids,
-            "tools or interactions of episodes that ended are still alive; let `run` return instead of waiting for ever",
+            "tools or interactions of ended episodes are still alive; let `run` return instead of waiting forever",
         )
 
 
@@ -97,7 +97,7 @@ async def _play(
     max_turns: int = MAX_TURNS,
     may_fail: bool = False,
 ) -> Trajectory | None:
-    """Run one episode and check its record."""
+    """Run one episode and check its trajectory."""
     trajectory: Trajectory | None = None
     async with findings.calling(f"an episode{where}"):
         trajectory = await run_episode(context, dataclasses.replace(row, id=id), id=id)
@@ -106,16 +106,18 @@ async def _play(
     findings.expect(may_fail or not trajectory.is_failed, f"an episode{where} failed: {trajectory.error}")
     findings.expect(
         len(trajectory.turns) <= max_turns,
-        f"an episode{where} took {len(trajectory.turns)} turns where {max_turns} are allowed; await episode.prepare() "
-        "before each turn and end where it returns a reason",
+        f"an episode{where} took {len(trajectory.turns)} turns, but {max_turns} are allowed; await episode.prepare() "
+        "before each turn and end when it returns a reason",
     )
     for segment in trajectory.segments:
         findings.expect(
             not np.any(segment.loss_weights[~segment.sampled_mask]),
-            f"an episode{where} gives weight to tokens that the model did not write",
+            f"an episode{where} has loss weights on tokens that the model did not sample",
         )
         sampled = [s for s in segment.spans if s.source is SpanSource.SAMPLED]
-        findings.expect(all(s.turn >= 0 for s in sampled), f"an episode{where} has sampled tokens that belong to no turn")
+        findings.expect(
+            all(s.turn >= 0 for s in sampled), f"an episode{where} has sampled tokens that do not belong to a turn"
+        )
     return trajectory
 
 
@@ -124,6 +126,6 @@ def _check_same(findings: Findings, alone: Trajectory, beside: Sequence[Trajecto
     different = next((to_openai(t.messages) for t in beside if to_openai(t.messages) != wanted), None)
     findings.expect(
         different is None,
-        f"an episode beside others went differently: {different!r:.200} instead of {wanted!r:.200}; a scheduler is copied "
-        "for each trajectory, but not what its attributes hold: keep state in attributes that `run` sets, or in turn.info",
+        f"a concurrent episode differs: {different!r:.200} instead of {wanted!r:.200}; a scheduler is copied for each "
+        "trajectory, but the values of its attributes are shared: keep state in attributes that `run` sets, or in turn.info",
     )

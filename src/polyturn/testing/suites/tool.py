@@ -33,19 +33,20 @@ async def check_tool(
     is_deterministic: bool = True,
     **row: Mapping[str, Any],
 ) -> None:
-    """Check that a tool keeps what the framework relies on, and name everything that it does not keep.
+    """Check that a tool keeps its contract with the framework, and report all problems.
 
-    Checked are the schema, the calls that are given, its rewards, episodes side by side, episodes that end without a call,
-    that nothing is left of them, that the event loop is not blocked; and a whole episode in which a model calls it.
+    The suite checks the schema, the given calls, the rewards, concurrent episodes, and episodes without a call. It also
+    checks that their state is freed, that the event loop is not blocked, and that a whole episode works in which a model
+    calls the tool.
 
     Args:
-        tool: The one to check; a function decorated with `polyturn.tool` is one.
-        calls: Arguments of calls that fit its schema, in the order of an episode; at least one.
+        tool: The tool to check; a function decorated with `polyturn.tool` is one.
+        calls: Arguments of valid calls, in the order of an episode; at least one.
         is_deterministic: Whether equal calls get equal answers; False for a service that changes.
-        row: What the row tells it: create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs.
+        row: The row's create_kwargs, execute_kwargs, calc_reward_kwargs and release_kwargs.
 
     Raises:
-        ContractError: it breaks its contract; the message lists how.
+        ContractError: the tool breaks its contract; the message lists the problems.
     """
     kwargs = ToolKwargs(**row)
     async with Findings(f"tool {tool.name}") as findings:
@@ -62,7 +63,7 @@ async def check_tool(
         for number in range(NUM_EPISODES):
             await suite.play(f"many-{number}", calls[:1])
         for name in grown(before, holdings(tool)):
-            findings.expect(False, f"{name!r} holds something of every episode that ended; free it in release")
+            findings.expect(False, f"{name!r} keeps state of every ended episode; free it in release")
         await _check_episode(tool, findings, call=calls[0], kwargs=kwargs)
 
 
@@ -83,19 +84,17 @@ def _check_schema(tool: Tool, findings: Findings) -> None:
     findings.expect(
         function.get("name") == tool.name, f"its name is {tool.name!r} and its schema says {function.get('name')!r}"
     )
-    findings.expect(
-        bool(function.get("description")), "its schema has no description, which is all that the model knows of it"
-    )
+    findings.expect(bool(function.get("description")), "its schema has no description, which the model needs")
     properties = (function.get("parameters") or {}).get("properties") or {}
     for name, of in properties.items():
         findings.expect(
             isinstance(of, Mapping) and bool(of.get("description")),
-            f"the parameter {name!r} has no description in the schema; the model reads it",
+            f"the parameter {name!r} has no description in the schema, which the model needs",
         )
 
 
 class _ToolSuite:
-    """Episodes with one tool."""
+    """Plays episodes with one tool."""
 
     def __init__(self, box: Toolbox, tool: Tool, findings: Findings, kwargs: ToolKwargs) -> None:
         self._box = box
@@ -104,7 +103,7 @@ class _ToolSuite:
         self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: kwargs})
 
     async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
-        """Play one episode, call by call, and return the observations and the step rewards."""
+        """Play one episode, call by call, and return the observations and step rewards."""
         answers: list[tuple[Any, float | None]] = []
         session = EpisodeTools(self._box, id)
         async with self._found.calling(f"an episode{where}"):
@@ -127,11 +126,11 @@ class _ToolSuite:
         self._found.expect(result.error != ToolFailure.SCHEMA, f"{what} does not fit the schema: {result.content!r:.200}")
         self._found.expect(
             result.error not in (*_BROKEN, ToolFailure.UNKNOWN_TOOL),
-            f"{what} failed ({result.error}): {result.content!r:.200}; raise ToolError to tell the model what is wrong",
+            f"{what} failed ({result.error}): {result.content!r:.200}; raise ToolError with a message for the model",
         )
 
     async def check_isolation(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
-        """Play episodes side by side, call by call; each must go as it goes alone."""
+        """Play episodes concurrently, call by call; each must give the same results as alone."""
         sessions = [EpisodeTools(self._box, f"side-{number}") for number in range(3)]
         played: list[list[tuple[Any, float | None]]] = [[] for _ in sessions]
         async with self._found.calling("episodes side by side"):
@@ -146,12 +145,12 @@ class _ToolSuite:
         different = next((answers for answers in played if answers != alone), None)
         self._found.expect(
             different is None,
-            f"an episode beside others went differently: {different!r:.200} instead of {alone!r:.200}; keep what belongs to "
-            "an episode under its instance id, not on the object (is_deterministic=False if answers differ by nature)",
+            f"a concurrent episode differs: {different!r:.200} instead of {alone!r:.200}; keep the state of an episode "
+            "under its instance id, not on the object (is_deterministic=False if answers are random)",
         )
 
     async def check_going_on(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
-        """Let another process go on with the episode behind each call, where the tool says that one can."""
+        """Continue the episode in another process after each call, if the tool supports it."""
         why_not = self._box.hooks[self._tool.name].why_not
         self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
@@ -159,7 +158,7 @@ class _ToolSuite:
         for number in range(1, len(calls)):
             played: list[tuple[Any, float | None]] = []
             first, then = EpisodeTools(self._box, "before"), EpisodeTools(self._box, "after")
-            async with self._found.calling("going on behind a call", advice="return from snapshot what JSON can write"):
+            async with self._found.calling("continuing after a call", advice="return JSON data from snapshot"):
                 await first.start(self._task)
                 for k, arguments in enumerate(calls[:number]):
                     await first.call([self._call(k, arguments)])
@@ -171,14 +170,14 @@ class _ToolSuite:
                     played.append((result.content, result.reward))
                 self._found.expect(
                     played == alone[number:],
-                    f"an episode that goes on in another process goes differently: {played!r:.200} instead of "
-                    f"{alone[number:]!r:.200}; put all that the calls changed into snapshot, and do not say stateless",
+                    f"an episode that continues in another process differs: {played!r:.200} instead of "
+                    f"{alone[number:]!r:.200}; put all state that calls change into snapshot, and do not set stateless",
                 )
             for session in (first, then):
                 await session.close()
 
     async def check_bad_arguments(self, call: Mapping[str, Any]) -> None:
-        """Call it as a model does that got it wrong; the model must read what is wrong, and the episode go on."""
+        """Call the tool with wrong arguments; the model must get an error message, and the episode must continue."""
         wrong: list[Mapping[str, Any]] = [{}, {**call, "no_such_argument": 1}, dict.fromkeys(call, None)]
         wrong.append({name: {"not": [name]} for name in call})
         session = EpisodeTools(self._box, "wrong")
@@ -188,14 +187,14 @@ class _ToolSuite:
                 (result,) = await session.call([self._call(number, arguments)])
                 self._found.expect(
                     result.error not in _BROKEN,
-                    f"the call {dict(arguments)!r:.100} failed ({result.error}): {result.content!r:.100}; say in the schema "
-                    "what is allowed, or raise ToolError to tell the model what is wrong",
+                    f"the call {dict(arguments)!r:.100} failed ({result.error}): {result.content!r:.100}; restrict the "
+                    "schema, or raise ToolError with a message for the model",
                 )
         await session.close()
 
 
 async def _check_episode(tool: Tool, findings: Findings, *, call: Mapping[str, Any], kwargs: ToolKwargs) -> None:
-    """Run one real episode in which a model calls the tool."""
+    """Run one real episode in which the model calls the tool."""
     text = f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': dict(call)})}\n</tool_call>"
     context = scripted_context([text, "Done."], tools=[tool], rewards={"check": lambda trajectory: 0.0})
     one = dataclasses.replace(task(data_source="check"), tools=(tool.name,), tools_kwargs={tool.name: kwargs})
