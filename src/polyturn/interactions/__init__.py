@@ -1,1 +1,1 @@
-"""Interactions: partners that answer the model's turns, such as a grader, a simulated user or an environment."""
+"""Interactions answer the model's turns, for example as a grader, a simulated user or an environment."""

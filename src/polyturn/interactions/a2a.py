@@ -1,4 +1,4 @@
-"""A2AInteraction: an agent that speaks A2A is the partner that answers the model's turns (the extra `a2a`).
+"""A2AInteraction: an agent with the A2A protocol answers the model's turns (needs the extra `a2a`).
 
     interaction:
       - name: negotiator
@@ -7,8 +7,8 @@
 
     row   "interaction_kwargs": {"name": "negotiator", "brief": "You sell a used car and want 5000 at least."}
 
-Each turn of the model is one message to the agent, in one conversation (`contextId`) per episode. The conversation ends when
-the agent's task does, or when the metadata of its answer say `done`; `score` (or `reward`) there is the turn's score.
+Each turn of the model is sent to the agent as one message; an episode is one conversation (`contextId`). The conversation
+ends when the agent's task ends or the metadata of its answer have `done`; `score` (or `reward`) there is the turn's score.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDS = ("completed", "rejected", "canceled")
 
 
 class A2AInteraction(BaseInteraction):
-    """Config: `url`, `token` or `token_env`, `headers`, `timeout` 60 seconds, `score` 0.0 of a turn that is not scored."""
+    """Config: `url`, `token` or `token_env`, `headers`, `timeout` (60 s), and `score` (0.0) of an unscored turn."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -35,11 +35,11 @@ class A2AInteraction(BaseInteraction):
         self.score: float = config.get("score", 0.0)
         for name, value in (("timeout", self.timeout), ("score", self.score)):
             if not isinstance(value, int | float) or isinstance(value, bool) or (name == "timeout" and value <= 0):
-                raise ConfigError(f"{name} is {value!r}; it must be a number, and a timeout a positive one")
+                raise ConfigError(f"{name} is {value!r}; use a number, and for a timeout a positive one")
         self._conversations: dict[str, A2AConversation] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; nothing is said yet."""
+        """Begin one episode without sending a message."""
         chosen = await super().start_interaction(instance_id)
         self.agent.open()
         self._conversations[chosen] = A2AConversation()
@@ -48,10 +48,10 @@ class A2AInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, Any, float, dict[str, Any]]:
-        """Send the model's turn to the agent and return its answer; before the first, the row's `brief`.
+        """Send the model's turn to the agent and return its answer; the row's `brief` is sent before the first turn.
 
         Raises:
-            ToolError: the agent cannot be reached, was late, or failed: nothing that the model did.
+            ToolError: the agent cannot be reached, timed out, or failed. The model is not at fault.
         """
         conversation = self._conversations[instance_id]
         text = _last_words(messages)
@@ -64,7 +64,7 @@ class A2AInteraction(BaseInteraction):
         return is_done, content, _score(answer.metadata, self.score), info
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """End the conversation: a task that waits for more is cancelled."""
+        """End the conversation; cancel the agent's task if it is still waiting for input."""
         self.agent.leave(self._conversations.pop(str(instance_id)))
         await self.agent.close()
 
@@ -79,5 +79,5 @@ def _score(metadata: Any, default: float) -> float:
     if score is None:
         return default
     if isinstance(score, bool) or not isinstance(score, int | float):
-        raise ToolError(f"the agent gave the score {score!r:.60}; it must be a number")
+        raise ToolError(f"the agent returned the score {score!r:.60}; it must be a number")
     return float(score)

@@ -1,7 +1,7 @@
-"""Adapts the forms in which interactions are written to one, when the interaction joins a run.
+"""Adapts interactions to one calling convention when they join a run.
 
-`calculate_score` and `finalize_interaction` may or may not take the instance id, and may be plain methods. Interactions in
-the usual form are used unchanged.
+`calculate_score` and `finalize_interaction` may lack the parameter for the instance id. Interactions with the usual
+signatures are used unchanged.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from polyturn.core.protocols import Interaction
 
 
 def in_usual_form(interaction: Interaction) -> Interaction:
-    """Return the interaction, or a view of it whose methods take what the framework gives them."""
+    """Return the interaction, or a wrapper whose methods accept the usual arguments."""
     odd = [m for m in (interaction.calculate_score, interaction.finalize_interaction) if num_positional(m) == 0]
     return _View(interaction) if odd else interaction
 
 
 class _View:
-    """An interaction whose methods drop the instance id where the author's take none."""
+    """Wraps an interaction and drops the instance id for methods that do not take it."""
 
     def __init__(self, interaction: Interaction) -> None:
         self.name = interaction.name

@@ -1,12 +1,12 @@
-"""BaseInteraction: the base class of conversation partners.
+"""BaseInteraction: the base class of interactions.
 
-One object serves all episodes at once, so the state of an episode is kept under its instance id and freed in
-`finalize_interaction`. The class is concrete: a config may name it, and it then gives every turn the same answer. A plain
-method runs in a thread, concurrently with those of other episodes, and may block.
+One object serves all episodes concurrently, so it must keep an episode's state under the instance id and free it in
+`finalize_interaction`. The class is concrete: if a config names it, it gives every turn the same answer. A method that is
+not async runs in a thread, concurrently with other episodes, and may block.
 
-    id = await partner.start_interaction(ground_truth="72")
-    done, content, score, metadata = await partner.generate_response(id, messages)
-    await partner.finalize_interaction(id)
+    id = await interaction.start_interaction(ground_truth="72")
+    done, content, score, metadata = await interaction.generate_response(id, messages)
+    await interaction.finalize_interaction(id)
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class BaseInteraction:
-    """A partner that finds every answer acceptable and never ends the conversation."""
+    """An interaction that accepts every answer and never ends the conversation."""
 
     stateless: bool = False
-    """Whether what it keeps of an episode comes from `start_interaction` alone, so that a conversation goes on after a
-    restart; one with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
+    """Whether an episode's state depends on `start_interaction` only, so that a conversation can continue after a restart.
+    An interaction with more state can have `snapshot` and `restore` instead (see `core/snapshots.py`)."""
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = {} if config is None else config
         self.name: str = self.config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; return the id that is used from then on.
+        """Begin one episode and return its instance id.
 
         Args:
-            instance_id: The episode's id; None asks for a new one.
-            kwargs: The row's interaction kwargs, `name` included.
+            instance_id: The episode's id; None generates one.
+            kwargs: The row's interaction kwargs, including `name`.
         """
         return str(uuid4()) if instance_id is None else instance_id
 
@@ -44,8 +44,8 @@ class BaseInteraction:
         """Answer the conversation so far.
 
         Args:
-            instance_id: The episode.
-            messages: The whole conversation in OpenAI's form, the model's turn last.
+            instance_id: The episode's id.
+            messages: The whole conversation in OpenAI's form; the last message is the model's turn.
             kwargs: The row's interaction kwargs.
 
         Returns:
@@ -54,30 +54,30 @@ class BaseInteraction:
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Return the score of the current turn. Authors call it themselves; see `generate_response`."""
+        """Return the score of the current turn. The framework does not call it; authors call it in `generate_response`."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once per start.
+        """End the episode and free its state. Called exactly once per start.
 
-        Also after a start that failed on its way, with the id that it was given; what this raises then counts for nothing.
+        After a failed start it is called with the id passed to that start, and an error from it is ignored.
         """
 
 
 class ViewInteraction(BaseInteraction):
-    """An interaction that sees its conversation: it answers in `respond`, with `view` None where there is no episode."""
+    """An interaction that gets a view of its conversation: it answers in `respond`; `view` is None outside an episode."""
 
     reply_timeout_s: float | None = None
-    """Deadline of a reply; None is the run's, `rollout.interaction_timeout_s`."""
+    """Seconds within which a reply must come; None uses the run's `rollout.interaction_timeout_s`."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer as `respond` does; it may give no score."""
+        """Return the answer of `respond`, whose score may be None."""
         return await self.respond(None, instance_id, messages, **kwargs)  # type: ignore[return-value]
 
     async def respond(
         self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Answer the conversation so far; a subclass does it."""
+        """Answer the conversation so far; subclasses implement it."""
         raise NotImplementedError

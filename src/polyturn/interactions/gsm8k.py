@@ -1,6 +1,6 @@
-"""Gsm8kInteraction: tells the model whether its last answer is right, until it is.
+"""Gsm8kInteraction: tells the model whether its last answer is right, until the answer is right.
 
-Only the model's own last message is scored. A conversation without one, and content that is not text, score 0.
+Only the model's last message is scored. A conversation without such a message, and content that is not text, score 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from polyturn.rewards import gsm8k
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """Grades answers in GSM8K's format `#### N` and asks for another try while they are wrong."""
+    """Grades answers in GSM8K's format `#### N` and asks for another try until the answer is right."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -48,9 +48,9 @@ class Gsm8kInteraction(BaseInteraction):
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:
-        """Take up an episode that was begun again."""
+        """Restore the state of an episode that has been started again."""
         self._instance_dict[instance_id] = state
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never started is a KeyError."""
+        """Delete the episode's state; an unknown id raises KeyError."""
         del self._instance_dict[instance_id]  # type: ignore[arg-type]

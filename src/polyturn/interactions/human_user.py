@@ -1,8 +1,8 @@
-"""HumanUser: a person answers, in the terminal of the run or at a desk that `polyturn view --desk` shows as a page.
+"""HumanUser: a person answers, in the run's terminal or on the page that `polyturn view --desk` shows.
 
 class_name: polyturn.interactions.human_user.HumanUser
 config: {at: terminal}                                       one conversation after another, in the run's own terminal
-config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; `polyturn view --desk ./desk` elsewhere
+config: {at: desk, desk: ./desk, deadline_s: 3600}           many at once; run `polyturn view --desk ./desk` anywhere
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from polyturn.partners.partner import without_thoughts
 logger = logging.getLogger(__name__)
 
 ROW_KEYS = ("goal", "persona", "about")
-"""The keys of the row that a person is shown."""
+"""The row's keys that are shown to the person."""
 
 
 class HumanSettings(Settings):
-    """Where a person is asked, and how long."""
+    """Where the person answers, and the deadline."""
 
     name: str = ""
     at: Literal["terminal", "desk"] = "terminal"
     desk: Text | None = None
-    """The folder of the desk, relative to the file that names it."""
+    """The folder of the desk, relative to the configuration file."""
     deadline_s: Seconds = 600.0
-    """Deadline of one answer."""
+    """Seconds within which an answer must come."""
     on_deadline: Text = "end"
-    """At the deadline: end ends the conversation, fail fails it, any other text is taken for the answer."""
+    """At the deadline, "end" ends the conversation and "fail" fails it; any other text is used as the answer."""
     score: Score = 0.0
-    """The score of a turn that the person did not score."""
+    """The score of a turn without a score from the person."""
     show_thoughts: bool = False
-    """Show the model's reasoning too."""
+    """Whether the model's reasoning is shown."""
 
     @model_validator(mode="after")
     def _has_a_desk(self) -> Self:
         if (self.at == "desk") != (self.desk is not None):
-            raise ValueError(f"at is {self.at!r} and desk is {self.desk!r}; a desk is a folder, and needs at: desk")
+            raise ValueError(f"at is {self.at!r} and desk is {self.desk!r}; for a desk set at: desk and desk to a folder")
         return self
 
 
 class HumanUser(ViewInteraction):
-    """A user that is a person."""
+    """An interaction in which a person plays the user."""
 
     stateless = True
     asks_person = True
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, terminal: Terminal | None = None) -> None:
-        """Read the config; `terminal` replaces the process's own.
+        """Read the config; `terminal` replaces the process's terminal.
 
         Raises:
-            ConfigError: a setting is unknown or cannot work.
+            ConfigError: a setting is unknown or invalid.
         """
         super().__init__(config)
         self._who = f"the human user {self.name!r}"
@@ -74,27 +74,27 @@ class HumanUser(ViewInteraction):
         self._desk = None if settings.desk is None else HumanQueue((base or Path()) / settings.desk)
         self._is_announced = False
         self._terminal = terminal
-        self._threads = DaemonThreads(name="terminal", max_threads=1)  # one: conversations wait for one another
+        self._threads = DaemonThreads(name="terminal", max_threads=1)  # one thread: conversations take turns
         self.reply_timeout_s = math.inf if self._desk is None else settings.deadline_s + 30.0
 
     def check_setup(self) -> None:
-        """Refuse to ask in a terminal if the process has none."""
+        """Refuse `at: terminal` if the process has no terminal."""
         if self._desk is None and self._terminal is None and not sys.stdin.isatty():
             raise ConfigError(
-                f"{self._who} is asked in the terminal, and this process has none; run it in one, or use a desk: "
+                f"{self._who} answers in the terminal, but this process has none; run it in a terminal, or use a desk: "
                 "{at: desk, desk: ./desk}"
             )
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
-        """Every row will do."""
+        """Accept every row."""
 
     async def respond(
         self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Ask the person.
+        """Return the person's answer.
 
         Raises:
-            InteractionError: no answer came in time and `on_deadline` is "fail", or the terminal was closed.
+            InteractionError: there was no answer in time and `on_deadline` is "fail", or the terminal was closed.
         """
         settings = self._settings
         texts = [{"role": m["role"], "content": self._shown(m)} for m in messages if m.get("role") in ("user", "assistant")]
@@ -117,17 +117,17 @@ class HumanUser(ViewInteraction):
     async def _ask(self, texts: list[dict[str, Any]], about: Mapping[str, Any]) -> HumanReply | None:
         deadline_s = self._settings.deadline_s
         if self._desk is not None:
-            if not self._is_announced:  # once: else a run that waits for a person looks like one that hangs
+            if not self._is_announced:  # once, because a run that waits for a person looks like one that hangs
                 self._is_announced = True
                 command = f"polyturn view --desk {shlex.quote(str(self._desk.folder))}"
-                logger.warning("conversations wait for a person; answer them with: %s", command)
+                logger.warning("conversations are waiting for a person; answer them with: %s", command)
             return await self._desk.ask(texts, about=about, deadline_s=deadline_s)
         terminal = self._terminal or Terminal(sys.stdin, sys.stderr)
         try:
             ask = functools.partial(terminal.ask, texts, about=about, deadline_s=deadline_s)
             return await self._threads.run(ask)  # type: ignore[no-any-return]
         except TerminalClosedError as problem:
-            raise InteractionError(f"{self._who}: the terminal was closed ({problem}); no answer can come") from problem
+            raise InteractionError(f"{self._who}: the terminal was closed ({problem}), so there is no answer") from problem
 
     def _shown(self, message: Mapping[str, Any]) -> str:
         text = text_of(message)

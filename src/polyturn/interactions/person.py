@@ -1,11 +1,11 @@
-"""A person who answers conversations: at a desk, which is a folder that a page or a terminal reads, or at a keyboard.
+"""Lets a person answer conversations: at a desk, a folder that a page or a terminal reads, or at a keyboard.
 
     desk/waiting/3f….json    {"ticket", "about", "since", "until", "messages"}      written by the run
     desk/answers/3f….json    {"text", "is_end", "score"}                            written by the page or the terminal
 
-A desk is files and no connection, because the run (maybe on another machine) and the page start and end independently. A
-ticket is random, is answered once, and leaves nothing behind. A ticket that the page sends is looked up among those that
-wait; it never becomes a path by itself.
+A desk uses files instead of a connection, because the run and the page start and end independently, maybe on different
+machines. A ticket is random and can be answered once; its files are then removed. A ticket from the page is looked up among
+the waiting ones and never used as a path directly.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 HELP = "Answer, /end [SCORE] [TEXT] to end the conversation, /score SCORE TEXT to answer and score."
-ANSWERED = "this conversation no longer waits: it was answered already, or its time is over"
+ANSWERED = "this conversation is no longer waiting: it has been answered, or its deadline has passed"
 
 
 class TerminalClosedError(Exception):
-    """The terminal is closed, so no answer can come."""
+    """The terminal is closed, so there will be no answer."""
 
 
 class HumanReply(Settings):
-    """The answer of a person."""
+    """A person's answer."""
 
     text: Annotated[str, StringConstraints(strip_whitespace=True, max_length=100_000)] = ""
     is_end: bool = False
-    """Whether the conversation is over."""
+    """Whether the answer ends the conversation."""
     score: Score | None = None
-    """Of the model's turn; null if the person gave none."""
+    """Score of the model's turn, or null."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if not self.text and not self.is_end:
-            raise ValueError("it is empty; write something, or end the conversation")
+            raise ValueError("the answer is empty; write a text, or end the conversation")
         return self
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> HumanReply:
-        """Return the reply in an answer, whose further keys are ignored.
+        """Return the reply in an answer; unknown keys are ignored.
 
         Raises:
-            DataError: there is none.
+            DataError: the answer is invalid.
         """
         try:
             return cls.read({name: answer[name] for name in cls.model_fields if name in answer}, who="the answer")
@@ -69,7 +69,7 @@ class HumanReply(Settings):
 
 
 class Paper(Settings):
-    """A conversation that waits at a desk."""
+    """A conversation that is waiting at a desk."""
 
     ticket: str
     about: dict[str, str]
@@ -79,13 +79,13 @@ class Paper(Settings):
 
 
 class HumanQueue:
-    """A desk: the folder in which conversations wait."""
+    """A desk: a folder with waiting conversations and their answers."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: the folder cannot be created.
         """
         self.folder = folder
         self._waiting, self._answers = folder / "waiting", folder / "answers"
@@ -94,17 +94,17 @@ class HumanQueue:
             for part in (self._waiting, self._answers):
                 part.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise ConfigError(f"the desk {str(folder)!r} cannot be made: {one_line(problem)}") from problem
+            raise ConfigError(f"the desk {str(folder)!r} cannot be created: {one_line(problem)}") from problem
 
     async def ask(
         self, messages: Sequence[Mapping[str, str]], *, about: Mapping[str, str], deadline_s: float
     ) -> HumanReply | None:
-        """Let a conversation wait for an answer; return None if none came within `deadline_s`.
+        """Put a conversation on the desk and return its answer; None if there is none in time.
 
         Args:
             messages: The conversation as the page shows it.
-            about: Facts that the page shows beside it.
-            deadline_s: Seconds that it waits.
+            about: Further information for the page.
+            deadline_s: Seconds to wait for the answer.
         """
         ticket, now, end = secrets.token_hex(16), time.time(), time.monotonic() + deadline_s
         paper = Paper(
@@ -126,7 +126,7 @@ class HumanQueue:
             self._forget(ticket)
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Return the waiting conversations, the longest wait first; those whose runs are gone are cleared away."""
+        """Return the waiting conversations, oldest first; remove those whose runs have died."""
         waiting = []
         for path in self._waiting.glob("*.json"):
             try:
@@ -140,17 +140,17 @@ class HumanQueue:
         return [paper.model_dump() for paper in sorted(waiting, key=lambda paper: paper.since)]
 
     def answer(self, ticket: str, reply: HumanReply) -> None:
-        """Leave an answer.
+        """Store an answer.
 
         Raises:
-            DataError: no such conversation waits.
+            DataError: no conversation with this ticket is waiting.
         """
         if not any(paper["ticket"] == ticket for paper in self.waiting()):
             raise DataError(ANSWERED)
         draft = self._answers / f"{ticket}.{secrets.token_hex(8)}"
         draft.write_text(reply.model_dump_json(), encoding="utf-8")
         try:
-            os.link(draft, self._answers / f"{ticket}.json")  # fails if the name is taken, so that the first answer counts
+            os.link(draft, self._answers / f"{ticket}.json")  # fails if the file exists, so the first answer counts
         except FileExistsError:
             raise DataError(ANSWERED) from None
         finally:
@@ -159,15 +159,15 @@ class HumanQueue:
     def _write(self, paper: Paper) -> None:
         draft = self._waiting / f"{paper.ticket}.draft"
         draft.write_text(paper.model_dump_json(), encoding="utf-8")
-        draft.replace(draft.with_suffix(".json"))  # atomic, so that no reader sees half a conversation
+        draft.replace(draft.with_suffix(".json"))  # atomic, so a reader never sees half a conversation
 
     def _answer_to(self, ticket: str) -> HumanReply | None:
         path = self._answers / f"{ticket}.json"
-        with contextlib.suppress(OSError):  # no answer yet, or a share that is away for a moment
+        with contextlib.suppress(OSError):  # no answer yet, or a network share that is briefly unavailable
             try:
                 return HumanReply.model_validate_json(path.read_bytes())
             except ValidationError as problem:
-                logger.warning("the file %s holds no answer and is removed: %s", path, one_line(problem))
+                logger.warning("the file %s is not a valid answer and is removed: %s", path, one_line(problem))
                 path.unlink(missing_ok=True)
         return None
 
@@ -177,32 +177,32 @@ class HumanQueue:
 
 
 def _well_formed(texts: Mapping[str, str]) -> dict[str, str]:
-    """Replace halves of characters, which no file in UTF-8 can hold."""
+    """Replace unpaired surrogates, which cannot be written as UTF-8."""
     return {name: text.encode("utf-8", "replace").decode() for name, text in texts.items()}
 
 
 class Terminal:
-    """A keyboard and a screen: one conversation at a time is shown and answered; the others wait.
+    """A keyboard and a screen, which show one conversation at a time; the others wait.
 
     > And for four?          an answer
     > /end                   ends the conversation
-    > /end 0.5 Thank you.    ends it, scores the model's last turn, says something
-    > /score 0.2 No.         scores the model's last turn, and answers
+    > /end 0.5 Thank you.    ends it with a score for the model's last turn, and a last message
+    > /score 0.2 No.         scores the model's last turn and answers
     """
 
     def __init__(self, keyboard: TextIO, screen: TextIO) -> None:
         self._keyboard = keyboard
         self._screen = screen
         self._typed = b""
-        """Typed text that is not read yet. The stream's own buffer is not used: `select` does not know of it."""
+        """Typed text that has not been read yet. The stream's own buffer is not used, because `select` ignores it."""
 
     def ask(
         self, messages: Sequence[Mapping[str, Any]], *, about: Mapping[str, Any], deadline_s: float
     ) -> HumanReply | None:
-        """Show a conversation and return the answer; None if none came in time. It blocks: call it in a thread.
+        """Show a conversation and return the answer, or None at the deadline. It blocks, so call it in a thread.
 
         Raises:
-            TerminalClosedError: the input ended.
+            TerminalClosedError: the input has ended.
         """
         self._show("\n" + "-" * 72, *(f"{name}: {value}" for name, value in about.items()))
         self._show(*(f"[{m['role']}] {text}" for m in messages if (text := text_of(m)) and m.get("role") != "tool"))
@@ -217,7 +217,7 @@ class Terminal:
         return None
 
     def _line(self, end: float) -> str | None:
-        """Return the next line; None at the deadline, so that no line is taken for a question that has expired."""
+        """Return the next line, or None at the deadline."""
         self._screen.write("> ")
         self._screen.flush()
         while (left := end - time.monotonic()) > 0:
@@ -237,10 +237,10 @@ class Terminal:
 
 
 def read_answer(line: str) -> HumanReply:
-    """Return the answer in a line.
+    """Parse a line as an answer.
 
     Raises:
-        DataError: it is none.
+        DataError: the line is not a valid answer.
     """
     text = line.strip()
     command, _, rest = text.partition(" ")

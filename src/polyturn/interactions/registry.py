@@ -1,9 +1,9 @@
-"""From an interaction file to named interactions.
+"""Creates named interactions from an interaction file.
 
     initialize_interactions_from_config("interactions.yaml")  ->  {"gsm8k": Gsm8kInteraction, "tutor": MyTutor}
 
-A name that is not given comes from the class: without its `Interaction` ending, in lower case. Two items never share a
-name, because rows choose their interaction by it.
+The default name is the class name in lower case without the ending `Interaction`. Names must be unique, because rows select
+their interaction by name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SCENE_INTERACTION = Shape(
 
 
 def check_interaction(cls: type, *, where: str = "") -> None:
-    """Refuse a class that would leave replies to its base class, or cannot be called as an interaction is.
+    """Refuse a class that does not define its replies, or whose methods have other signatures than an interaction's.
 
     Raises:
         ConfigError: the first problem found.
@@ -62,10 +62,10 @@ def check_interaction(cls: type, *, where: str = "") -> None:
 
 
 def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
-    """Check the class of every interaction of a file, or of a mapping with the same content, and make none.
+    """Check the class of every interaction of a file, or of a mapping with the same content, without creating objects.
 
     Raises:
-        ConfigError: an item cannot be read, or its class is not an interaction.
+        ConfigError: an item is invalid, or its class is not an interaction.
     """
     file = _read(source, base=base)
     for entry in file.entries:
@@ -77,11 +77,13 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
 
 
 def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> type[Any]:
-    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names; `key` is where, for messages.
+    """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
+
+    `key` is the setting with the name, for messages.
 
     Raises:
-        MissingModuleError, MissingAttributeError: the path leads nowhere.
-        ConfigError: it leads to something that is not a class.
+        MissingModuleError, MissingAttributeError: there is no such module or attribute.
+        ConfigError: the attribute is not a class.
     """
     cls = import_attr(cls_name, base=base, key=key)
     if not isinstance(cls, type):
@@ -91,7 +93,7 @@ def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None, k
 
 
 def _class_or_object(entry: PluginEntry, *, base: Path | None) -> Any:
-    """Return the class that an item names, or the interaction itself where a program gave one."""
+    """Return the class that an item names, or the interaction itself if a program passed an object."""
     if isinstance(entry.class_name, LiveObject) and isinstance(entry.class_name.target, BaseInteraction):
         return entry.class_name.target
     return get_interaction_class(entry.class_name, base=base, key=f"{entry.where}.class_name")
@@ -107,18 +109,18 @@ def initialize_interactions_from_config(
     base: Path | None = None,
     policies: Mapping[str, Any] | None = None,
 ) -> dict[str, BaseInteraction]:
-    """Build every interaction of a YAML or JSON file, or of a mapping with the same content.
+    """Create every interaction of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
         interaction_config_file: The file, or {"interaction": [{"class_name": ..., "name": ..., "config": {...}}]}.
-        base: The folder that relative paths start from; the file's own folder by default.
+        base: The folder that relative paths are resolved against; the default is the file's folder.
         policies: The run's further policies, for a class that has a parameter of that name.
 
     Returns:
-        name -> interaction, in the file's order; the name is also in the interaction's config.
+        Name -> interaction, in the file's order; the name is also in the interaction's config.
 
     Raises:
-        ConfigError: an item cannot work, its class is not an interaction, or two have one name.
+        ConfigError: an item is invalid, its class is not an interaction, or two items have the same name.
     """
     file = _read(interaction_config_file, base=base)
     out: dict[str, BaseInteraction] = {}
@@ -145,7 +147,7 @@ def initialize_interactions_from_config(
 
 
 def unknown_interaction(name: str, known: Collection[str]) -> str:
-    """Return the sentence for an interaction name that is not configured. Users match on its beginning."""
+    """Return the error message for an unknown interaction name. Users match on its beginning."""
     return (
         f"Interaction {name!r} not found in interaction_map. Available interactions: {sorted(known)}."
         f"{did_you_mean(name, known) if known else ' Name the YAML of your interactions in rollout.interactions.'}"
@@ -153,10 +155,10 @@ def unknown_interaction(name: str, known: Collection[str]) -> str:
 
 
 def missing_interaction_name(known: Collection[str]) -> str:
-    """Return the sentence for `interaction_kwargs` that must have a name and have none. Users match on its beginning."""
+    """Return the error message for `interaction_kwargs` without the required name. Users match on its beginning."""
     return f"'name' key is required in interaction_kwargs; give it one of {sorted(known)}"
 
 
 def default_name(class_name: str) -> str:
-    """Return the name of an interaction that has none: Gsm8kInteraction -> gsm8k, CustomAgent -> customagent."""
+    """Return the default name of a class: Gsm8kInteraction -> gsm8k, CustomAgent -> customagent."""
     return (class_name.removesuffix("Interaction") or class_name).lower()

@@ -1,9 +1,9 @@
-"""ReplayedUser: repeats what a user said in a recording, turn by turn, whatever the model answers.
+"""ReplayedUser: replays a user's recorded turns, independently of the model's answers.
 
 row         "interaction": {"name": "user", "turns": ["And for four?", {"content": "Thanks.", "score": 1, "done": true}]}
 or a file   config: {file: talks.jsonl}, row: {"name": "user", "recording": "talk-7"}
             {"id": "talk-7", "turns": […]}        the replies
-            {"id": "talk-7", "messages": […]}     a conversation; the user's messages but the first are the replies
+            {"id": "talk-7", "messages": […]}     a conversation; the replies are the user's messages after the first
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from polyturn.interactions.roles import UserTurns, text_of
 
 
 class ReplaySettings(Settings):
-    """A recording, and how the conversation continues after it."""
+    """The file of recordings, and the behaviour after the last reply."""
 
     name: str = ""
     file: Text | None = None
-    """The file of recordings, relative to the file that names it."""
+    """The file of recordings, relative to the configuration file."""
     at_end: Text = "end"
-    """After the last reply: end, repeat (the last reply), fail, or a text that is used from then on."""
+    """After the last reply: "end", "repeat" (the last reply), "fail", or another text, which becomes the reply."""
     score: Score | None = 0.0
-    """The score of a turn whose reply has none; null for no score."""
+    """The score of a turn if the reply has none; null for no score."""
 
 
 class Recorded(Settings):
@@ -39,11 +39,11 @@ class Recorded(Settings):
 
     content: str
     score: Score | None = None
-    """Of the model's turn that it answers."""
+    """Score of the model's turn before this reply."""
     done: bool = False
-    """Whether it ends the conversation."""
+    """Whether the reply ends the conversation."""
     role: str | None = None
-    """Not used; a message has it."""
+    """Ignored; accepted because messages have it."""
 
 
 class ReplayedUser(ViewInteraction):
@@ -53,7 +53,7 @@ class ReplayedUser(ViewInteraction):
         """Read the config and the file.
 
         Raises:
-            ConfigError: a setting is unknown, or the file cannot be read.
+            ConfigError: a setting is unknown or invalid, or the file cannot be read.
         """
         super().__init__(config)
         self._who = f"the replayed user {self.name!r}"
@@ -63,14 +63,14 @@ class ReplayedUser(ViewInteraction):
         self._live: dict[str, _ReplayedEpisode] = {}
 
     def check_setup(self) -> None:
-        """Nothing outside is needed."""
+        """Do nothing: a replayed user needs no external service."""
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a row that names no recording."""
+        """Refuse a row without a valid recording."""
         self._turns(kwargs)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; the row has `turns`, or the id of a `recording` in the file."""
+        """Begin one episode; the row has `turns`, or `recording`, the id of a recording in the file."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._live[instance_id] = _ReplayedEpisode(turns=self._turns(kwargs))
         return instance_id
@@ -81,7 +81,7 @@ class ReplayedUser(ViewInteraction):
         """Return the next reply.
 
         Raises:
-            InteractionError: the recording is over, and `at_end` is fail.
+            InteractionError: the recording is over, and `at_end` is "fail".
         """
         live, at_end, score = self._live[instance_id], self._settings.at_end, self._settings.score
         number = live.turn_of(messages) if view is None else view.num_user_turns
@@ -92,7 +92,7 @@ class ReplayedUser(ViewInteraction):
         info["user_stop"] = "recording_over"
         if at_end == "fail":
             raise InteractionError(
-                f"{self._who}: the recording has {len(live.turns)} replies and one more was asked for; record more, lower "
+                f"{self._who}: the recording has {len(live.turns)} replies, but one more is needed; record more, lower "
                 "rollout.limits.max_turns, or set at_end"
             )
         if at_end == "end":
@@ -104,11 +104,11 @@ class ReplayedUser(ViewInteraction):
         return self._settings.score  # type: ignore[return-value]
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never started is a KeyError."""
+        """Delete the episode's state; an unknown id raises KeyError."""
         del self._live[instance_id]  # type: ignore[arg-type]
 
     async def snapshot(self, instance_id: str) -> int | None:
-        """Return the position at which the recording began."""
+        """Return the position in the conversation at which the recording began."""
         return self._live[instance_id].first
 
     async def restore(self, instance_id: str, state: int | None) -> None:
@@ -121,11 +121,11 @@ class ReplayedUser(ViewInteraction):
             return _read_turns(turns, where=f"{self._who}: `turns` of the row")
         if name is None:
             raise DataError(
-                f"{self._who} has nothing to say: the row's interaction kwargs have {sorted(kwargs)}; give them `turns`, or "
-                "the id of a `recording` in its file"
+                f"{self._who} has no replies: the row's interaction kwargs have {sorted(kwargs)}; add `turns`, or "
+                "`recording`, the id of a recording in the file"
             )
         if str(name) not in self._recordings:
-            raise DataError(f"{self._who}: there is no recording {name!r} in its file, which has {len(self._recordings)}")
+            raise DataError(f"{self._who}: the file has {len(self._recordings)} recordings, but none with the id {name!r}")
         return self._recordings[str(name)]
 
 
@@ -150,25 +150,25 @@ def _read_file(path: Path, *, who: str) -> dict[str, tuple[Recorded, ...]]:
             row = json.loads(line)
             id, turns = str(row["id"]), row["turns"] if "turns" in row else _replies(row["messages"])
             if id in recordings:
-                raise DataError(f"{where}: the id {id!r} stands there twice; an id is unique in the file")
+                raise DataError(f"{where}: the id {id!r} occurs twice; ids must be unique in the file")
             recordings[id] = _read_turns(turns, where=where)
         except DataError as problem:
             raise ConfigError(str(problem)) from problem
         except (ValueError, RecursionError, TypeError, KeyError) as problem:
             raise ConfigError(
-                f"{where} is {line!r:.100} ({one_line(problem)}); give JSON with an `id` and its `turns`, or its `messages`"
+                f"{where} is {line!r:.100} ({one_line(problem)}); write JSON with an `id` and `turns` or `messages`"
             ) from problem
     return recordings
 
 
 def _replies(messages: Any) -> list[dict[str, Any]]:
-    """Return the user's messages but the first, which is the prompt."""
+    """Return the user's messages except the first, which is the prompt."""
     return [{"content": text_of(m)} for m in messages if m["role"] == "user"][1:]
 
 
 def _read_turns(turns: Any, *, where: str) -> tuple[Recorded, ...]:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise DataError(f"{where} is {turns!r:.100}; give a list of replies, at least one")
+        raise DataError(f"{where} is {turns!r:.100}; use a non-empty list of replies")
     read = []
     for number, turn in enumerate(turns):
         who = f"{where}, reply {number}: {turn!r:.100}"

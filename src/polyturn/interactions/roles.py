@@ -1,13 +1,13 @@
-"""Roles flipped: the conversation as its user sees it, for a model that plays the user.
+"""Flips the roles of a conversation, for a model that plays the user.
 
     system     rules of the model              hidden
     user       How do I …?                     assistant  How do I …?
-    assistant  <think>…</think> call search    hidden: thoughts, calls, what tools answered
+    assistant  <think>…</think> call search    hidden: reasoning, calls, tool results
     tool       …
     assistant  You can …                       user       You can …
 
-Chat templates want a user's message first and roles that take turns, so one opens the conversation, and neighbours are
-joined.
+Chat templates need a user's message first and alternating roles, so an opening message is added, and consecutive messages of
+one role are joined.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from polyturn.partners.partner import without_thoughts
 
 OPENING = "Begin the conversation: write your first message."
 SILENCE = "(no answer)"
-"""The user's view of a message without text that is meant for it."""
+"""Shown in place of a message without text for the user."""
 
 
 def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list[dict[str, Any]]:
-    """Return the prompt of a model that plays the user: instructions, then the conversation with the roles exchanged.
+    """Return the prompt of a model that plays the user: instructions, then the conversation with roles exchanged.
 
     Args:
-        messages: The conversation in OpenAI's form, the model's turn last.
-        instructions: Who the user is and what it wants.
+        messages: The conversation in OpenAI's form; the last message is the model's turn.
+        instructions: The system prompt, with the user's persona and goal.
     """
     out = [{"role": "system", "content": instructions}, {"role": "user", "content": OPENING}]
     for message in messages:
@@ -37,9 +37,9 @@ def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list
         is_models = message["role"] == "assistant"
         text = without_thoughts(text_of(message)) if is_models else text_of(message)
         if is_models and not text:
-            continue  # it thought, or called a tool
+            continue  # the message has only reasoning or tool calls
         role = "user" if is_models else "assistant"
-        if out[-1]["role"] == role and len(out) > 2:  # the opening is an instruction, to which nothing is joined
+        if out[-1]["role"] == role and len(out) > 2:  # nothing is joined to the opening, which is an instruction
             out[-1]["content"] += f"\n\n{text}"
         else:
             out.append({"role": role, "content": text})
@@ -49,7 +49,7 @@ def flipped(messages: Sequence[Mapping[str, Any]], *, instructions: str) -> list
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message in OpenAI's form; what it shows besides text stands there as `[image]` and the like."""
+    """Return the text of a message in OpenAI's form, with other parts as `[image]` and the like."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -64,13 +64,13 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class UserTurns:
-    """The progress of a simulated user, counted from the messages where no view says it."""
+    """Counts a simulated user's replies from the messages, if there is no view."""
 
     first: int | None = None
-    """Number of a user's messages when it was first asked."""
+    """Number of user messages at the user's first reply."""
 
     def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of replies that the user has given."""
+        """Return the number of replies that the user has made."""
         num_users = sum(m.get("role") == "user" for m in messages)
         self.first = num_users if self.first is None else min(self.first, num_users)
         return num_users - self.first

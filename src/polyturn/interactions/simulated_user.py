@@ -1,14 +1,14 @@
-"""SimulatedUser: a model plays the user, with a persona, a goal, a rule when to stop, and a budget.
+"""SimulatedUser: a model plays the user, with a persona, a goal, stop rules and a budget.
 
     class_name: polyturn.interactions.simulated_user.SimulatedUser
     config: {base_url: "http://127.0.0.1:8000/v1", model: my-model, stop_marker: "[[DONE]]", max_user_turns: 6}
 
     row: "interaction": {"name": "user", "goal": "Book a table for two.", "persona": "In a hurry, writes little."}
 
-The model behind it is at an OpenAI-compatible endpoint, a further policy of the run (`policy: NAME`, a key of the section
-`policies`), or the policy that is trained itself (`model: policy`), whose text is then kept under an agent
-name of its own and not trained. Between two replies only the number of requests is remembered. The rest follows from the
-messages, so branches of a conversation cannot disturb each other.
+The model is at an OpenAI-compatible endpoint, is a further policy of the run (`policy: NAME`, a key of the section
+`policies`), or is the trained policy itself (`model: policy`). In the last case its text is recorded under a separate agent
+and by default not trained. Only the number of requests is stored between replies. Everything else follows from the
+messages, so branches of a conversation do not affect each other.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from polyturn.partners.partner import (
 from polyturn.partners.policy import Policies
 
 POLICY = "policy"
-"""The name that stands for the run's own model."""
+"""The value of `model` for the run's own model."""
 MAX_TOKENS = 256
-"""Tokens of a reply where neither the settings nor a further policy of the run say how many."""
+"""Largest number of tokens of a reply, if neither the settings nor the further policy set one."""
 MAX_EMPTY = 3
-"""Number of times that a model that answers nothing is asked again."""
+"""Number of attempts to get a reply that is not empty."""
 STOP_TIMEOUT_S = 10.0
-"""Deadline of a predicate."""
+"""Seconds within which `stop_when` must return."""
 
 INSTRUCTIONS = """\
 You play a person who talks with an assistant. You are the person, never the assistant.
@@ -65,61 +65,61 @@ Predicate = Callable[[Sequence[Mapping[str, Any]]], Any]
 
 
 class UserSettings(PartnerSettings):
-    """The behaviour of a simulated user, beside the model that speaks for it."""
+    """The settings of a simulated user, including those of its model."""
 
     name: str = ""
     persona: Text = "An ordinary person."
-    """Its persona if the row has none."""
+    """The persona if the row has none."""
     goal: Text | None = None
-    """Its goal if the row has none; null demands one of every row."""
+    """The goal if the row has none; null requires one in every row."""
     instructions: Text = INSTRUCTIONS
-    """Its model's instructions; {persona}, {goal} and further keys of the row are filled in."""
+    """The model's instructions; {persona}, {goal} and further keys of the row are filled in."""
     stop_marker: Text | None = "[[DONE]]"
-    """Its mark for the end of the conversation, hidden from the policy; null for no such rule."""
+    """A text with which the user ends the conversation, hidden from the policy; null for no such rule."""
     max_user_turns: AtLeastOne | None = None
-    """Largest number of its replies; the conversation ends with the turn that would draw another."""
+    """Largest number of replies; the conversation ends at the turn that would need another."""
     stop_when: Text | None = None
-    """`file.py:function` of the messages, its own reply last: true ends the conversation."""
+    """`file.py:function`, called with the messages including the user's reply; a result of True ends the conversation."""
     max_calls: AtLeastOne | None = None
-    """Requests to its model in one conversation; then it leaves."""
+    """Largest number of requests to the model in one conversation, after which the user ends it."""
     done_score: Score | None = 1.0
-    """The score of the turn after which it ended the conversation itself, by marker or by predicate; null for no score."""
+    """The score of the turn after which the user ends the conversation by marker or `stop_when`; null for no score."""
     other_score: Score | None = 0.0
     """The score of every other turn; null for no score."""
     agent: Text = "user"
-    """With the run's own model: the agent of its words in the records."""
+    """With the run's own model: the agent's name in the records."""
     train: bool = False
-    """With the run's own model: train its words too, with the trajectory's reward."""
+    """With the run's own model: whether the user's tokens are trained, with the trajectory's reward."""
     seed: int = 0
-    """The seed if nothing else gives one."""
+    """The seed outside an episode."""
 
     @model_validator(mode="after")
     def _names_another_agent(self) -> Self:
         if self.agent == "assistant":
-            raise ValueError("agent is 'assistant', which is the model's own name; give the user another one")
+            raise ValueError("agent is 'assistant', which is the model's own name; use another one for the user")
         return self
 
 
 class SimulatedUser(ViewInteraction):
-    """A user that a model plays."""
+    """An interaction in which a model plays the user."""
 
     def __init__(self, config: dict[str, Any], *, base: Path | None = None, policies: Policies | None = None) -> None:
-        """Read the config; `policies` are the run's further ones.
+        """Read the config; `policies` are the run's further policies.
 
         Raises:
-            ConfigError: a setting is unknown or cannot work.
+            ConfigError: a setting is unknown or invalid.
         """
         super().__init__(config)
         who = self._who = f"the simulated user {self.name!r}"
         settings = self._settings = UserSettings.read(config, who=who)
-        self.reply_timeout_s = math.inf  # of the run's own engine, which has deadlines
+        self.reply_timeout_s = math.inf  # the model's requests have their own deadlines
         self._partner: Partner | None = None
         self._policy: str | None = None
         if settings.policy is None and settings.model == POLICY:
             self._options = _speak_options(settings, who=who)
         elif settings.train:
             named = settings.policy or settings.model
-            raise ConfigError(f"{who}: train is on and {named!r} is not the run's own model; set model: {POLICY}")
+            raise ConfigError(f"{who}: train is on, but {named!r} is not the run's own model; set model: {POLICY}")
         else:
             at_endpoint = {"max_tokens": settings.max_tokens or MAX_TOKENS} if settings.policy is None else {}
             partner = partner_of(settings.model_copy(update=at_endpoint), who=who, base=base, policies=policies)
@@ -140,11 +140,11 @@ class SimulatedUser(ViewInteraction):
             self._partner.require()
 
     def check_row(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a row without a goal, or whose instructions cannot be written."""
+        """Refuse a row without a goal, or whose instructions cannot be filled in."""
         self._instructions(kwargs)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; the row gives `goal`, and may give `persona`."""
+        """Begin one episode; the row has a `goal` and optionally a `persona`."""
         self._instructions(kwargs)
         instance_id = str(uuid4()) if instance_id is None else instance_id
         live = self._live[instance_id] = _SimulatedEpisode()
@@ -155,11 +155,11 @@ class SimulatedUser(ViewInteraction):
     async def respond(
         self, view: ConversationView | None, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
-        """Answer the model as the user would.
+        """Answer the model as the user.
 
         Raises:
-            InteractionError: its model answered nothing, or there is none.
-            EngineError: its endpoint did not answer.
+            InteractionError: the user's model returned empty texts, or needs a run.
+            EngineError: the endpoint did not answer.
         """
         settings, live = self._settings, self._live[instance_id]
         number = live.turn_of(messages) if view is None else view.num_user_turns
@@ -187,11 +187,11 @@ class SimulatedUser(ViewInteraction):
         return False, text, settings.other_score, {"user_turn": number, **used}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Return the score of a turn that the user never answered."""
+        """Return the score of a turn without an answer."""
         return self._settings.other_score  # type: ignore[return-value]
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never started is a KeyError."""
+        """Delete the episode's state; an unknown id raises KeyError."""
         live = self._live.pop(instance_id)  # type: ignore[arg-type]
         if self._partner is not None:
             for user_id in live.num_calls:
@@ -217,7 +217,7 @@ class SimulatedUser(ViewInteraction):
         user_id: str,
         number: int,
     ) -> PartnerReply:
-        """Return the simulated user's reply, which is never empty."""
+        """Return the simulated user's next reply, which is not empty."""
         for attempt in range(MAX_EMPTY):
             live.num_calls[user_id] = live.num_calls.get(user_id, 0) + 1
             if self._partner is not None:
@@ -225,14 +225,14 @@ class SimulatedUser(ViewInteraction):
                 seed = derive_seed(*start, "user", number, attempt)
                 reply = await self._partner.say(messages_seen, seed=seed, session=self._session(user_id))
             elif view is None:
-                raise InteractionError(f"{self._who} speaks with the run's own model (model: {POLICY}) and there is no run")
+                raise InteractionError(f"{self._who} uses the run's own model (model: {POLICY}), but there is no run")
             else:
                 message = await view.speak(messages_seen, self._options)
                 reply = PartnerReply(text=without_thoughts(message.text))
             if reply.text:
                 return reply
         raise InteractionError(
-            f"{self._who}: its model answered nothing, {MAX_EMPTY} times; raise max_tokens if it thinks first"
+            f"{self._who}: its model returned {MAX_EMPTY} empty answers; raise max_tokens if it reasons first"
         )
 
     def _session(self, user_id: str) -> str:
@@ -255,16 +255,16 @@ class SimulatedUser(ViewInteraction):
         goal = kwargs.get("goal") or settings.goal
         if not isinstance(goal, str) or not goal.strip():
             raise DataError(
-                f"{self._who} has no goal: the row's interaction kwargs have {sorted(kwargs)}; give them a `goal`, or give "
-                "the user one for all rows"
+                f"{self._who} has no goal: the row's interaction kwargs have {sorted(kwargs)}; add a `goal` to them, or set "
+                "one for all rows in the user's config"
             )
         known = {**kwargs, "goal": goal, "persona": kwargs.get("persona") or settings.persona}
         try:
             instructions = settings.instructions.format_map(known)
         except (KeyError, IndexError, ValueError) as problem:
             raise DataError(
-                f"{self._who}: its instructions cannot be written ({one_line(problem)}); the row gives {sorted(known)}, and "
-                "a brace that is meant as such is doubled"
+                f"{self._who}: the instructions cannot be filled in ({one_line(problem)}); the row has {sorted(known)}, and "
+                "literal braces must be doubled"
             ) from problem
         rule = "" if settings.stop_marker is None else "\n\n" + STOP_RULE.format(marker=settings.stop_marker)
         return instructions + rule
@@ -275,7 +275,7 @@ class _SimulatedEpisode(UserTurns):
     """One episode."""
 
     num_calls: dict[str, int] = field(default_factory=dict)
-    """By conversation: branches have a budget each."""
+    """Conversation -> number of requests; each branch has its own budget."""
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
 
@@ -284,7 +284,7 @@ def _speak_options(settings: UserSettings, *, who: str) -> SpeakOptions:
     settings.refuse_endpoint(but=("model",), who=who, instead=f"model is {POLICY}, the run's own")
     if settings.train and (settings.temperature is not None or settings.top_p is not None):
         raise ConfigError(
-            f"{who}: train is on, and what is trained is sampled as the run samples; drop its temperature and top_p"
+            f"{who}: train is on, but trained tokens must be sampled with the run's settings; remove temperature and top_p"
         )
     return SpeakOptions(
         agent=settings.agent,

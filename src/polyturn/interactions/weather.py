@@ -1,6 +1,6 @@
-"""WeatherInteraction: ends after one turn, and asks whether the model used its tool.
+"""WeatherInteraction: ends after one turn, with a score of 1.0 if a tool has answered, else 0.0.
 
-A small example of a partner that looks at what the tools said: 1.0 where a tool has answered, 0.0 where none was called.
+It is a small example of an interaction that reads tool results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NO_TOOL_CALL = "no tool call"
 
 
 class WeatherInteraction(BaseInteraction):
-    """Scores 1.0 when the conversation holds a tool's answer. Always ends the conversation."""
+    """Scores 1.0 if the conversation has a tool result, else 0.0, and always ends the conversation."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
@@ -29,7 +29,7 @@ class WeatherInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Look at the last tool message, score the conversation and end it."""
+        """Score the conversation by its last tool message, and end it."""
         last: dict[str, Any] = next((m for m in reversed(messages) if m.get("role") == "tool"), {"content": NO_TOOL_CALL})
         state = self._instance_dict[instance_id]
         state["response"] = last.get("content")
@@ -48,9 +48,9 @@ class WeatherInteraction(BaseInteraction):
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:
-        """Take up an episode that was begun again."""
+        """Restore the state of an episode that has been started again."""
         self._instance_dict[instance_id] = state
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never started is a KeyError."""
+        """Delete the episode's state; an unknown id raises KeyError."""
         del self._instance_dict[instance_id]  # type: ignore[arg-type]

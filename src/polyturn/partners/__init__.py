@@ -1,1 +1,1 @@
-"""Models that speak beside the one that is trained, at an endpoint or as further policies of the run."""
+"""Models besides the trained one: at an endpoint, or as further policies of the run."""

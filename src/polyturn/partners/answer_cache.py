@@ -1,9 +1,9 @@
-"""AnswerCache: endpoints' answers on disk, so that the same request is sent once.
+"""AnswerCache: keeps endpoints' answers on disk, so that each request is sent only once.
 
-    key = everything that is sent, the address and the seed included   ->   the answer, as JSON
+    key = the whole request, including address and seed   ->   the answer, as JSON
 
-One SQLite file, which any number of processes may share. The first stored answer counts: a process that sent the same
-request meanwhile uses it too, so a second run sees the answers of the first. Calls run in a thread.
+The cache is one SQLite file, which several processes may share. The first stored answer of a request counts, even for a
+process that sent the same request at the same time, so a second run gets the answers of the first. Calls run in a thread.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.infra.threads import DaemonThreads
 
 WAIT_S = 30.0
-"""Seconds that a writer waits for another one."""
+"""Seconds that a writer waits for another writer."""
 
 
 class AnswerCache:
-    """A file of answers."""
+    """A SQLite file of answers."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file.
+        """Open or create the file.
 
         Raises:
-            ConfigError: it cannot be made, or is something else.
+            ConfigError: the file cannot be created, or is not a cache.
         """
         self.path = path
         self._threads = DaemonThreads(name="answers", max_threads=1)
@@ -49,12 +49,12 @@ class AnswerCache:
         return int(self._do("select count(*) from answers")[0])
 
     async def get(self, request: Mapping[str, Any]) -> Any:
-        """Return the answer to a request; None if it was never sent."""
+        """Return the stored answer to a request, or None."""
         row = await self._threads.run(self._do, "select answer from answers where key = ?", _key_of(request))
         return None if row is None else json.loads(row[0])
 
     async def put(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
-        """Store an answer unless there is one already; return the stored one."""
+        """Store an answer unless the request has one; return the stored answer."""
         text = json.dumps(answer, ensure_ascii=False)
         await self._threads.run(
             self._do, "insert or ignore into answers (key, answer) values (?, ?)", _key_of(request), text
@@ -62,13 +62,13 @@ class AnswerCache:
         return await self.get(request)
 
     def _do(self, statement: str, *values: str) -> Any:
-        """Run one statement and return its first row. The file is open only meanwhile, so nothing is left to close."""
+        """Open the file, run one statement, and return its first row."""
         with contextlib.closing(sqlite3.connect(self.path, timeout=WAIT_S)) as db, db:
             return db.execute(statement, values).fetchone()
 
 
 def _key_of(request: Mapping[str, Any]) -> str:
-    """Return a digest of the request's JSON, which does not depend on the order of its keys."""
+    """Return a digest of the request's JSON that does not depend on the order of keys."""
     return hashlib.sha256(
         json.dumps(request, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
     ).hexdigest()

@@ -1,10 +1,10 @@
-"""ChatClient: asks an OpenAI-compatible endpoint. Shared by the engine of served models, partners and players.
+"""ChatClient: sends requests to an OpenAI-compatible endpoint, for the engine of served models, partners and players.
 
     POST URL/chat/completions {"model", "messages", …}   ->   the answer's JSON
 
-A server that is busy or fails is asked again, with growing waits; a refusal that every request would get (a wrong key, an
-unknown model) is a ConfigError. `max_concurrent` counts the requests of all clients at that host. The key is sent in a
-header and written nowhere else.
+If a server is busy or fails, the request is retried with growing waits. A refusal that every request would get (a wrong key,
+an unknown model) is a ConfigError. `max_concurrent` counts the requests of all clients of that host. The key is sent in a
+header and never written anywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 HOPELESS = frozenset({401, 402, 403, 404, 405})
-"""Statuses that every other request would get too."""
+"""Statuses that every other request would get as well."""
 MAX_WAIT_S = 60.0
 
 
@@ -39,32 +39,32 @@ class Endpoint:
     """The address of a served model, and the time-outs and retries of requests to it."""
 
     url: str
-    """Up to and without /chat/completions, usually ending in /v1."""
+    """Address without /chat/completions; usually ends with /v1."""
     model: str
     key: str | None = None
     max_tokens: int | None = None
-    """Tokens of one turn at most, as the server counts them; None leaves it to the server."""
+    """Largest number of tokens of a turn, as counted by the server; None uses the server's default."""
     max_concurrent: int = 32
-    """Requests under way at the host at once, those of other clients included."""
+    """Largest number of concurrent requests to the host, including those of other clients."""
     timeout_s: float = 300.0
-    """Deadline of one attempt."""
+    """Seconds within which one attempt must finish."""
     max_tries: int = 6
     backoff_s: float = 1.0
-    """The wait before the second attempt; it doubles, with jitter, up to a minute. A server's Retry-After counts instead."""
+    """Seconds before the second attempt; the wait doubles, with jitter, up to a minute. Retry-After overrides it."""
 
     def __repr__(self) -> str:
         return f"Endpoint(url={self.url!r}, model={self.model!r})"  # never the key
 
 
 class _TryAgainError(Exception):
-    """A request failed, and the same one may succeed later."""
+    """A request failed, but may succeed later."""
 
     wait_s: float | None = None
-    """Seconds that the server asks to wait."""
+    """Seconds of the server's Retry-After, if any."""
 
 
 class _Hosts:
-    """The number of requests under way at each host, in one event loop."""
+    """Counts the concurrent requests to each host, in one event loop."""
 
     def __init__(self) -> None:
         self._num_used: Counter[str] = Counter()
@@ -72,7 +72,7 @@ class _Hosts:
 
     @contextlib.asynccontextmanager
     async def slot(self, url: str, *, limit: int) -> AsyncIterator[None]:
-        """Wait until fewer than `limit` requests are under way at the host of `url`, and count one more."""
+        """Wait until the host of `url` has fewer than `limit` concurrent requests, and hold a slot in the context."""
         host = urlsplit(url).netloc
         async with self._freed[host]:
             await self._freed[host].wait_for(lambda: self._num_used[host] < limit)
@@ -86,20 +86,22 @@ class _Hosts:
 
 
 _HOSTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hosts] = weakref.WeakKeyDictionary()
-"""By event loop: a condition of one cannot be waited for in another."""
+"""Event loop -> its hosts, because a condition of one loop cannot be awaited in another."""
 
 
 class ChatClient:
-    """Connections to one endpoint, open while it is in use."""
+    """A client of one endpoint, whose connections are open while it is in use."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Take the address; nothing is connected yet.
+        """Create a client without connecting.
 
         Raises:
-            ConfigError: it is not an address.
+            ConfigError: the address is invalid.
         """
         if not endpoint.url.startswith(("http://", "https://")):
-            raise ConfigError(f"the endpoint {endpoint.url!r} is not an address; it begins with http:// or https://")
+            raise ConfigError(
+                f"the endpoint {endpoint.url!r} is not an address; use one that begins with http:// or https://"
+            )
         self.endpoint = endpoint
         self.num_retries = 0
         self._client = JsonClient(
@@ -114,7 +116,7 @@ class ChatClient:
 
     @contextlib.asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Keep the connections open; the last user closes them."""
+        """Keep the connections open in the context; the last user closes them."""
         self._num_users += 1
         try:
             yield
@@ -131,7 +133,7 @@ class ChatClient:
         """Return the endpoint's answer.
 
         Raises:
-            EngineError: the server refused it, or did not answer in as many tries as allowed.
+            EngineError: the server refused the request, or did not answer in `max_tries` attempts.
             ConfigError: the server would refuse every request.
         """
         endpoint, num_tries = self.endpoint, 0
@@ -151,7 +153,7 @@ class ChatClient:
                 once, again=again, tries=endpoint.max_tries, wait_s=half, max_wait_s=MAX_WAIT_S, jitter_s=half
             )
         except _TryAgainError as problem:
-            raise EngineError(f"{endpoint.url} {problem}; asked {endpoint.max_tries} times") from problem
+            raise EngineError(f"{endpoint.url} {problem} (after {endpoint.max_tries} attempts)") from problem
 
     async def _once(self, body: Mapping[str, Any]) -> Any:
         endpoint = self.endpoint
@@ -162,14 +164,14 @@ class ChatClient:
                 if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
                     answer = await self._post(body)
         except LargeAnswerError as problem:
-            raise EngineError(f"{endpoint.url}: {problem}; no model writes that much") from problem
+            raise EngineError(f"{endpoint.url}: {problem}; a model does not write that much") from problem
         except (BrokenOffError, TimeoutError) as problem:
             raise _TryAgainError(f"cannot be reached ({one_line(problem)})") from problem
         if 200 <= answer.status < 300:
             try:
                 return answer.json()
             except ValueError as problem:
-                raise _TryAgainError(f"answered no JSON: {answer.said(200)!r}") from problem
+                raise _TryAgainError(f"did not answer with JSON: {answer.said(200)!r}") from problem
         if answer.status in AGAIN:
             failure = _TryAgainError(f"answered {answer.status}: {_reason(answer)}")
             failure.wait_s = answer.retry_after_s
@@ -184,22 +186,22 @@ class ChatClient:
         return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", sent)
 
     def _learns_from(self, refusal: str) -> bool:
-        """Note which optional parameter a server does not know; return whether it is worth asking again."""
+        """Stop sending an optional parameter that the server refuses; return whether to retry without it."""
         if "max_completion_tokens" in refusal and self._length_name == "max_tokens":
             self._length_name = "max_completion_tokens"
             return True
         if "seed" in refusal and self._sends_seed:
-            logger.warning("%s takes no seed; its samples cannot be repeated", self.endpoint.url)
+            logger.warning("%s does not accept a seed, so its samples are not reproducible", self.endpoint.url)
             self._sends_seed = False
             return True
         return False
 
 
 def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
-    """Refuse an endpoint that does not answer at all; it is asked for its list of models, which costs nothing.
+    """Check that an endpoint answers a request for its list of models, which is free.
 
     Raises:
-        ConfigError: nothing listens there, or it refuses the key.
+        ConfigError: the endpoint cannot be reached, or refuses the key.
     """
     try:
         address = f"{endpoint.url.rstrip('/')}/models"
@@ -212,7 +214,7 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
     if answer.status in (401, 403):
         raise ConfigError(
             f"the endpoint {endpoint.url} refuses the key with {answer.status}: {_reason(answer)}; name the "
-            "environment variable that holds it in api_key_env"
+            "environment variable with the right key in api_key_env"
         )
 
 
@@ -223,4 +225,4 @@ def _reason(answer: HttpReply) -> str:
         message = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         message = answer.said()
-    return hide(" ".join(message.split()), *answer.secrets)[:300] or "it gave no reason"
+    return hide(" ".join(message.split()), *answer.secrets)[:300] or "no reason given"

@@ -1,4 +1,4 @@
-"""A judge: a model that reads a whole conversation and says, by a rubric, how good it was.
+"""A judge: a model that scores a whole conversation by a rubric.
 
     reward:
       function: {name: judge, base_url: "http://127.0.0.1:8000/v1", model: judge, rubric: "…", low: 0, high: 10}
@@ -6,10 +6,10 @@
     reward: {function: {name: judge, policy: critic, rubric: "…"}}      a further policy of the run
 
     {"score": 7, "reason": "…"}  or  7      ->  7.0, recorded with its reason
-    "I would say seven", 11 of 10, NaN      ->  asked again, then a RewardError; never 0.0
+    "I would say seven", 11 of 10, NaN      ->  a retry, then a RewardError; never 0.0
 
-The judge reads the conversation as JSON, so that nothing in it can end its quotation and pass for the judge's own
-instructions. Its answer must be the number or the object alone.
+The judge reads the conversation as JSON, so that text in it cannot end the quotation and pose as instructions. Its answer
+must be only the number or the object.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ it says. Answer with one JSON object and nothing else: {{"reason": "one sentence
 {low:g} (worst) to {high:g} (best)."""
 
 MAX_REASON = 10_000
-"""Characters of a reason that are recorded."""
+"""Largest number of recorded characters of a reason."""
 _FENCE = re.compile(r"```(?:json)?[ \t]*+\n(.*)```", re.DOTALL)
 
 
 class JudgeSettings(PartnerSettings):
-    """The rubric and scale of a judge, beside the model that it asks."""
+    """The rubric and scale of a judge, and its model."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     max_tokens: AtLeastOne = 512
@@ -63,33 +63,33 @@ class JudgeSettings(PartnerSettings):
     high: float = 1.0
     """The best score."""
     normalize: bool = False
-    """Map scores from `low`…`high` to 0…1."""
+    """Whether scores from `low` to `high` are mapped to 0 to 1."""
     max_asks: AtLeastOne = 3
-    """Requests for one score, until an answer can be read."""
+    """Largest number of requests for one score, if answers cannot be parsed."""
     max_calls: AtLeastOne | None = None
-    """Largest number of its answers in a run, those from the cache not counted; null for any number."""
+    """Largest number of answers in a run, excluding cached ones; null for no limit."""
     shows_tools: bool = True
-    """Show it tool calls and their results."""
+    """Whether the judge sees tool calls and their results."""
     shows_truth: bool = True
-    """Tell it the task's ground truth, if there is one."""
+    """Whether the judge sees the task's ground truth."""
     seed: int = 0
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"scores from {self.low:g} to {self.high:g} are not a range; give low below high")
+            raise ValueError(f"scores from {self.low:g} to {self.high:g} are not a range; low must be below high")
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The verdict of a judge."""
+    """A judge's answer."""
 
     score: float
     reason: str = ""
     is_cached: bool = False
     tokens: int = 0
-    """Of the request and the answer, as the endpoint counted them."""
+    """Number of tokens of request and answer, as counted by the endpoint."""
 
 
 class ConversationJudge:
@@ -103,10 +103,10 @@ class ConversationJudge:
         base: Path | None = None,
         policies: Policies | None = None,
     ) -> None:
-        """Read the config; `policies` are the run's further ones.
+        """Read the config; `policies` are the run's further policies.
 
         Raises:
-            ConfigError: a setting is unknown or cannot work.
+            ConfigError: a setting is unknown or invalid.
         """
         self.settings = JudgeSettings.read(config, who=who)
         self._who = who
@@ -114,24 +114,24 @@ class ConversationJudge:
         self._is_required = False
 
     def require(self) -> None:
-        """Refuse an endpoint that does not answer; asked once.
+        """Check that the endpoint answers; only the first call does anything.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the endpoint does not answer.
         """
         if not self._is_required:
             self._partner.require()
             self._is_required = True
 
     async def score(self, messages: Sequence[Message], *, task: Task) -> Verdict:
-        """Judge a conversation; equal ones of a task are asked alike.
+        """Judge a conversation; equal conversations of a task lead to equal requests.
 
         Args:
-            messages: The conversation, from the prompt on.
-            task: Has the user's goal, and the right answer if the judge may know it.
+            messages: The conversation, including the prompt.
+            task: The task, with the user's goal and the right answer.
 
         Raises:
-            RewardError: the endpoint did not answer, no answer could be read, or the budget is spent.
+            RewardError: the endpoint did not answer, the answers could not be parsed, or the budget is spent.
         """
         settings, problem = self.settings, ""
         read = [self._as_read(m) for m in to_openai(messages)]
@@ -142,7 +142,7 @@ class ConversationJudge:
         ]
         for attempt in range(settings.max_asks):
             if settings.max_calls is not None and self._partner.num_asked >= settings.max_calls:
-                raise RewardError(f"{self._who} has given its {settings.max_calls} answers of this run; raise its max_calls")
+                raise RewardError(f"{self._who} has used its {settings.max_calls} answers of this run; raise its max_calls")
             try:
                 reply = await self._partner.say(request, seed=derive_seed(settings.seed, "judge", attempt))
             except (EngineError, ConfigError) as failure:
@@ -158,7 +158,7 @@ class ConversationJudge:
                 is_cached=reply.is_cached,
                 tokens=reply.prompt_tokens + reply.completion_tokens,
             )
-        raise RewardError(f"{self._who} gave no score in {settings.max_asks} answers; the last one {problem}")
+        raise RewardError(f"{self._who} returned no valid score in {settings.max_asks} answers; the last one {problem}")
 
     def _about(self, task: Task) -> dict[str, Any]:
         goal = None if task.interaction is None else task.interaction.kwargs.get("goal")
@@ -166,7 +166,7 @@ class ConversationJudge:
         return {**out, "right_answer": task.ground_truth} if self.settings.shows_truth and task.ground_truth else out
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return a message as the judge reads it; None if it is left out."""
+        """Return a message as the judge sees it, or None to leave it out."""
         role, content = message["role"], message.get("content")
         if role == "tool" and not self.settings.shows_tools:
             return None
@@ -181,10 +181,10 @@ class ConversationJudge:
 
 
 def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
-    """Return the score and the reason of an answer: a number, or an object with a "score", and nothing else.
+    """Return the score and the reason of an answer, which must be a number or an object with a "score".
 
     Raises:
-        ValueError: it is something else, or the score is out of range; the message continues "the answer …".
+        ValueError: the answer has another form, or the score is out of range; the message continues "the answer …".
     """
     fenced = _FENCE.fullmatch(text.strip())
     try:
@@ -205,7 +205,7 @@ def read_verdict(text: str, *, low: float, high: float) -> tuple[float, str]:
 
 
 class Judges:
-    """The judges of a run, one for each set of arguments."""
+    """The judges of a run, one per set of arguments."""
 
     def __init__(self, *, base: Path | None = None, policies: Policies | None = None) -> None:
         self._base = base
@@ -213,10 +213,10 @@ class Judges:
         self._judges: dict[str, ConversationJudge] = {}
 
     def get(self, config: Mapping[str, Any]) -> ConversationJudge:
-        """Return the judge of these arguments.
+        """Return the judge for these arguments.
 
         Raises:
-            ConfigError: one cannot work.
+            ConfigError: an argument is unknown or invalid.
         """
         key = json.dumps(config, sort_keys=True, default=str)
         if key not in self._judges:
@@ -225,15 +225,15 @@ class Judges:
 
 
 def require(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a judge that cannot work, given the arguments of `score_conversation`.
+    """Check a judge with the arguments of `score_conversation`.
 
     Raises:
-        ConfigError: a setting cannot work, or its endpoint does not answer.
+        ConfigError: an argument is invalid, or the endpoint does not answer.
     """
     kwargs["judges"].get({name: value for name, value in kwargs.items() if name != "judges"}).require()
 
 
 async def score_conversation(trajectory: Trajectory, *, judges: Judges, **config: Any) -> dict[str, Any]:
-    """Let a judge score a trajectory's conversation; see `JudgeSettings` and `PartnerSettings` for the arguments."""
+    """Score a trajectory's conversation with a judge; `config` has the fields of `JudgeSettings`."""
     verdict = await judges.get(config).score(trajectory.messages, task=trajectory.task)
     return {"score": verdict.score, "judge_reason": verdict.reason, "judge_tokens": verdict.tokens}

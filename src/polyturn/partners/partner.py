@@ -1,10 +1,10 @@
-"""Partner: a model that answers one conversation at a time, for a simulated user or a judge.
+"""Partner: a model that writes the next message of a conversation, for a simulated user or a judge.
 
     partner = partner_of(PartnerSettings.read(config, who="user.yaml"), who="user.yaml", base=folder, policies=policies)
     await partner.say([{"role": "system", …}, {"role": "user", …}], seed=7)     ->  PartnerReply(text="…")
 
-A partner is part of the environment: it is asked with plain messages, and its reasoning, which the evaluated model must
-not read, is removed. It is a model at an endpoint (`EndpointPartner`) or a further policy of the run (`PolicyPartner`).
+A partner is part of the environment: it gets plain messages, and its reasoning is removed, because the trained model must
+not read it. It is a model at an endpoint (`EndpointPartner`) or a further policy of the run (`PolicyPartner`).
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ _OPENED = re.compile(r"\A.*?</think(?:ing)?>", re.DOTALL)
 
 
 class PartnerSettings(SpeakerSampling):
-    """Which model speaks, how it is asked, and what its answers may cost."""
+    """The model of a partner, and the limits of its requests."""
 
     policy: Text | None = None
-    """A further policy of the run, in place of an endpoint."""
+    """The name of a further policy of the run, instead of an endpoint."""
     base_url: Text | None = None
-    """The endpoint's address, up to and without /chat/completions."""
+    """The endpoint's address, without /chat/completions."""
     model: Text | None = None
-    """The model's name there."""
+    """The model's name at the endpoint."""
     api_key_env: Text | None = None
-    """The environment variable that holds the key; null asks without one."""
+    """The environment variable with the key; null sends no key."""
     max_concurrent: AtLeastOne = 16
-    """Requests under way at the host at once, those of other clients included."""
+    """Largest number of concurrent requests to the host, including those of other clients."""
     timeout_s: Seconds = 60.0
-    """Deadline of one attempt."""
+    """Seconds within which one attempt must finish."""
     max_tries: AtLeastOne = 5
-    """Attempts if the server is busy or fails."""
+    """Largest number of attempts if the server is busy or fails."""
     backoff_s: Annotated[float, Field(ge=0)] = 1.0
-    """The wait before the second attempt; it doubles, with jitter, up to a minute."""
+    """Seconds before the second attempt; the wait doubles, with jitter, up to a minute."""
     deadline_s: Seconds = 120.0
-    """Deadline of one answer, with all its attempts."""
+    """Seconds within which an answer must come, including all attempts."""
     cache: Text | None = None
-    """A file that keeps answers, so that the same question is asked once; relative to the file that names it."""
+    """A file that keeps answers, so that equal requests are sent once; relative to the configuration file."""
     extra: Mapping[str, Any] = Field(default_factory=dict)
-    """Further keys of the request, for this server."""
+    """Further keys of the request body."""
 
     def refuse_endpoint(self, *, but: Sequence[str], who: str, instead: str) -> None:
-        """Refuse settings of an endpoint where another model speaks.
+        """Refuse settings of an endpoint if the partner's model is not at an endpoint.
 
         Raises:
-            ConfigError: one is set.
+            ConfigError: such a setting is set.
         """
         for name in PartnerSettings.model_fields:
             if name in self.model_fields_set and name not in (*but, *SAMPLED_WITH) and getattr(self, name) is not None:
-                raise ConfigError(f"{who}: {name} is for a model at an endpoint, and {instead}; drop one of them")
+                raise ConfigError(f"{who}: {name} is for a model at an endpoint, but {instead}; remove one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,38 +78,38 @@ class PartnerReply:
     text: str
     """Without reasoning."""
     is_cut: bool = False
-    """Whether it ran into `max_tokens`."""
+    """Whether `max_tokens` cut the reply."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     is_cached: bool = False
-    """Whether it came from the cache."""
+    """Whether the reply came from the cache."""
     version: int | None = None
-    """Of a policy of the run: the version of its weights."""
+    """For a policy of the run: the version of its weights."""
 
 
 class Partner:
-    """A model that gives one answer at a time."""
+    """Base class of partners."""
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Answers that the model gave; those of a cache do not count."""
+        """Number of answers of the model, excluding cached ones."""
 
     def require(self) -> None:
-        """Refuse a model that cannot be reached.
+        """Check that the model can be reached.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the model cannot be reached.
         """
 
     def in_use(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Keep connections open between answers."""
+        """Keep connections open in the context."""
         return contextlib.nullcontext()
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> PartnerReply:
-        """Return the answer to `messages`; a session is the id of a conversation that goes on.
+        """Return the answer to `messages`; `session` is the conversation's id if more requests will follow.
 
         Raises:
-            EngineError: there is no answer.
+            EngineError: the model did not answer.
             ConfigError: an endpoint would refuse every request.
         """
         raise NotImplementedError
@@ -121,11 +121,11 @@ class Partner:
 def partner_of(
     settings: PartnerSettings, *, who: str, base: Path | None = None, policies: Policies | None = None
 ) -> EndpointPartner | PolicyPartner:
-    """Return the partner that settings describe.
+    """Create a partner from its settings.
 
     Raises:
-        UnknownNameError: the run has no such policy.
-        ConfigError: a setting is missing, or cannot work.
+        UnknownNameError: the run has no policy of that name.
+        ConfigError: a setting is missing or invalid.
     """
     if settings.policy is not None:
         policy = policy_named(settings.policy, policies or {}, who=who)
@@ -133,18 +133,18 @@ def partner_of(
         return PolicyPartner(policy, sampling=sampled_with(policy, settings.model_dump(include={*SAMPLED_WITH}), who=who))
     for name, example in (("base_url", "http://127.0.0.1:8000/v1"), ("model", "the model's name at the endpoint")):
         if getattr(settings, name) is None:
-            raise ConfigError(f"{who}: {name} is None; give {example!r}, or the like")
+            raise ConfigError(f"{who}: {name} is None; set it, for example to {example!r}")
     return EndpointPartner(settings, who=who, base=base)
 
 
 class EndpointPartner(Partner):
-    """A model behind an endpoint."""
+    """A partner whose model is at an endpoint."""
 
     def __init__(self, settings: PartnerSettings, *, who: str, base: Path | None = None) -> None:
-        """Take the settings; nothing is connected yet.
+        """Create a partner without connecting.
 
         Raises:
-            ConfigError: the address is none, the key's variable is not set, or the cache cannot be used.
+            ConfigError: the address is invalid, the key's variable is not set, or the cache cannot be used.
         """
         super().__init__()
         self.settings = settings
@@ -166,26 +166,26 @@ class EndpointPartner(Partner):
         self._cache = None if settings.cache is None else AnswerCache((base or Path()) / settings.cache)
 
     def require(self) -> None:
-        """Refuse an endpoint that does not answer, unless its cache holds answers.
+        """Check that the endpoint answers; a cache with answers is enough.
 
         Raises:
-            ConfigError: it does not, and nothing is cached.
+            ConfigError: the endpoint does not answer and the cache is empty.
         """
         try:
             check_reachable(self._endpoint)
         except ConfigError as problem:
             if self._cache is None or not self._cache.num_answers:
                 raise ConfigError(f"{self._who}: {problem}") from problem
-            logger.warning("%s: %s; %d answers of its cache are used", self._who, problem, self._cache.num_answers)
+            logger.warning("%s: %s; using %d cached answers", self._who, problem, self._cache.num_answers)
 
     @contextlib.asynccontextmanager
     async def in_use(self) -> AsyncIterator[None]:
-        """Keep the connections open between answers."""
+        """Keep the connections open in the context."""
         async with self._client.in_use():
             yield
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> PartnerReply:
-        """Return the model's answer, which with a cache is the same for the same seed."""
+        """Return the model's answer; with a cache, the same seed gives the same answer."""
         settings, endpoint = self.settings, self._endpoint
         body: dict[str, Any] = {
             "model": endpoint.model,
@@ -203,7 +203,7 @@ class EndpointPartner(Partner):
                 reply = _read(await self._client.ask(body), url=endpoint.url)
         except TimeoutError as problem:
             raise EngineError(
-                f"{endpoint.url} gave no answer within {settings.deadline_s:g} s; raise deadline_s, or serve it faster"
+                f"{endpoint.url} did not answer within {settings.deadline_s:g} s; raise deadline_s, or use a faster server"
             ) from problem
         self.num_asked += 1
         if self._cache is None:
@@ -212,7 +212,7 @@ class EndpointPartner(Partner):
 
 
 class PolicyPartner(Partner):
-    """A further policy of the run."""
+    """A partner whose model is a further policy of the run."""
 
     def __init__(self, policy: FrozenPolicy, *, sampling: SamplingParams) -> None:
         super().__init__()
@@ -232,12 +232,12 @@ class PolicyPartner(Partner):
         )
 
     async def end(self, session: str) -> None:
-        """Let its engine forget a conversation."""
+        """Release a conversation in the policy's engine."""
         await self.policy.end(session)
 
 
 def without_thoughts(text: str) -> str:
-    """Return a text without its reasoning, also if the template opened it or a limit cut it."""
+    """Return a text without its reasoning, even if the template opened the reasoning or a limit cut it."""
     return _OPENED.sub("", _THOUGHTS.sub("", text)).strip()
 
 
@@ -252,4 +252,4 @@ def _read(answer: Any, *, url: str) -> PartnerReply:
             completion_tokens=int(usage.get("completion_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
-        raise EngineError(f"{url} answered no chat completion ({one_line(problem)}): {answer!r:.300}") from None
+        raise EngineError(f"{url} did not answer with a chat completion ({one_line(problem)}): {answer!r:.300}") from None

@@ -1,11 +1,11 @@
-"""FrozenPolicy: a further policy of a run, which is not trained: an opponent, a simulated user, a judge.
+"""FrozenPolicy: a further policy of a run that is not trained, for an opponent, a simulated user or a judge.
 
     reply = await policies["opponent"].say([{"role": "user", "content": "Your move."}], seed=7, session="g0/1:seat 1")
     reply.message.text, reply.version          ->  "[4]", 12
 
-It has its own engine, tokenizer and template, so it exchanges only text with the trained policy: its text is an observation
-there, and none of its tokens are in a training sample. Every request has the whole conversation; a session only lets the
-engine keep its KV cache.
+It has its own engine, tokenizer and template and exchanges only text with the trained policy. Its text is an observation for
+the trained policy, and its tokens are never in a training sample. Every request has the whole conversation; a session only
+lets the engine keep its KV cache.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class PolicyReply:
     """One reply of a policy."""
 
     text: str
-    """The whole reply, reasoning included."""
+    """The whole reply, including reasoning."""
     message: Message
-    """The same, read by its parser."""
+    """The reply, parsed as a message."""
     version: int
-    """The version of the weights that sampled its last token."""
+    """Version of the weights that sampled the last token."""
     is_cut: bool
-    """Whether it ran into a limit."""
+    """Whether a limit cut the reply."""
     prompt_tokens: int
     completion_tokens: int
 
 
 class FrozenPolicy:
-    """A policy that is asked for one message at a time."""
+    """A policy that writes one message at a time and is not trained."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class FrozenPolicy:
         sampling: SamplingParams,
         max_context: int,
     ) -> None:
-        """Take a policy of the run: its name in the configuration, and parts of its own."""
+        """Create a policy from its name in the configuration and its parts."""
         self.name = name
         self.engine = engine
         self.sampling = sampling
-        """How it is sampled by default."""
+        """The default sampling parameters."""
         self.max_context = max_context
-        """The longest prompt plus completion."""
+        """Largest number of tokens of prompt plus completion."""
         self.is_named = False
-        """Whether a setting names it."""
+        """Whether a setting refers to this policy."""
         self._encoder = encoder
         self._parser = parser
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class FrozenPolicy:
 
     @property
     def codec(self) -> Codec:
-        """The codec of its tokenizer and template."""
+        """The codec of the policy's tokenizer and template."""
         return self._encoder.codec
 
     async def say(
@@ -83,23 +83,23 @@ class FrozenPolicy:
         session: str | None = None,
         sampling: SamplingParams | None = None,
     ) -> PolicyReply:
-        """Return its next reply.
+        """Return the policy's next message.
 
         Args:
-            messages: The conversation as the policy sees it, its own words under the role "assistant".
-            seed: Of the sampling.
-            session: The conversation's id if more requests will follow; `end` it afterwards. None keeps nothing.
-            sampling: Replaces its default sampling.
+            messages: The conversation; the policy's own messages have the role "assistant".
+            seed: The seed of the sampling.
+            session: The conversation's id if more requests will follow; call `end` afterwards. None keeps no cache.
+            sampling: Replaces the default sampling.
 
         Raises:
-            EngineError: the conversation does not fit, or the engine is lost.
-            TemplateError: its template cannot render the conversation.
+            EngineError: the conversation does not fit the context, or the engine is lost.
+            TemplateError: the policy's template cannot render the conversation.
         """
         codec = self.codec
         ids = self._encoder.start([Message.from_openai(m) for m in messages])
         if len(ids) >= self.max_context:
             raise EngineError(
-                f"the policy {self.name!r} was shown {len(ids)} tokens and its context has {self.max_context}; raise "
+                f"the policy {self.name!r} got a prompt of {len(ids)} tokens, but its context has {self.max_context}; raise "
                 f"policies.{self.name}.max_context, or shorten the conversation"
             )
         request_id = f"{self.name}/{next(self._numbers)}"
@@ -127,7 +127,7 @@ class FrozenPolicy:
         )
 
     async def end(self, session: str) -> None:
-        """Forget a conversation. Unknown ids are fine."""
+        """Release a conversation; unknown ids are ignored."""
         await self.engine.end_session(session)
 
     async def close(self) -> None:
@@ -148,32 +148,32 @@ def policy_named(name: Any, policies: Policies, *, who: str) -> FrozenPolicy:
     """Return the policy that a setting names.
 
     Raises:
-        UnknownNameError: the run has none of that name.
+        UnknownNameError: the run has no policy of that name.
     """
     if not isinstance(name, str) or name not in policies:
-        hint = did_you_mean(str(name), policies) if policies else " It has none; name its model in the section `policies`."
-        raise UnknownNameError(f"{who}: the run has no policy {name!r} beside the one that it trains.{hint}")
+        hint = did_you_mean(str(name), policies) if policies else " Add its model to the section `policies`."
+        raise UnknownNameError(f"{who}: the run has no further policy {name!r}.{hint}")
     policies[name].is_named = True
     return policies[name]
 
 
 class SpeakerSampling(Settings):
-    """How a speaker is sampled; null is its own default."""
+    """Sampling settings of a partner; null uses the model's default."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: AtLeastOne | None = None
-    """Tokens of one reply at most."""
+    """Largest number of tokens of a reply."""
 
 
 SAMPLED_WITH = tuple(SpeakerSampling.model_fields)
 
 
 def sampled_with(policy: FrozenPolicy, config: Mapping[str, Any], *, who: str) -> SamplingParams:
-    """Return a policy's sampling parameters with the keys of `SpeakerSampling` in `config` put in their place.
+    """Return a policy's sampling parameters, overridden by the keys of `SpeakerSampling` in `config`.
 
     Raises:
-        ConfigError: one of them is out of range.
+        ConfigError: a value is out of range.
     """
     read = SpeakerSampling.read({name: config[name] for name in SAMPLED_WITH if name in config}, who=who)
     try:

@@ -132,7 +132,7 @@ async def test_limit_of_the_run_bounds_continuations() -> None:
 async def test_judge_without_a_score_fails_the_trajectory() -> None:
     async with serve(lambda asked, number: {"choices": [{"message": {"content": "Fine."}}]}) as server:
         found = await looked(server, num_repeat_rollouts=1)
-    assert found.is_failed and "judge gave no score" in str(found.error)
+    assert found.is_failed and "judge returned no valid score" in str(found.error)
 
 
 async def test_continuations_differ_and_a_second_run_asks_nothing(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ async def test_judge_is_asked_until_its_score_can_be_read(says: Any, options: di
 @pytest.mark.parametrize(
     ("answer", "options", "num_asked", "message"),
     [
-        (answers("Well."), {}, 3, "gave no score in 3 answers"),
+        (answers("Well."), {}, 3, "returned no valid score in 3 answers"),
         (lambda asked, number: (500, "oops"), {"max_tries": 2}, 2, "500: oops"),
         (answers("?"), {"max_calls": 2}, 2, "its 2 answers of this run"),
     ],
