@@ -1,4 +1,4 @@
-"""Sandboxes of episodes: bubblewrap, podman, docker, apptainer and hosted ones, behind one interface.
+"""Sandboxes for episodes: bubblewrap, podman, docker, apptainer and E2B, with one interface.
 
 SandboxSpec  ->  open_sandbox  ->  BaseSandbox: exec, read, write, upload, download, snapshot, close
 """

@@ -1,12 +1,12 @@
-"""ApptainerSandbox: an instance of Apptainer, for clusters without docker, by its command lines.
+"""ApptainerSandbox: an instance of Apptainer, for clusters without docker, run through its command line.
 
     apptainer instance start --containall --fakeroot --writable-tmpfs --net --network none … IMAGE NAME     once
     apptainer exec --cleanenv --cwd /app instance://NAME env A=1 bash -c …                                  each command
     apptainer instance stop --force NAME                                                                    at the end
 
-`--containall` keeps this machine's files, processes and variables out. `--fakeroot` makes the user who starts the run root
-inside, where root is the only user. All that is written lies in memory. As for containers, a small process waits for the end
-of this one and then stops its instances.
+`--containall` hides this machine's files, processes and variables. `--fakeroot` makes the user who started the run root
+inside, where root is the only user. Written files are kept in memory. As for containers, a small process waits for this one
+to end and then stops its instances.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSetupError, 
 from polyturn.sandbox.command import last_lines, run_at_end
 
 CONTROL_S = 120.0
-"""Seconds for one command of Apptainer beside `instance start` and `exec`."""
+"""Seconds for a command of Apptainer other than `instance start` and `exec`."""
 _CONTAIN = ("--cleanenv", "--containall", "--no-mount", "hostfs,bind-paths", "--no-eval", "--fakeroot", "--writable-tmpfs")
 
 
 def check_apptainer(spec: SandboxSpec) -> None:
-    """Check that Apptainer is installed and can do what a spec says.
+    """Check that Apptainer is installed and supports a spec.
 
     Raises:
-        ConfigError: not so.
+        ConfigError: Apptainer is missing, or does not support the spec.
     """
     if shutil.which("apptainer") is None:
         raise ConfigError(
@@ -42,17 +42,17 @@ def check_apptainer(spec: SandboxSpec) -> None:
         )
     if spec.build is not None:
         raise ConfigError(
-            f"apptainer builds no image of a Dockerfile, and {spec.build} has one; build it with podman or docker, and set "
-            "image to the result, such as docker-archive:image.tar"
+            f"apptainer cannot build the Dockerfile in {spec.build}; build it with podman or docker, and set image to the "
+            "result, such as docker-archive:image.tar"
         )
     if spec.image is None:
         raise ConfigError("an apptainer sandbox needs an image; set image to a .sif file or to a name such as python:3.12")
     if spec.user not in (None, "root", "0"):
-        raise ConfigError(f"the sandbox's user is {spec.user!r}; with apptainer root is the only user: drop user")
+        raise ConfigError(f"the sandbox's user is {spec.user!r}, but with apptainer root is the only user: remove user")
 
 
 class ApptainerSandbox(BaseSandbox):
-    """A sandbox that is an instance of Apptainer."""
+    """A sandbox in an instance of Apptainer."""
 
     default_workdir: ClassVar[str] = "/app"
 
@@ -69,7 +69,7 @@ class ApptainerSandbox(BaseSandbox):
             return False
 
     async def pid(self) -> int:
-        """Return the instance's first process.
+        """Return the id of the instance's first process.
 
         Raises:
             SandboxError: the instance has ended.
@@ -115,27 +115,27 @@ class ApptainerSandbox(BaseSandbox):
             await self._on_host(["apptainer", "instance", "stop", "--force", self._name], timeout_s=CONTROL_S)
 
     async def _listed(self) -> Mapping[str, Any] | None:
-        """Return the entry of the instance in Apptainer's list; None if it has none."""
+        """Return the instance's entry in Apptainer's list, or None."""
         output = await self._on_host(["apptainer", "instance", "list", "--json", self._name], timeout_s=CONTROL_S)
         try:
             instances: list[Mapping[str, Any]] = json.loads(output.stdout)["instances"]
         except (ValueError, KeyError) as problem:
-            raise SandboxError(f"apptainer instance list says {last_lines(output)!r}") from problem
+            raise SandboxError(f"the output of apptainer instance list is invalid: {last_lines(output)!r}") from problem
         return next((entry for entry in instances if entry["instance"] == self._name), None)
 
 
 def _source(image: str) -> str:
-    """Return an image as Apptainer names it: a file or folder, an address, or else a name in docker's registry."""
+    """Return an image in Apptainer's notation; a name that is not a path or an address is one of docker's registry."""
     return image if ":/" in image or image.startswith("docker-archive:") or Path(image).exists() else f"docker://{image}"
 
 
 class _Sweep(NamedTuple):
-    """The process that stops this one's instances once it has ended."""
+    """The process that stops this process's instances after this process has ended."""
 
     prefix: str
-    """What the names of the instances begin with."""
+    """Common prefix of the instances' names."""
     process: subprocess.Popen[bytes]
-    """Held, because its input ends with this process."""
+    """Kept open, because its input must close only when this process ends."""
 
 
 @functools.cache

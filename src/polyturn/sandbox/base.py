@@ -1,14 +1,14 @@
-"""BaseSandbox: a machine of its own for one episode, in which commands of a model run and files are kept.
+"""BaseSandbox: an isolated machine for one episode, which runs the model's commands and keeps their files.
 
     async with await open_sandbox(SandboxSpec(backend="podman", image="python:3.12-slim")) as box:
         await box.write("/app/file.py", b"print(1 + 1)")
         await box.exec("python file.py", cwd="/app")    ->  ExecResult(exit_code=0, stdout="2\n", stderr="")
 
-A command that fails, prints without end or takes too long is a result, which the model reads. A sandbox that cannot be
-started or is gone is a `SandboxError`: the trajectory is dropped and earns nothing.
+A command that fails, prints too much or exceeds its time limit is a result for the model to read. If a sandbox cannot start
+or has died, a `SandboxError` is raised and the trajectory is dropped.
 
-A back-end says how a sandbox is started and ended, and which program of this machine runs a command in it. Files travel as
-commands, too, so that no path inside is ever resolved outside.
+A back-end defines how to start and end a sandbox, and the program of this machine that runs a command in it. Files are
+copied by commands, too, so a path inside the sandbox is never resolved outside.
 """
 
 from __future__ import annotations
@@ -30,71 +30,72 @@ from polyturn.infra.threads import DaemonThreads
 from polyturn.sandbox.command import ProgramEnd, Stopper, run_bounded
 
 KILL_AFTER_S = 2
-"""Seconds between a late command's SIGTERM and its SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL of a command at its time limit."""
 SLACK_S = 15.0
-"""Seconds beyond its deadline after which a command's own time-out has failed, and all in the sandbox is killed."""
+"""Seconds after a command's deadline when its own timeout must have failed, so everything in the sandbox is killed."""
 MAX_OUTPUT = 1 << 16
 MAX_FILE = 64 << 20
 CLOSE_S = 60.0
 MAX_AT_ONCE = 256
 DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
-"""Exit codes with which a command ends, among others, because its sandbox did."""
+"""Exit codes of a command that may mean that its sandbox has ended."""
 KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 3, 0.1
-"""Exit codes of a killed command, and how often and every how many seconds its sandbox is then looked at. On a
-busy machine the first process of a namespace that was killed ended at most 5 ms after the commands in it."""
+"""Exit codes of a killed command; number of checks whether its sandbox is alive; seconds between two checks. On a busy
+machine the first process of a killed namespace ended at most 5 ms after the commands in it."""
 SLEEP = "while :; do sleep 3600 & wait $!; done"
-"""The first process of a sandbox: it reaps what others leave, and survives when all others are killed."""
+"""The first process of a sandbox: it reaps orphaned processes, and survives when all others are killed."""
 
 Backend = Literal["bubblewrap", "podman", "docker", "apptainer", "e2b"]
 
 
 class SandboxError(ToolUnavailableError):
-    """A sandbox failed, which no command can be blamed for: the trajectory fails, the run goes on."""
+    """A sandbox failed, not a command in it: the trajectory is dropped, and the run continues."""
 
 
 class SandboxSetupError(SandboxError):
-    """A sandbox that could not be started, or an image that could not be built."""
+    """A sandbox could not be started, or its image could not be built."""
 
 
 class SandboxGoneError(SandboxError):
-    """A sandbox that ended by itself."""
+    """A sandbox has ended by itself."""
 
 
 class SandboxFileError(Exception):
-    """A file that cannot be read or written, in the words of the sandbox's own tools."""
+    """A file cannot be read or written; the message comes from the sandbox's own tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """The sandbox of an episode."""
+    """The options of an episode's sandbox."""
 
     backend: Backend = "bubblewrap"
     image: str | None = None
-    """The name of an image, or of e2b's template; for apptainer also a .sif file, for bubblewrap a folder with a root file
-    system (as root). None is e2b's own template, and with bubblewrap the machine's own programs, read-only."""
+    """The name of an image or of e2b's template. apptainer also takes a .sif file; bubblewrap takes a folder with a root
+    file system, as root. None is e2b's base template; with bubblewrap it is this machine's programs, read-only."""
     build: str | None = None
     """A folder with a Dockerfile to build the image from."""
     build_timeout_s: float = 600.0
     workdir: str | None = None
-    """The folder that commands start in, made if it is missing; None is the image's; bubblewrap and apptainer take /app."""
+    """The working folder of commands, created if missing. None is the image's; for bubblewrap and apptainer it is /app."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every command."""
+    """Environment variables of every command."""
     user: str | None = None
-    """The user that commands run as; None is the image's, and root with bubblewrap and apptainer."""
+    """The user that commands run as. None is the image's; for bubblewrap and apptainer it is root."""
     cpus: float | None = None
-    """Processors' worth of time; None means no limit."""
+    """CPU limit in processors; None means no limit."""
     memory_mb: int | None = 2048
     processes: int | None = 512
     disk_mb: int | None = 2048
-    """With bubblewrap as root: all that is written, which counts as memory as well."""
+    """Limit on written data in MB, enforced by bubblewrap as root, where it counts as memory as well."""
     network: bool = False
-    """Whether commands reach the network."""
+    """Whether commands have network access."""
     start_timeout_s: float = 120.0
-    """Seconds until it is ready, without the time that building its image takes."""
+    """Seconds within which a sandbox must be ready, excluding the build of its image."""
     warm: int = 0
-    """Sandboxes that are kept started for the episodes to come."""
+    """Number of sandboxes to start in advance for future episodes."""
     max_alive: int | None = None
-    """Sandboxes that live at once in this process, of all with the same number; further ones wait. None means no limit."""
+    """Largest number of live sandboxes in this process, counted over all specs with the same limit; further ones wait.
+    None means no limit."""
     run_args: tuple[str, ...] = ()
     """Further arguments of `podman run`, `docker run` or `apptainer instance start`, or of bwrap."""
     build_args: tuple[str, ...] = ()
@@ -103,45 +104,45 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """The end of a command."""
+    """The result of a command."""
 
     exit_code: int
-    """Its status; 124 where it was late."""
+    """Exit status; 124 after a timeout."""
     stdout: str
     stderr: str
     is_timeout: bool = False
     is_truncated: bool = False
-    """Whether the middle of its output is left out."""
+    """Whether the middle of the output is left out."""
     duration_s: float = 0.0
 
 
 class BaseSandbox:
-    """A live sandbox. `close` must be called once whatever happens; `async with` does."""
+    """A live sandbox. `close` must always be called; `async with` does."""
 
     default_workdir: ClassVar[str | None] = None
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self.workdir = spec.workdir or self.default_workdir or "/"
-        """The folder that commands start in."""
+        """The working folder of commands."""
         self.shell = "sh"
-        """bash where the sandbox has it, else sh."""
+        """bash if the sandbox has it, else sh."""
         self._has_timeout = False
         self._threads = DaemonThreads(name="sandbox-exec", max_threads=MAX_AT_ONCE)
         self._closing: asyncio.Task[None] | None = None
         self.on_close = contextlib.ExitStack()
-        """Closed once it is gone."""
+        """Closed after the sandbox has been removed."""
 
-    # A back-end's own.
+    # Implemented by back-ends.
 
     async def _prepare(self) -> None:
-        """Build the image that it needs."""
+        """Build the image if necessary."""
 
     async def _begin(self) -> None:
         """Start the sandbox.
 
         Raises:
-            SandboxSetupError: it cannot be.
+            SandboxSetupError: the sandbox cannot be started.
         """
         raise NotImplementedError
 
@@ -150,36 +151,38 @@ class BaseSandbox:
         raise NotImplementedError
 
     async def is_alive(self) -> bool:
-        """Return whether it runs; never raises."""
+        """Return whether the sandbox runs; never raises."""
         raise NotImplementedError
 
     async def pid(self) -> int:
-        """Return one of its processes, as this machine numbers it.
+        """Return the id, on this machine, of a process in the sandbox.
 
         Raises:
-            SandboxError: it has none on this machine.
+            SandboxError: the sandbox runs on another machine.
         """
-        raise SandboxError(f"a {self.spec.backend} sandbox runs elsewhere; set sandbox.network: true, host and reach_as")
+        raise SandboxError(
+            f"a {self.spec.backend} sandbox runs on another machine; set sandbox.network: true, host and reach_as"
+        )
 
     async def _end(self) -> None:
         """Remove the sandbox and everything in it."""
         raise NotImplementedError
 
     async def snapshot(self) -> str:
-        """Return an image of its files, for the `image` of further sandboxes.
+        """Return an image of the sandbox's files, for the `image` of further sandboxes.
 
         Raises:
-            SandboxError: it cannot be made.
+            SandboxError: the image cannot be created.
         """
         raise SandboxError(f"a {self.spec.backend} sandbox cannot be copied")
 
-    # The same for all.
+    # Common to all back-ends.
 
     async def start(self) -> None:
-        """Start it, within its deadline.
+        """Start the sandbox within its deadline.
 
         Raises:
-            SandboxSetupError: it did not start, or not in time; nothing of it is left.
+            SandboxSetupError: the sandbox did not start in time; it has been removed.
         """
         await self._prepare()
         has_own_workdir = self.spec.workdir is None and self.default_workdir is None  # the image's
@@ -198,7 +201,7 @@ class BaseSandbox:
             raise
         if output.exit_code != 0:
             await self.close()
-            raise SandboxSetupError(f"the {self.spec.backend} sandbox runs no command: {_last_line(output)}")
+            raise SandboxSetupError(f"the {self.spec.backend} sandbox cannot run a command: {_last_line(output)}")
         lines = output.stdout.decode("utf-8", "replace").splitlines()
         self._has_timeout = b"timeout" in output.stderr
         self.shell = "bash" if len(lines) > 1 else "sh"
@@ -227,15 +230,15 @@ class BaseSandbox:
 
         Args:
             command: A line for the shell, or a program and its arguments.
-            cwd: The folder that it starts in, instead of `workdir`.
-            env: Variables beside those of the sandbox.
-            user: The user that it runs as; "root" is always there.
-            timeout_s: When it is killed; its end is then a result as well.
-            stdin: All that it reads.
-            max_bytes: Of stdout, and of stderr, that are kept: the first and the last.
+            cwd: The command's folder, if not `workdir`.
+            env: Variables in addition to the sandbox's.
+            user: The user to run as; "root" always exists.
+            timeout_s: Seconds after which the command is killed; this is a normal result.
+            stdin: The whole standard input.
+            max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
 
-        Raises:
-            SandboxGoneError: the sandbox ended before or meanwhile.
+            Raises:
+            SandboxGoneError: the sandbox has ended.
         """
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
         if self._has_timeout:
@@ -258,11 +261,11 @@ class BaseSandbox:
         )
 
     async def kill_all(self) -> None:
-        """Kill every process in the sandbox but the first."""
+        """Kill every process in the sandbox except the first."""
         await self._run(["sh", "-c", "kill -9 -1"], cwd="/", user="root", timeout_s=SLACK_S)
 
     async def read(self, path: str, *, max_bytes: int = MAX_FILE, user: str | None = None) -> bytes:
-        """Return the content of a file, from `workdir` on.
+        """Return the content of a file; relative paths start at `workdir`.
 
         Raises:
             SandboxFileError: there is no such file, or it is longer than `max_bytes`.
@@ -274,36 +277,36 @@ class BaseSandbox:
         return output
 
     async def write(self, path: str, data: bytes, *, user: str | None = None) -> None:
-        """Write a file, from `workdir` on; missing folders are made.
+        """Write a file, creating missing folders; relative paths start at `workdir`.
 
         Raises:
-            SandboxFileError: it cannot be written.
+            SandboxFileError: the file cannot be written.
         """
         await self._checked(
             ["sh", "-c", 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"', "sh", path], stdin=data, user=user
         )
 
     async def upload(self, folder: Path, target: str, *, leaves_out: Sequence[str] = ()) -> None:
-        """Copy the content of a folder of this machine into one of the sandbox, which is made if it is missing.
+        """Copy the content of a folder of this machine into a folder of the sandbox, which is created if missing.
 
         Raises:
-            SandboxFileError: it cannot be written.
+            SandboxFileError: the files cannot be written.
         """
         data = await asyncio.to_thread(_packed, folder, leaves_out)
         script = 'mkdir -p -- "$1" && tar -x --no-same-owner -f - -C "$1"'
         await self._checked(["sh", "-c", script, "sh", target], stdin=data, user="root")
 
     async def download(self, source: str, folder: Path) -> None:
-        """Copy the content of a folder of the sandbox into one of this machine.
+        """Copy the content of a folder of the sandbox into a folder of this machine.
 
         Raises:
-            SandboxFileError: it cannot be read, is too large, or holds a link.
+            SandboxFileError: the folder cannot be read, is too large, or contains a link.
         """
         data = await self._checked(["tar", "-c", "-f", "-", "-C", source, "."], user="root", max_bytes=2 * MAX_FILE)
         await asyncio.to_thread(_unpack, data, folder)
 
     async def close(self) -> None:
-        """Remove it, once, however often this is called and also while the caller is cancelled."""
+        """Remove the sandbox. May be called more than once, and finishes even if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -321,7 +324,7 @@ class BaseSandbox:
         """Return the output of one of the sandbox's own tools.
 
         Raises:
-            SandboxFileError: it failed.
+            SandboxFileError: the tool failed.
             SandboxGoneError: the sandbox is gone.
         """
         output = await self._run(argv, user=user, timeout_s=CLOSE_S, stdin=stdin, max_bytes=max_bytes)
@@ -333,7 +336,7 @@ class BaseSandbox:
     async def _check_alive(self, output: ProgramEnd) -> None:
         if self._closing is None and output.exit_code not in DEAD_CODES:
             return
-        # A sandbox that is killed takes its commands along, which may be seen to end before it.
+        # When a sandbox is killed, its commands may end before it does.
         for look in range(KILLED_LOOKS if output.exit_code in KILLED_CODES else 1):
             if look:
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -361,10 +364,10 @@ class BaseSandbox:
     async def _on_host(
         self, command: Sequence[str], *, timeout_s: float, stdin: bytes = b"", max_bytes: int = MAX_OUTPUT
     ) -> ProgramEnd:
-        """Run a program of this machine in a thread; a cancellation kills it.
+        """Run a program of this machine in a thread; cancelling the call kills the program.
 
         Raises:
-            SandboxError: it cannot be started.
+            SandboxError: the program cannot be started.
         """
         stop = Stopper()
         try:
@@ -395,7 +398,7 @@ def _packed(folder: Path, leaves_out: Sequence[str]) -> bytes:
 
 
 def _unpack(data: bytes, folder: Path) -> None:
-    """Write the folders and plain files of a tar file; links, which may lead out of the folder, are refused."""
+    """Write the folders and plain files of a tar file; links are refused, because they may lead out of the folder."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             for member in archive:

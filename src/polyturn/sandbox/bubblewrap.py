@@ -1,13 +1,13 @@
-"""BubblewrapSandbox: namespaces of this machine, without images or a service; as root with an overlay and limits.
+"""BubblewrapSandbox: namespaces of this machine, without a container engine; as root also images and limits.
 
-    bwrap ── first process (sh), which does nothing ── commands, which the program enter.py runs in its namespaces
+    bwrap ── first process (sh), which only waits ── commands, which the program enter.py runs in its namespaces
 
-The machine's /usr is read-only and everything else is the sandbox's own. An `image` is a folder with a root file system,
-over which an overlay keeps what is written. All that is written lies in memory, in a mount that ends with the sandbox, and
-the sandbox ends with this process. A killed run leaves an empty control group, which the next run removes.
+The machine's /usr is mounted read-only; everything else belongs to the sandbox. An `image` is a folder with a root file
+system, under an overlay for written files. Written files are kept in memory, in a mount that ends with the sandbox; the
+sandbox ends with this process. A killed run leaves an empty control group, which the next run removes.
 
-As root there is no user namespace: inside, root is the machine's root without the capabilities that could leave. Without
-root there is a user namespace, in which root is the only user, and neither images, snapshots nor limits.
+As root there is no user namespace: root inside is the machine's root without the capabilities that allow an escape. Without
+root there is a user namespace whose only user is root, and images, snapshots and limits are not available.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group, sweep
 from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation, system_folders
 
 AT = "/run/polyturn-sandbox"
-"""Where the mount of each sandbox lies, in a mount namespace that only the sandbox has."""
+"""Mount point of each sandbox, in a mount namespace of its own."""
 NO_LIMIT_MB, NO_LIMIT_PROCESSES = 1 << 22, 1 << 15
 _FROM_ETC = ("ld.so.cache", "alternatives", "localtime", "mime.types", "ssl", "passwd", "group", "nsswitch.conf")
 _OF_NETWORK = ("resolv.conf", "hosts")
@@ -46,30 +46,28 @@ exec "$@"
 
 
 def check_bubblewrap(spec: SandboxSpec) -> None:
-    """Check that this machine can start such a sandbox.
+    """Check that this machine can start a sandbox of a spec.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: this machine cannot.
     """
     isolation, why = find_isolation()
     if isolation is Isolation.NONE:
         raise ConfigError(f"the bubblewrap sandbox cannot be used here: {why}")
     if spec.build is not None:
-        raise ConfigError(
-            f"bubblewrap builds no image, and {spec.build} has a Dockerfile; use podman or docker, or set image"
-        )
+        raise ConfigError(f"bubblewrap cannot build the Dockerfile in {spec.build}; use podman or docker, or set image")
     if spec.image is not None:
         if isolation is Isolation.USER:
-            raise ConfigError(f"the sandbox's image is {spec.image!r}; bubblewrap takes a folder as an image as root only")
+            raise ConfigError(f"the sandbox's image is {spec.image!r}; bubblewrap supports images only as root")
         if not Path(spec.image).is_dir() or {":", ","} & set(spec.image):
             raise ConfigError(
-                f"the sandbox's image is {spec.image!r}; bubblewrap takes a folder with a root file system, without ':' and "
-                "',' in its name. Use podman or docker for images by name"
+                f"the sandbox's image is {spec.image!r}; bubblewrap needs a folder with a root file system, without ':' and "
+                "',' in its path. Use podman or docker for images by name"
             )
 
 
 class BubblewrapSandbox(BaseSandbox):
-    """A sandbox made of bubblewrap's namespaces."""
+    """A sandbox in bubblewrap's namespaces."""
 
     default_workdir: ClassVar[str] = "/app"
 
@@ -79,20 +77,20 @@ class BubblewrapSandbox(BaseSandbox):
         self._process: ManagedProcess | None = None
         self._group: ControlGroup | None = None
         self._pid = 0
-        """The first process of the sandbox, as this machine numbers it."""
+        """Id, on this machine, of the sandbox's first process."""
 
     async def is_alive(self) -> bool:
-        """Return whether its first process runs."""
+        """Return whether the sandbox's first process runs."""
         return self._process is not None and self._process.is_alive
 
     async def pid(self) -> int:
-        """Return its first process."""
+        """Return the id of the sandbox's first process."""
         return self._pid
 
     async def snapshot(self) -> str:
-        """Return a new folder with its files, an `image` for further sandboxes; as root."""
+        """Return a new folder with a copy of the files, an `image` for further sandboxes; only as root."""
         if not self._is_root or self._process is None:
-            raise SandboxError("a bubblewrap sandbox can be copied as root and while it lives only")
+            raise SandboxError("a bubblewrap sandbox can be copied only as root and while it is alive")
         folder = tempfile.mkdtemp(prefix="polyturn-image-")
         copy = ["nsenter", "-t", str(self._process.pid), "-m", "cp", "-a", f"{AT}/root/.", folder]
         output = await self._on_host(copy, timeout_s=600)
@@ -119,7 +117,7 @@ class BubblewrapSandbox(BaseSandbox):
         is_ready = self._process.stdout.readline() == b"ready\n"
         if not is_ready:
             self._process.wait(5.0)
-            raise SandboxSetupError(f"bubblewrap started no sandbox: {self._process.tail(3) or 'it said nothing'}")
+            raise SandboxSetupError(f"bubblewrap did not start the sandbox: {self._process.tail(3) or 'no output'}")
         self._pid = json.loads(text)["child-pid"]
 
     def _bwrap(self, info_fd: int) -> list[str]:
@@ -179,5 +177,5 @@ class BubblewrapSandbox(BaseSandbox):
 
 @functools.cache
 def _sweep_once(pid: int) -> None:
-    """Remove the groups that killed runs left, once a process."""
+    """Remove the control groups of killed runs, once per process."""
     sweep()

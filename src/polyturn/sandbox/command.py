@@ -1,9 +1,9 @@
-"""Run a program of this machine to its end: a deadline, input, and output that is bounded however much there is.
+"""Runs a program of this machine to its end, with a deadline, input, and bounded output.
 
     run_bounded(["podman", "ps"], timeout_s=30)  ->  ProgramEnd(exit_code=0, stdout=b"…", stderr=b"", …)
 
-Separate from the back-ends because all of them speak through programs. It runs in a thread: the end of the program itself
-is waited for, not that of children which hold its pipes, and asyncio offers only the latter.
+It blocks, so callers use a thread. It waits for the program itself and not for children that still hold its pipes; asyncio
+can only wait for both.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from typing import Any
 
 CHUNK = 1 << 16
 DRAIN_S = 0.2
-"""Seconds for the rest of the output once the program has ended; a child that it left may hold the pipes for ever."""
+"""Seconds to keep reading output after the program has ended; an orphaned child may hold the pipes forever."""
 LOOK_S = 0.05
-"""Seconds between two looks whether the program has ended, where the system does not report it."""
+"""Seconds between two checks whether the program has ended, on systems without pidfd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramEnd:
-    """The end of a program."""
+    """The result of a program."""
 
     exit_code: int
-    """Its status; minus the signal's number if it was killed."""
+    """Exit status; minus the signal's number if the program was killed."""
     stdout: bytes
     stderr: bytes
     is_late: bool = False
-    """Whether it was killed at its deadline."""
+    """Whether the program was killed at its deadline."""
     is_truncated: bool = False
-    """Whether the middle of its output is left out."""
+    """Whether the middle of the output is left out."""
 
 
 def last_lines(output: ProgramEnd) -> str:
-    """Return the last lines of what a program printed, errors first."""
+    """Return the last lines of a program's output: stderr if there is any, else stdout."""
     text = (output.stderr.strip() or output.stdout.strip()).decode("utf-8", "replace")
     return " | ".join(text.splitlines()[-3:])[-500:] or f"exit code {output.exit_code}"
 
 
 def run_at_end(script: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run a shell script three times once this process has ended, however it ends.
+    """Run a shell script three times after this process has ended, for whatever reason.
 
-    Three times, because a sandbox may still be on its way when this process ends. Hold the returned process: its standard
-    input ends with this one, and that is what it waits for.
+    Three times, because a sandbox may still be starting when this process ends. Keep a reference to the returned process:
+    it waits for its standard input to close, which must happen only when this process ends.
     """
     nothing = subprocess.DEVNULL
     return subprocess.Popen(
@@ -68,7 +68,7 @@ class StoppedError(Exception):
 
 
 class Stopper:
-    """Stops a program from another thread, also one that has not begun."""
+    """Stops a program from another thread, even before the program has started."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Stopper:
                 _kill(process)
 
     def set(self) -> None:
-        """Kill the program now, or as soon as it begins."""
+        """Kill the program now, or as soon as it starts."""
         with self._lock:
             self.is_set = True
             if self._process is not None:
@@ -99,7 +99,7 @@ class Bounded:
         self.num_left_out = 0
 
     def add(self, data: bytes) -> None:
-        """Keep as much as there is room for."""
+        """Add data, keeping only the first and last bytes of the stream."""
         room = self._half - len(self._head)
         self._head += data[:room]
         self._tail += data[room:] if room > 0 else data
@@ -108,7 +108,7 @@ class Bounded:
             self.num_left_out += excess
 
     def value(self) -> bytes:
-        """Return the kept bytes, with a line where others are left out."""
+        """Return the kept bytes, with a line in place of those left out."""
         gap = b"\n[... %d bytes left out ...]\n" % self.num_left_out if self.num_left_out else b""
         return bytes(self._head) + gap + bytes(self._tail)
 
@@ -121,18 +121,18 @@ def run_bounded(
     max_bytes: int = 1 << 20,
     stop: Stopper | None = None,
 ) -> ProgramEnd:
-    """Run a program and everything of its session to the end of the program itself.
+    """Run a program in a new session until the program itself ends; then kill the rest of the session.
 
     Args:
         command: The program and its arguments.
-        timeout_s: When its session is killed.
-        stdin: All that it reads.
-        max_bytes: Of stdout, and of stderr, that are kept: the first and the last.
-        stop: Kills it from another thread.
+        timeout_s: Seconds after which the session is killed.
+        stdin: The whole standard input.
+        max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
+        stop: Kills the program from another thread.
 
-    Raises:
-        OSError: it cannot be started.
-        StoppedError: it was stopped.
+        Raises:
+        OSError: the program cannot be started.
+        StoppedError: `stop` was set.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -140,7 +140,7 @@ def run_bounded(
         stdin=pipe if stdin else subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,
-        cwd=tempfile.gettempdir(),  # podman's monitor leaves a file in its folder when memory runs out
+        cwd=tempfile.gettempdir(),  # podman's monitor leaves a file in its working folder when memory runs out
         start_new_session=True,
         bufsize=0,
     ) as process:
@@ -168,7 +168,7 @@ def run_bounded(
 
 
 def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdin: bytes, *, until: float) -> bool:
-    """Move bytes until the program ends or its time does; return whether the latter came first."""
+    """Copy bytes between the program and its streams until the program ends; return whether the deadline came first."""
     rest, ended_at = memoryview(stdin), None
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
         for stream in streams:
@@ -209,7 +209,7 @@ def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdi
 
 
 def _end_of(process: subprocess.Popen[bytes], opened: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that is readable once the program has ended; None where the system has no such."""
+    """Return a descriptor that becomes readable when the program ends; None on systems without pidfd."""
     if not hasattr(os, "pidfd_open"):
         return None
     descriptor = os.pidfd_open(process.pid)
@@ -218,7 +218,7 @@ def _end_of(process: subprocess.Popen[bytes], opened: contextlib.ExitStack) -> i
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group while it is still its own."""
+    """Kill the program's process group, unless its id may have been reused."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

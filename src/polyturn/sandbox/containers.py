@@ -1,11 +1,11 @@
-"""ContainerSandbox: a container of podman or docker, by their command lines.
+"""ContainerSandbox: a container of podman or docker, run through their command lines.
 
     podman run -d --network none --memory 2048m … IMAGE     once
     podman exec NAME timeout -k 2 60 bash -c …              each command
     podman rm -f -t 0 NAME                                  at the end
 
-Every container carries a label of this process. A small process waits for the end of this one, however it ends, and then
-removes what has the label, so that a killed run leaves no container behind.
+Every container has a label of this process. A small process waits for this one to end, for whatever reason, and then removes
+the containers with the label, so a killed run leaves none behind.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from polyturn.sandbox.command import ProgramEnd, last_lines, run_at_end
 
 LABEL = "polyturn.run"
 CONTROL_S = 120.0
-"""Seconds for one command of the engine beside `run`, `build` and `exec`."""
+"""Seconds for a command of the engine other than `run`, `build` and `exec`."""
 _SWEEP = 'ids=$("$2" ps -aq --filter "label=$1"); [ -z "$ids" ] || (shift; "$@" $ids)'
-"""A label, and the command that removes what has it."""
+"""Arguments: a label, and the command that removes the containers with it."""
 
 
 def check_containers(spec: SandboxSpec) -> None:
-    """Check that the engine is installed and that there is an image to run.
+    """Check that the engine is installed and that the spec has an image.
 
     Raises:
-        ConfigError: not so.
+        ConfigError: the engine, the image or its Dockerfile is missing.
     """
     if shutil.which(spec.backend) is None:
         raise ConfigError(
@@ -46,11 +46,11 @@ def check_containers(spec: SandboxSpec) -> None:
     if spec.image is None and spec.build is None:
         raise ConfigError(f"a {spec.backend} sandbox needs an image; set image, or build to a folder with a Dockerfile")
     if spec.build is not None and not (Path(spec.build) / "Dockerfile").is_file():
-        raise ConfigError(f"the sandbox's build is {spec.build!r}, and there is no Dockerfile in it")
+        raise ConfigError(f"the sandbox's build is {spec.build!r}, but that folder has no Dockerfile")
 
 
 class ContainerSandbox(BaseSandbox):
-    """A sandbox that is a container."""
+    """A sandbox in a container of podman or docker."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
@@ -67,7 +67,7 @@ class ContainerSandbox(BaseSandbox):
         return output.exit_code == 0 and output.stdout.strip() == b"true"
 
     async def pid(self) -> int:
-        """Return the container's first process.
+        """Return the id of the container's first process.
 
         Raises:
             SandboxError: the container has ended.
@@ -79,7 +79,7 @@ class ContainerSandbox(BaseSandbox):
         return int(number)
 
     async def snapshot(self) -> str:
-        """Return the name of a new image with its files."""
+        """Return the name of a new image with the container's files."""
         tag = f"localhost/polyturn-snapshot:{uuid.uuid4().hex[:12]}"
         output = await self._engine("commit", self._name, tag, timeout_s=600)
         if output.exit_code != 0:
@@ -139,16 +139,16 @@ class ContainerSandbox(BaseSandbox):
 
 
 def _remover(program: str) -> list[str]:
-    """Return the command that removes containers at once, up to their names."""
+    """Return the command that removes containers without waiting; their names are to be appended."""
     return [program, "rm", "-f", *(["-t", "0"] if program == "podman" else [])]
 
 
 class _Supervisor(NamedTuple):
-    """The process that removes this one's containers once it has ended."""
+    """The process that removes this process's containers after this process has ended."""
 
     label: str
     process: subprocess.Popen[bytes]
-    """Held, because its input ends with this process."""
+    """Kept open, because its input must close only when this process ends."""
 
 
 @functools.cache
@@ -160,12 +160,12 @@ def _supervisor(program: str, pid: int) -> _Supervisor:
 
 @functools.cache
 def _building(pid: int) -> PerLoop[dict[str, asyncio.Lock]]:
-    """Return the locks of the images that are being built, by their names."""
+    """Return the locks of images that are being built, by image name."""
     return PerLoop(dict)
 
 
 def _digest(folder: Path, arguments: Sequence[str]) -> str:
-    """Return a name for the content of a folder: of its files, their names and whether they are programs."""
+    """Return a digest of a folder: of its files' contents, names and executable bits."""
     digest = hashlib.sha256(repr(tuple(arguments)).encode())
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():

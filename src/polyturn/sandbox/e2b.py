@@ -1,12 +1,12 @@
-"""E2BSandbox: a sandbox of a hosted service that speaks E2B's protocol, E2B's own or another.
+"""E2BSandbox: a sandbox of a hosted service with E2B's protocol.
 
-    POST   API/sandboxes                        started, with a time to live, so that a killed run leaves it a while only
+    POST   API/sandboxes                        starts one with a time to live, so a killed run leaves it only for a while
     POST   SANDBOX/process.Process/Start        each command: a stream of its output (Connect, in JSON)
     POST   SANDBOX/files?path=…                 the standard input of a command
     DELETE API/sandboxes/ID                     at the end
 
-The variables of E2B's own client say where: E2B_API_KEY, and E2B_DOMAIN, or E2B_API_URL and E2B_SANDBOX_URL. That client
-keeps all output, as text; here it is bounded, and bytes.
+The environment variables are those of E2B's own client: E2B_API_KEY, and E2B_DOMAIN or E2B_API_URL and E2B_SANDBOX_URL. That
+client keeps all output as text; this one keeps bounded output as bytes.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from polyturn.sandbox.base import (
 from polyturn.sandbox.command import Bounded, ProgramEnd
 
 PORT = 49983
-"""Of the program in the sandbox that starts commands."""
+"""Port of the program in the sandbox that starts commands."""
 LIFE_S = 900
-"""Seconds that the service keeps a sandbox behind the deadline of its last command."""
+"""Seconds that the service keeps a sandbox after the deadline of its last command."""
 USER = "user"
-"""The user of E2B's templates."""
+"""The default user of E2B's templates."""
 _OF_TEMPLATE = ("build", "cpus", "memory_mb", "processes", "disk_mb", "run_args", "build_args")
 _PLAIN = SandboxSpec()
 
 
 def check_e2b(spec: SandboxSpec) -> None:
-    """Check that a spec says nothing that a template decides, and that there is a key.
+    """Check that a spec sets only what a template leaves open, and that there is a key.
 
     Raises:
-        ConfigError: it does, or there is none.
+        ConfigError: the spec has another setting, or the key is missing.
     """
     for name in _OF_TEMPLATE:
         if (value := getattr(spec, name)) != getattr(_PLAIN, name):
-            raise ConfigError(f"the sandbox's {name} is {value!r}; with e2b the template decides it: drop {name}")
+            raise ConfigError(f"the sandbox's {name} is {value!r}, but e2b's template determines it: remove {name}")
     if not os.environ.get("E2B_API_KEY"):
         raise ConfigError("the e2b sandbox needs a key; set the variable E2B_API_KEY")
 
@@ -66,14 +66,14 @@ class E2BSandbox(BaseSandbox):
         self._id: str | None = None
 
     async def is_alive(self) -> bool:
-        """Return whether the service knows it."""
+        """Return whether the service lists the sandbox."""
         try:
             return self._closing is None and bool(await self._control("GET", f"/sandboxes/{self._id}"))
         except SandboxError:
             return False
 
     async def kill_all(self) -> None:
-        """Kill every process of its user; root's are the service's own."""
+        """Kill every process of the sandbox's user; root's processes belong to the service."""
         await self._run(["sh", "-c", "kill -9 -1"], cwd="/", timeout_s=SLACK_S)
 
     async def _begin(self) -> None:
@@ -105,10 +105,10 @@ class E2BSandbox(BaseSandbox):
                 await self._http.close()
 
     async def _control(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask the service; {} where it answers nothing.
+        """Send a request to the service and return its answer; {} if that is empty.
 
         Raises:
-            SandboxError: it refuses, or cannot be reached.
+            SandboxError: the service refuses the request or cannot be reached.
         """
         assert self._http is not None
         domain = os.environ.get("E2B_DOMAIN", "e2b.app")
@@ -166,7 +166,7 @@ class E2BSandbox(BaseSandbox):
         return {**self._headers, "Authorization": f"Basic {base64.b64encode(f'{name}:'.encode()).decode()}"}
 
     async def _fed(self, argv: Sequence[str], stdin: bytes, headers: Mapping[str, str]) -> list[str]:
-        """Write a command's standard input to a file, and return the command that reads it there."""
+        """Write a command's standard input to a file, and return the command that reads that file."""
         assert self._http is not None
         path = f"/tmp/polyturn-{uuid.uuid4().hex}"
         form = aiohttp.FormData()
@@ -189,7 +189,7 @@ class E2BSandbox(BaseSandbox):
             while True:
                 flags, *size = await reply.content.readexactly(5)
                 frame = json.loads(await reply.content.readexactly(int.from_bytes(bytes(size), "big")))
-                if flags & 2:  # the last one
+                if flags & 2:  # the last event
                     if "error" in frame:
                         raise SandboxError(str(frame["error"].get("message", frame["error"])))
                     return

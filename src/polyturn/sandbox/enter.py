@@ -1,11 +1,11 @@
-"""A program: run a command in the namespaces of a live bubblewrap sandbox, with few capabilities and its own control group.
+"""A program that runs a command in the namespaces of a live bubblewrap sandbox, with few capabilities.
 
     python -I -S enter.py 7 /app root ipc,uts,net,pid,mnt "" 1 LANG=C ls -l
-                          pid, folder, user, namespaces, files of the control group, number of variables, they, the command
+                          pid, folder, user, namespaces, files of the control group, number of variables, variables, command
 
-In the place of nsenter and setpriv: a tool that dropped capabilities inside would be the sandbox's own file, which the model
-may have replaced. So nothing of the sandbox runs before they are gone. It imports little, because each command pays for it,
-and nothing once it is inside.
+It replaces nsenter and setpriv: a tool that drops capabilities inside would be a file of the sandbox, which the model may
+have replaced. So no file of the sandbox runs before the capabilities are dropped. The program imports little, because each
+command pays for it, and nothing after it has entered.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _SET_NO_NEW_PRIVS, _DROP_FROM_BOUNDING = 38, 24
 
 
 def main(pid: str, cwd: str, user: str, names: str, paths: str, num_variables: str, *rest: str) -> int:
-    """Enter and run; return the command's exit status."""
+    """Enter the sandbox and run the command; return its exit status."""
     libc = ctypes.CDLL(None, use_errno=True)
     env = dict(variable.split("=", 1) for variable in rest[: int(num_variables)])
     argv = rest[int(num_variables) :]
@@ -28,7 +28,7 @@ def main(pid: str, cwd: str, user: str, names: str, paths: str, num_variables: s
         if libc.setns(namespace, 0) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(namespace)
-    child = os.fork()  # the first process of the sandbox's own process ids
+    child = os.fork()  # only a child process is inside the sandbox's process-id namespace
     if child:
         for door in doors:
             os.close(door)
@@ -59,7 +59,7 @@ def main(pid: str, cwd: str, user: str, names: str, paths: str, num_variables: s
 
 
 def _become(argv: tuple, env: dict) -> None:
-    """Run the program in the place of this one; `os.execvpe` would import a module, of the sandbox."""
+    """Replace this process by the program; `os.execvpe` would import a module from the sandbox."""
     folders = [""] if "/" in argv[0] else env.get("PATH", "/usr/bin:/bin").split(":")
     for folder in folders:
         try:
@@ -70,7 +70,7 @@ def _become(argv: tuple, env: dict) -> None:
 
 
 def _user(name: str) -> tuple:
-    """Return the ids and the home folder of one of the sandbox's users."""
+    """Return the user id, group id and home folder of a user of the sandbox."""
     if name in ("root", "0"):
         return 0, 0, "/root"
     try:

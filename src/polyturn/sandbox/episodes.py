@@ -1,9 +1,9 @@
-"""From a configuration to sandboxes, one for each episode.
+"""Reads sandbox settings from a configuration and starts one sandbox per episode.
 
     read_spec({"backend": "podman", "image": "python:3.12"}, where="env.kwargs.sandbox")  ->  SandboxSpec(...)
-    boxes.join("train-7/2") … await boxes.of("train-7/2") … await boxes.leave("train-7/2")     closed with the last
+    boxes.join("train-7/2") … await boxes.of("train-7/2") … await boxes.leave("train-7/2")     the last `leave` closes it
 
-Tools of one item share an episode's sandbox, which is started at the first call that needs it.
+An episode's tools share its sandbox, which the first call that needs it starts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, type[BaseSandbox]] = {
 _CHECKS = {"apptainer": check_apptainer, "bubblewrap": check_bubblewrap, "e2b": check_e2b}
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
 MAX_WARM = 256
-"""Sandboxes that one process keeps started."""
+"""Largest number of sandboxes that a process starts in advance."""
 _POSITIVE = ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s")
 _TEXT, _NUMBER, _LIST = "write a text", "write a number above 0", "write a list of texts, such as [--shm-size, 1g]"
 _MEANT = {
@@ -51,7 +51,7 @@ _MEANT = {
     "max_alive": "write how many sandboxes may live at once, 1 or more",
     "warm": f"write how many sandboxes are kept started, 0 to {MAX_WARM}",
 }
-"""Key of a sandbox to the values that it accepts, for messages."""
+"""Key of a sandbox's settings -> advice on its values, for error messages."""
 
 
 def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxSpec:
@@ -60,10 +60,10 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
     Args:
         options: Its keys are the fields of `SandboxSpec`.
         where: The mapping's key, for messages.
-        base: The folder that `build`, and a folder as an image, start from.
+        base: The folder that `build`, and an image that is a folder, are resolved against.
 
-    Raises:
-        ConfigError: a key is unknown, or a value cannot be.
+        Raises:
+        ConfigError: a key is unknown, or a value is invalid.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} is {options!r:.100}; write a mapping with {', '.join(FIELDS[:3])}, …")
@@ -89,8 +89,8 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_MEANT['max_alive']}")
     if spec.max_alive is not None and spec.max_alive <= spec.warm:
         raise ConfigError(
-            f"{where}.max_alive is {spec.max_alive} and warm is {spec.warm}; max_alive must be larger, as warm ones "
-            "count too"
+            f"{where}.max_alive is {spec.max_alive} and warm is {spec.warm}; max_alive must be larger, because warm "
+            "sandboxes count as well"
         )
     if not 0 <= spec.warm <= MAX_WARM:
         raise ConfigError(f"{where}.warm is {spec.warm}; {_MEANT['warm']}")
@@ -105,10 +105,10 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
 
 
 def check_spec(spec: SandboxSpec) -> None:
-    """Check that this machine has what such a sandbox needs, before any is started.
+    """Check that this machine can run sandboxes of a spec, without starting one.
 
     Raises:
-        ConfigError: it lacks something.
+        ConfigError: this machine lacks something.
     """
     _CHECKS.get(spec.backend, check_containers)(spec)
 
@@ -120,13 +120,13 @@ def try_sandbox(
 
     Args:
         spec: The sandbox.
-        where: What it belongs to, for the message.
-        command: A line for its shell.
-        env: Variables of the command.
-        timeout_s: Seconds of the command.
+        where: The setting that the sandbox belongs to, for messages.
+        command: A shell command.
+        env: Environment variables of the command.
+        timeout_s: Time limit of the command in seconds.
 
-    Raises:
-        ConfigError: this machine lacks something that it needs, or it does not start.
+        Raises:
+        ConfigError: this machine cannot run the sandbox, or it does not start.
     """
 
     async def tried() -> ExecResult:
@@ -138,20 +138,20 @@ def try_sandbox(
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
             return thread.submit(asyncio.run, tried()).result()
     except SandboxError as problem:
-        raise ConfigError(f"{where}: no {spec.backend} sandbox can be used: {problem}") from problem
+        raise ConfigError(f"{where}: a {spec.backend} sandbox cannot be used: {problem}") from problem
 
 
 async def open_sandbox(spec: SandboxSpec) -> BaseSandbox:
-    """Return a sandbox that was started, now or before (`warm`); the caller closes it.
+    """Return a started sandbox, if possible a warm one; the caller closes it.
 
     Raises:
-        SandboxSetupError: it did not start, or not in time.
+        SandboxSetupError: the sandbox did not start in time.
     """
     return await (take_warm(spec, _start) if spec.warm else _start(spec))
 
 
 async def _start(spec: SandboxSpec) -> BaseSandbox:
-    """Start a sandbox, once there is room for it."""
+    """Start a sandbox as soon as `max_alive` allows it."""
     sandbox = _KINDS.get(spec.backend, ContainerSandbox)(spec)
     if spec.max_alive is not None:
         room = _rooms(os.getpid())().setdefault(spec.max_alive, asyncio.Semaphore(spec.max_alive))
@@ -167,12 +167,12 @@ async def _start(spec: SandboxSpec) -> BaseSandbox:
 
 @functools.cache
 def _rooms(pid: int) -> PerLoop[dict[int, asyncio.Semaphore]]:
-    """Return the room of this process's sandboxes, by `max_alive`."""
+    """Return the semaphores that limit this process's sandboxes, by `max_alive`."""
     return PerLoop(dict)
 
 
 class EpisodeSandboxes:
-    """The sandboxes of live episodes, by the episode's id."""
+    """The sandboxes of live episodes, by episode id."""
 
     def __init__(self) -> None:
         self._users: dict[str, int] = {}
@@ -180,26 +180,26 @@ class EpisodeSandboxes:
         self._opening: dict[str, asyncio.Task[BaseSandbox]] = {}
 
     def join(self, episode_id: str, spec: SandboxSpec | None = None) -> None:
-        """Count a user of the episode's sandbox; the first `spec` chooses the sandbox."""
+        """Add a user of the episode's sandbox; the first `spec` determines the sandbox."""
         self._users[episode_id] = self._users.get(episode_id, 0) + 1
         if spec is not None:
             self._specs.setdefault(episode_id, spec)
 
     async def of(self, episode_id: str) -> BaseSandbox:
-        """Return the episode's sandbox, started at the first call.
+        """Return the episode's sandbox; the first call starts it.
 
         Raises:
-            SandboxSetupError: it did not start; each later call then says so, too.
+            SandboxSetupError: the sandbox did not start; later calls raise the same error.
         """
         if episode_id not in self._opening and episode_id not in self._specs:
-            raise SandboxError(f"the episode {episode_id!r} has no sandbox: it has ended, or nothing named one")
+            raise SandboxError(f"the episode {episode_id!r} has no sandbox: the episode has ended, or no tool has a spec")
         if episode_id not in self._opening:
             self._opening[episode_id] = asyncio.create_task(open_sandbox(self._specs[episode_id]))
-        with Stretch.paused():  # it has a deadline of its own, and may wait for room
+        with Stretch.paused():  # the start has its own deadline, and may have to wait for `max_alive`
             return await asyncio.shield(self._opening[episode_id])
 
     async def leave(self, episode_id: str) -> None:
-        """Count one user less; the last one closes the sandbox."""
+        """Remove a user of the sandbox; the last one closes it."""
         self._users[episode_id] -= 1
         if self._users[episode_id]:
             return
@@ -208,7 +208,7 @@ class EpisodeSandboxes:
         opening = self._opening.pop(episode_id, None)
         if opening is None:
             return
-        opening.cancel()  # has no effect once it is open
+        opening.cancel()  # no effect if the sandbox is open
         (sandbox,) = await asyncio.gather(opening, return_exceptions=True)
         if isinstance(sandbox, BaseSandbox):
             await sandbox.close()

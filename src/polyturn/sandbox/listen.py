@@ -1,9 +1,9 @@
-"""A program: listen on the loopback address of another network namespace, and hand the socket to the caller.
+"""A program that listens on the loopback address of another network namespace and passes the socket to the caller.
 
-    python -I -S listen.py 4711 user,net        standard input is a Unix socket, which carries the listening one
+    python -I -S listen.py 4711 user,net        standard input is a Unix socket, over which the listening socket is sent
                            pid, namespaces
 
-A process of its own, because only a process with one thread may enter a user namespace. Nothing of the sandbox runs here.
+It is a separate process because only a process with one thread may enter a user namespace. It runs no code of the sandbox.
 """
 
 import ctypes

@@ -1,10 +1,10 @@
-"""An address of this machine, reached from inside a sandbox that has no network.
+"""Makes an address of this machine reachable from a sandbox without network.
 
     async with reach(box, "http://127.0.0.1:8000") as inside:       inside == "http://127.0.0.1:40123"
         await box.exec(f"curl {inside}/v1/models")
 
-A socket listens on the sandbox's own loopback device; this process accepts its connections and forwards them to the one
-address. The sandbox needs no program for that, and reaches nothing else.
+A socket listens on the sandbox's loopback device. This process accepts its connections and forwards them to the address. The
+sandbox needs no program for this, and can reach nothing else.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 16
 LISTEN_S = 30.0
-"""Seconds for the program that listens inside."""
+"""Time limit in seconds of the program `listen.py`."""
 
 
 @contextlib.asynccontextmanager
 async def reach(box: BaseSandbox, origin: str) -> AsyncIterator[str]:
-    """Forward one address of this machine into a sandbox; gives the origin under which the sandbox reaches it.
+    """Forward an address of this machine into a sandbox; yield the origin under which the sandbox reaches it.
 
     Args:
         box: A sandbox on this machine.
-        origin: http://HOST:PORT, as this process reaches it.
+        origin: http://HOST:PORT, as seen from this process.
 
     Raises:
         SandboxError: the sandbox cannot be reached from here.
@@ -59,8 +59,8 @@ async def reach(box: BaseSandbox, origin: str) -> AsyncIterator[str]:
             answers, requests = await asyncio.open_connection(target.hostname, target.port)
             writers.append(requests)
             await asyncio.gather(_copy(reader, requests), _copy(answers, writer))
-        except OSError as problem:  # the client reads the end of its connection
-            logger.debug("a connection out of a sandbox broke: %s", one_line(problem))
+        except OSError as problem:  # the client sees its connection closed
+            logger.debug("a connection from a sandbox failed: %s", one_line(problem))
         finally:
             for one in writers:
                 one.close()
@@ -83,12 +83,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _other_namespaces(pid: int) -> list[str]:
-    """Return which namespaces a process does not share with this one, the user namespace first."""
+    """Return the namespaces that a process does not share with this one, the user namespace first."""
     try:
         own, other = Path("/proc/self/ns"), Path(f"/proc/{pid}/ns")
         return [name for name in ("user", "net") if os.readlink(own / name) != os.readlink(other / name)]
     except OSError as problem:
-        raise SandboxError(f"the sandbox's process {pid} cannot be looked at: {problem.strerror}") from problem
+        raise SandboxError(f"the namespaces of the sandbox's process {pid} cannot be read: {problem.strerror}") from problem
 
 
 def _listen(pid: int, namespaces: list[str]) -> socket.socket:
@@ -102,8 +102,8 @@ def _listen(pid: int, namespaces: list[str]) -> socket.socket:
         except (OSError, subprocess.SubprocessError) as problem:
             error_bytes = getattr(problem, "stderr", None) or b""
             raise SandboxError(
-                f"nothing can listen in the sandbox's network ({error_bytes.decode().strip() or one_line(problem)}); set "
-                "sandbox.network: true, and host and reach_as to what reaches this machine from inside"
+                f"listening in the sandbox's network failed ({error_bytes.decode().strip() or one_line(problem)}); set "
+                "sandbox.network: true, and host and reach_as to an address of this machine that the sandbox can reach"
             ) from problem
         _, (descriptor, *_), _, _ = socket.recv_fds(ours, 1, 1)
     return socket.socket(fileno=descriptor)

@@ -1,9 +1,8 @@
-"""WarmSandboxes: sandboxes of one spec that were started before an episode needs them.
+"""WarmSandboxes: sandboxes of one spec, started before an episode needs them.
 
-    SandboxSpec(backend="podman", image="…", warm=4)   ->  open_sandbox hands one of four out and starts the next
+    SandboxSpec(backend="podman", image="…", warm=4)   ->  open_sandbox returns one of four and starts the next
 
-Separate from the sandboxes because it belongs to an event loop: those that were never handed out are closed when the loop
-ends. They end with this process like all others.
+The sandboxes belong to an event loop; unused ones are closed when the loop ends.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from polyturn.sandbox.base import BaseSandbox, SandboxSpec
 
 
 class WarmSandboxes:
-    """Sandboxes that wait for their episodes."""
+    """Started sandboxes of one spec."""
 
     def __init__(self, spec: SandboxSpec, start: Callable[[SandboxSpec], Awaitable[BaseSandbox]]) -> None:
         self._spec = spec
@@ -28,10 +27,10 @@ class WarmSandboxes:
         self._keeper = asyncio.create_task(self._keep())
 
     async def take(self) -> BaseSandbox:
-        """Return a live sandbox, which the caller closes, and start another in its place.
+        """Return a live sandbox, which the caller closes, and start a replacement.
 
         Raises:
-            SandboxSetupError: it did not start.
+            SandboxSetupError: the sandbox did not start.
         """
         while True:
             self._fill()
@@ -51,14 +50,14 @@ class WarmSandboxes:
             self._waiting.append(asyncio.create_task(_started(self._start, self._spec)))
 
     async def _keep(self) -> None:
-        """Wait for the end of the event loop, which cancels its tasks, and close what was not handed out."""
+        """Wait until the event loop ends and cancels this task; then close the unused sandboxes."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             for starting in self._waiting:
-                # The end of the loop has cancelled it already; a second time would interrupt the removal of what it began.
+                # The ending loop may have cancelled it already; cancelling twice would interrupt its clean-up.
                 if not starting.cancelling():
-                    starting.cancel()  # has no effect once it is open
+                    starting.cancel()  # no effect if the sandbox is open
             for sandbox in await asyncio.gather(*self._waiting, return_exceptions=True):
                 if isinstance(sandbox, BaseSandbox):
                     await sandbox.close()
@@ -74,10 +73,10 @@ def _of_process(pid: int) -> PerLoop[dict[str, WarmSandboxes]]:
 
 
 async def take_warm(spec: SandboxSpec, start: Callable[[SandboxSpec], Awaitable[BaseSandbox]]) -> BaseSandbox:
-    """Return a started sandbox of a spec that keeps some warm.
+    """Return a started sandbox of a spec with warm sandboxes.
 
     Raises:
-        SandboxSetupError: it did not start.
+        SandboxSetupError: the sandbox did not start.
     """
     warm = _of_process(os.getpid())()
     if (key := repr(spec)) not in warm:
