@@ -1,9 +1,9 @@
-"""Support for projects written for other libraries: their import paths, their file formats, their classes.
+"""Support for projects written for other libraries: their import paths, file formats and classes.
 
-    polyturn.compat.install("verl")      "import verl.interactions.base" now finds polyturn's own module
+    polyturn.compat.install("verl")      "import verl.interactions.base" now imports polyturn's own module
 
-A namespace is put in place only where the library itself is not installed. It happens by itself when a configuration names
-a class whose module needs it: `core.plugins` finds the installer as an entry point of the group `polyturn.namespaces`.
+A namespace is installed only if the library itself is not. If a configuration names a class whose module needs a namespace,
+this happens automatically: `core.plugins` finds the installer as an entry point of the group `polyturn.namespaces`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from polyturn.core.errors import UnknownNameError, did_you_mean
 
 
 def install(name: str) -> bool:
-    """Put the modules of the library `name` in place; calling it again changes nothing.
+    """Install the modules that replace the library `name`; further calls have no effect.
 
     Returns:
-        Whether imports under `name` are answered here; False where the library itself is installed, which then wins.
+        Whether imports under `name` find polyturn's modules; False if the library itself is installed.
 
     Raises:
         UnknownNameError: there is no such namespace.
@@ -28,13 +28,13 @@ def install(name: str) -> bool:
 
 
 def uninstall(name: str) -> None:
-    """Take the modules of `name` away again, as if they had never been imported."""
+    """Remove the modules of `name`, as if they had never been imported."""
     finder(name).uninstall()
 
 
 @functools.cache
 def finder(name: str) -> AliasFinder:
-    """Return the one finder of a namespace.
+    """Return the finder of a namespace; there is one per namespace.
 
     Raises:
         UnknownNameError: there is no such namespace.

@@ -1,11 +1,11 @@
-"""An import finder that answers for a library which is not installed, with modules of this one.
+"""An import finder that maps modules of a library that is not installed to modules of polyturn.
 
     Namespace(root="verl", modules={"verl.tools.schemas": "polyturn.tools.schema"}, packages={})
-    import verl.tools.schemas          the very module object polyturn.tools.schema, imported only now
+    import verl.tools.schemas          the same module object as polyturn.tools.schema, imported on demand
 
-A module that is listed is an alias: the same object under a second name, so replacing an attribute under one name is seen
-under the other. A package in between (verl, verl.tools) is made up; it may have a body, modules whose names it shows and
-whose attributes are set through it. A root whose library is installed is left alone.
+A listed module is an alias: the same object under a second name, so a replaced attribute is visible under both names. The
+packages above it (verl, verl.tools) are synthetic. A package may have a body: modules whose names it re-exports and whose
+attributes are set through it. If the library of a root is installed, the finder does nothing.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Namespace:
 
     root: str
     modules: Mapping[str, str]
-    """Alias -> the module that it is another name of."""
+    """Alias -> name of the actual module."""
     packages: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Package -> its body: the modules whose names it shows. Packages without a body need no entry."""
+    """Package -> its body: the modules whose names it re-exports. Packages without a body need no entry."""
     library: Path | None = None
-    """A file with the names of all modules of the library itself, none of which is a project's own."""
+    """A file with the names of all modules of the library itself, to distinguish them from a project's modules."""
     instead: Mapping[str, str] = field(default_factory=dict)
-    """Modules that are not offered, and those below them -> a sentence: why, or what does the same here."""
+    """Module that is not offered, including its submodules -> the reason, or the replacement."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names that modules of the library have and those here have not -> why, or what does the same here."""
+    """Name that the library's modules have and polyturn's do not -> the reason, or the replacement."""
 
     def package_names(self) -> frozenset[str]:
-        """Return every package: those with a body, and all that stand above a module."""
+        """Return all packages: those with a body, and all parents of modules."""
         names = {self.root, *self.packages}
         for name in [*self.modules, *self.packages]:
             parts = name.split(".")
@@ -54,7 +54,7 @@ class Namespace:
 
 
 class AliasFinder(importlib.abc.MetaPathFinder):
-    """Answers imports under one root. `install` and `uninstall` may be called in any order and any number of times."""
+    """Finds modules under one root. `install` and `uninstall` may be called in any order and any number of times."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -62,18 +62,18 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         self._known = sorted({*self._packages, *namespace.modules})
 
     def install(self) -> bool:
-        """Answer imports from now on; return False, and do nothing, where the library itself is installed."""
+        """Start answering imports; if the library itself is installed, do nothing and return False."""
         if self._is_there_really():
             return False
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
             root = sys.modules.get(self.namespace.root)
             if root is not None and _is_folder(root):
-                self._forget()  # a folder of that name was taken for the library
+                self._forget()  # a folder of that name was imported as the library
         return True
 
     def uninstall(self) -> None:
-        """Answer no more imports, and forget the modules that were imported under the root."""
+        """Stop answering imports, and remove the modules imported under the root."""
         if self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
@@ -87,10 +87,10 @@ class AliasFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a module under the root; None for all others.
+        """Return the spec of a module under the root, or None for other modules.
 
         Raises:
-            ModuleNotFoundError: the module is under the root and is not offered; the message says what is.
+            ModuleNotFoundError: the module is under the root but is not offered; the message lists what is.
         """
         root = self.namespace.root
         if fullname != root and not fullname.startswith(f"{root}."):
@@ -111,9 +111,9 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         return frozenset() if file is None else frozenset(file.read_text(encoding="utf-8").split())
 
     def _refusal(self, fullname: str) -> str | None:
-        """Return why a package has no such name; None for one that may be a project's own, or asks for nothing known.
+        """Return why a package does not offer a name; None if the name is unknown or may belong to the project.
 
-        `from package import name` hides an error that `import package.name` raises, so the package itself has to say it.
+        `from package import name` hides an error of `import package.name`, so the package itself must raise it.
         """
         name = fullname.rpartition(".")[2]
         if (why := self.namespace.names.get(name)) is not None:
@@ -139,14 +139,14 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             if isinstance(finder, AliasFinder):
                 continue
             spec = finder.find_spec(root, None)
-            # A folder of that name without an __init__.py, such as a data folder beside the script, is not a library.
+            # A folder of that name without an __init__.py, such as a data folder next to the script, is not the library.
             if _origin(spec) is not None and not _is_ours(spec):
                 return True
         return False
 
 
 class AliasPackage(ModuleType):
-    """A made-up package. Names that are not its own are those of its body, also when they are set or deleted."""
+    """A synthetic package. Other names than its own are read, set and deleted in its body."""
 
     def __init__(self, name: str, body: Sequence[str], refusal: Callable[[str], str | None]) -> None:
         super().__init__(name, None)
@@ -156,7 +156,7 @@ class AliasPackage(ModuleType):
         return [importlib.import_module(name) for name in self.__dict__["_body_names"]]
 
     def _body(self, name: str) -> ModuleType | None:
-        """Return the first module of the body that has a name; what it imported for itself is not the package's."""
+        """Return the first module of the body that defines a name, as opposed to importing it."""
         bodies = ((module, vars(module)) for module in self._bodies())
         return next((m for m, names in bodies if name in names and not isinstance(names[name], ModuleType)), None)
 
@@ -205,7 +205,7 @@ class _PackageLoader(importlib.abc.Loader):
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Hands out a module that has its own name and spec, and leaves both as they are."""
+    """Loads an existing module under an alias without changing its name and spec."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -213,7 +213,7 @@ class _AliasLoader(importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._target)
-        self._spec = module.__spec__  # the import system is about to put `spec` in its place
+        self._spec = module.__spec__  # the import system will replace it by `spec`
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -233,7 +233,7 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Return a project's own module: one that lives in a checkout of the library keeps some in that library's folders."""
+    """Return the spec of a project's own module; a project inside a checkout of the library has some in its folders."""
     parts = fullname.split(".")[:-1]
     folders = [str(folder) for entry in sys.path if (folder := Path(entry, *parts)).is_dir()]
     own = importlib.machinery.PathFinder.find_spec(fullname, folders)
@@ -241,16 +241,16 @@ def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _is_folder(module: ModuleType) -> bool:
-    """Return whether what was imported is only a folder, without an __init__.py."""
+    """Return whether a module is only a folder without an __init__.py."""
     return not isinstance(module, AliasPackage) and module.__spec__ is not None and module.__spec__.origin is None
 
 
 def _origin(spec: importlib.machinery.ModuleSpec | None) -> str | None:
-    """Return the file that a module comes from; None for a folder without one."""
+    """Return the file of a module; None for a folder."""
     return None if spec is None else spec.origin
 
 
 def _is_ours(spec: importlib.machinery.ModuleSpec | None) -> bool:
-    """Return whether a module's file lies in this package: a shim that leads back here."""
+    """Return whether a module's file is in this package: a shim."""
     origin = _origin(spec)
     return origin is not None and _OURS in Path(origin).resolve().parents

@@ -1,6 +1,6 @@
-"""Which modules of other libraries are here, and where. A further library is one more `Namespace` in `NAMESPACES`.
+"""Maps modules of other libraries to modules of polyturn. To add a library, add a `Namespace` to `NAMESPACES`.
 
-Importing this imports none of them; that happens when user code imports their aliases.
+The modules are imported only when user code imports their aliases.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NATIVE = {
     "verl.utils.reward_score.math_reward": "polyturn.rewards.math",
     "verl.utils.reward_score.search_r1_like_qa_em": "polyturn.rewards.search_r1",
 }
-"""Modules of verl that are modules of polyturn under another name."""
+"""Modules of verl -> native modules of polyturn."""
 
 _HERE = {
     "verl.utils.reward_score.math_verify": "polyturn.compat.verl.math_verify",
@@ -67,7 +67,7 @@ _HERE = {
     "verl.experimental.agent_loop.single_turn_agent_loop": "polyturn.compat.verl.single_turn_agent_loop",
     "verl.experimental.agent_loop.tool_agent_loop": "polyturn.compat.verl.tool_agent_loop",
     "verl.experimental.agent_loop.utils": "polyturn.compat.verl.agent_loop_utils",
-    "verl.protocol": "polyturn.compat.verl.protocol",
+    "verl.protocol": "polyturn.compat.verl.dataproto",
     "verl.utils.dataset.rl_dataset": "polyturn.compat.verl.rl_dataset",
     "verl.experimental.dataset.sampler": "polyturn.compat.verl.sampler",
     "verl.utils.model": "polyturn.compat.verl.torch_functional",
@@ -85,7 +85,7 @@ _HERE = {
     "verl.workers.reward_manager.abstract": "polyturn.compat.verl.reward_manager",
     "verl.trainer.ppo.reward": "polyturn.compat.verl.reward_manager",
 }
-"""Modules that only code written for verl needs."""
+"""Modules of verl -> modules of this package, which only code written for verl needs."""
 
 _SFT = "Supervised training is `polyturn sft CONFIG`."
 _GENERATION = (
@@ -107,7 +107,7 @@ VERL = Namespace(
     root="verl",
     modules={**_NATIVE, **_HERE},
     packages={
-        "verl": ("polyturn.compat.verl.protocol",),
+        "verl": ("polyturn.compat.verl.dataproto",),
         "verl.utils": ("polyturn.compat.verl.tokenizer",),
         "verl.utils.profiler": ("polyturn.compat.verl.profiler",),
         "verl.utils.tokenizer": ("polyturn.compat.verl.tokenizer",),
@@ -133,16 +133,16 @@ VERL = Namespace(
 _SWIFT = "polyturn.compat.swift"
 _MULTI_TURN = (
     *(f"{_SWIFT}.{name}" for name in ("base", "turns", "schedulers", "gym_env", "openenv_wrapper")),
-    "polyturn.serving.protocol",
+    "polyturn.serving.rollout_protocol",
 )
 _REWARDS = (f"{_SWIFT}.orm", f"{_SWIFT}.rm_plugin", f"{_SWIFT}.base", f"{_SWIFT}.schedulers")
-_ENGINE = (f"{_SWIFT}.infer_engine", f"{_SWIFT}.template", f"{_SWIFT}.utils", "polyturn.serving.protocol")
+_ENGINE = (f"{_SWIFT}.infer_engine", f"{_SWIFT}.template", f"{_SWIFT}.utils", "polyturn.serving.rollout_protocol")
 
 SWIFT = Namespace(
     root="swift",
     modules={
-        "swift.infer_engine.protocol": "polyturn.serving.protocol",
-        "swift.llm.infer.protocol": "polyturn.serving.protocol",
+        "swift.infer_engine.protocol": "polyturn.serving.rollout_protocol",
+        "swift.llm.infer.protocol": "polyturn.serving.rollout_protocol",
         "swift.llm.template.template.utils": f"{_SWIFT}.template",
         "swift.llm.template.utils": f"{_SWIFT}.template",
         "swift.template.utils": f"{_SWIFT}.template",
@@ -162,7 +162,7 @@ SWIFT = Namespace(
         "swift.infer_engine": _ENGINE,
         "swift.llm": _ENGINE,
         "swift.llm.infer": _ENGINE,
-        "swift.llm.template": (f"{_SWIFT}.template", "polyturn.serving.protocol"),
+        "swift.llm.template": (f"{_SWIFT}.template", "polyturn.serving.rollout_protocol"),
         "swift.loss_scale": (f"{_SWIFT}.loss_scale",),
         "swift.plugin": (*_MULTI_TURN, f"{_SWIFT}.loss_scale", *_REWARDS),
         "swift.plugin.loss_scale": (f"{_SWIFT}.loss_scale",),

@@ -1,8 +1,8 @@
-"""Names of verl that are not offered in modules that are: importing one is an ImportError that says why.
+"""Names of verl that its replaced modules do not offer: importing one raises an ImportError with the reason.
 
     from verl.protocol import DataProtoFuture   ->   ImportError: cannot import 'DataProtoFuture': …
 
-A module takes part by importing `__getattr__` from here. Whole modules that are not offered stand in `namespaces.py`.
+A module uses this by importing `__getattr__` from here. Whole modules that are not offered are listed in `namespaces.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NAMES = {
     **dict.fromkeys(("process_image", "process_video", "extract_multi_modal_inputs"), MEDIA),
     "AsyncRolloutRequest": REQUEST,
 }  # fmt: skip
-"""Names of verl -> why."""
+"""Name of verl -> reason."""
 SWIFT_NAMES = dict.fromkeys(
     (
         "get_model_processor", "get_template", "get_model_tokenizer", "infer_main", "InferArguments", "RLHFArguments",
@@ -62,11 +62,11 @@ SWIFT_NAMES = dict.fromkeys(
     "programs of ms-swift that train or infer are not here; `polyturn train`, `rollout` and `eval` are, and `swift rlhf` "
     "behind `polyturn run-as swift`",
 )  # fmt: skip
-"""Names of ms-swift -> why."""
+"""Name of ms-swift -> reason."""
 
 
 def refuse(name: str) -> Any:
-    """Raise an error about a name that a module of verl has, or may have."""
+    """Raise an error for a name that a module does not have."""
     if name in NAMES:
         raise ImportError(
             f"cannot import {name!r}: polyturn, which stands in for verl, does not offer it; {NAMES[name]}", name=name
@@ -75,4 +75,4 @@ def refuse(name: str) -> Any:
 
 
 __getattr__ = refuse
-"""The function of modules that Python asks for names they lack."""
+"""The hook that Python calls for missing names of a module."""

@@ -1,6 +1,6 @@
-"""The entry points of verl and ms-swift: the stand-ins of both, and their configs.
+"""The entry points for verl and ms-swift: adapters for their plug-ins, and their configurations.
 
-Their modules are imported on first use, so that listing the stand-ins is cheap.
+The modules are imported on first use, so listing the entry points is cheap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHIMS = Path(__file__).parent / "shims"
 
 
 def _inherits_from(cls: Any, module: str) -> bool:
-    """Return whether a class inherits one of `module`, which is not imported for the question."""
+    """Return whether a class inherits from a class of `module`, without importing the module."""
     return isinstance(cls, type) and any(base.__module__ == module for base in cls.__mro__)
 
 

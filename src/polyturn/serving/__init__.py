@@ -1,9 +1,9 @@
-"""The rollout server and its client: episodes run where the engine is, the trainer asks over HTTP.
+"""The rollout server and its client: episodes run next to the engine, and the trainer requests them over HTTP.
 
     RolloutClient("http://127.0.0.1:8000").infer([{"messages": […], "uuid": "a"}])  ->  one reply for each request, in order
     POST /infer/  ->  app  ->  RolloutService  ->  run_episode, the loop that training runs too
 
-The service knows no HTTP and the app knows no episodes, so that both can be tested alone.
+The service contains no HTTP code and the app no episode code, so each can be tested alone.
 """
 
 from polyturn.serving.client import InferReply, RolloutClient, WeightPush

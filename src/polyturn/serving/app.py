@@ -1,10 +1,10 @@
-"""The HTTP side of the rollout server: paths, who may ask, how large a body may be.
+"""The HTTP side of the rollout server: its paths, access rules and body limits.
 
     POST /infer/           {"infer_requests": […], "request_config": {…}, "timeout_s": 60}  ->  [output, …]
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
 
-Bodies are JSON or safetensors, never pickle; who may ask is decided by the rules that all servers share (`auth.py`). A
-wrong request is answered with a status and a sentence in `detail`.
+Bodies are JSON or safetensors, never pickle. Access is decided by the rules that all servers share (`auth.py`). An invalid
+request gets an error status and a sentence in `detail`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def create_app(
     enable_multi_turn: bool = True,
     use_gym_env: bool = False,
 ) -> FastAPI:
-    """Return the application.
+    """Return the FastAPI application of a rollout server.
 
     Args:
         service: Runs the episodes.
-        model: The module whose parameters the engine serves; its names and shapes are what weights are checked with.
-        rules: What is demanded of every request; weights may be as large as the model.
-        enable_multi_turn: What /get_engine_type/ says.
-        use_gym_env: What /get_engine_type/ says.
+        model: The module whose parameters the engine serves; new weights must match its names and shapes.
+        rules: Access rules of every request; a weights upload may be as large as the model.
+        enable_multi_turn: Reported by /get_engine_type/.
+        use_gym_env: Reported by /get_engine_type/.
     """
     app = FastAPI(title="polyturn rollout server", docs_url=None, redoc_url=None, openapi_url=None)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -64,7 +64,7 @@ def create_app(
     async def infer(request: Request) -> Response:
         if service.is_stopping:
             raise HTTPException(503, "the server is stopping")
-        requests, config, timeout_s = _asked(await json_object(request))
+        requests, config, timeout_s = _parse_body(await json_object(request))
         outputs = await service.infer(requests, config, timeout_s=timeout_s)
         return Response(json.dumps(outputs, default=str), media_type="application/json")
 
@@ -83,7 +83,7 @@ def create_app(
 
 
 def _describe(app: FastAPI, shapes: Mapping[str, tuple[int, ...]], *, enable_multi_turn: bool, use_gym_env: bool) -> None:
-    """Add the paths that say what this server is."""
+    """Add the paths that describe this server."""
 
     @app.get("/health/")
     async def health() -> dict[str, Any]:
@@ -107,26 +107,26 @@ def _describe(app: FastAPI, shapes: Mapping[str, tuple[int, ...]], *, enable_mul
         }
 
 
-def _asked(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
-    """Return the requests of a body, how they are sampled, and how long they may take.
+def _parse_body(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
+    """Return the requests, the sampling settings and the timeout in seconds from a body.
 
     Raises:
-        HTTPException: one of them is of another type.
+        HTTPException: a value has the wrong type.
     """
     requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
     if not isinstance(requests, list):
-        raise HTTPException(422, "infer_requests is a list of requests, each an object with `messages`")
+        raise HTTPException(422, "infer_requests must be a list of requests, each an object with `messages`")
     if config is not None and not isinstance(config, dict):
-        raise HTTPException(422, "request_config is an object, or null")
+        raise HTTPException(422, "request_config must be an object or null")
     if timeout_s is not None and (
         isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0
     ):
-        raise HTTPException(422, f"timeout_s is {timeout_s!r}; it is a positive number of seconds, or null")
+        raise HTTPException(422, f"timeout_s is {timeout_s!r}; use a positive number of seconds, or null")
     return requests, config, timeout_s
 
 
 def _take_weights(app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Add the paths on which weights come."""
+    """Add the paths that receive weights."""
     one_update = asyncio.Lock()
 
     @app.post("/update_weights/")
@@ -140,13 +140,13 @@ def _take_weights(app: FastAPI, service: RolloutService, shapes: Mapping[str, tu
     async def reset_prefix_cache() -> dict[str, str]:
         async with one_update:
             await service.drop_prefixes()
-        return {"message": "prefixes are computed again"}
+        return {"message": "cached prefixes are dropped"}
 
     async def no_group() -> None:
         raise HTTPException(501, "this server joins no process group: send a safetensors file to /update_weights/?version=N")
 
     async def no_adapters() -> None:
-        raise HTTPException(501, "this server takes whole weights, no adapters: merge them before the update")
+        raise HTTPException(501, "this server takes whole weights, not adapters: merge them before the update")
 
     for path in _GROUP_PATHS:
         app.post(f"/{path}/")(no_group)
@@ -155,10 +155,10 @@ def _take_weights(app: FastAPI, service: RolloutService, shapes: Mapping[str, tu
 
 
 def _loaded(body: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the tensors of a safetensors file, which are a model's of these shapes.
+    """Return the tensors of a safetensors file, checked against the model's names and shapes.
 
     Raises:
-        HTTPException: it is no such file, or a tensor is none of the model's.
+        HTTPException: the body is not a safetensors file, or a tensor does not fit the model.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -171,5 +171,5 @@ def _loaded(body: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any
         if name not in shapes:
             raise HTTPException(422, f"the model has no parameter {name!r}.{did_you_mean(name, shapes)}")
         if tuple(tensor.shape) != shapes[name]:
-            raise HTTPException(422, f"{name} has shape {tuple(tensor.shape)}, and the model's is {shapes[name]}")
+            raise HTTPException(422, f"{name} has shape {tuple(tensor.shape)}; the model's has {shapes[name]}")
     return weights

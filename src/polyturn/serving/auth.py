@@ -1,13 +1,13 @@
-"""Access rules of every server: who may ask, under which host name, how often, and with how large a body.
+"""Access rules of every server: tokens, host names, request rates and body sizes.
 
     guarded(app, ServerRules(token="…"))        puts the rules in front of an application (FastAPI, Starlette, the MCP SDK's)
 
-    a loopback server is asked under another host name    421, DNS rebinding
-    a web page of another origin asks                     403, a site that posts to 127.0.0.1
+    a request to a loopback server names another host     421, DNS rebinding
+    a request comes from a web page of another origin     403, a site that posts to 127.0.0.1
     the body has two lengths, is compressed, too large    400, 415, 413
     the body arrives too slowly                           408
     the token is missing or wrong                         401
-    one client asks too often                             429 with Retry-After
+    one client sends too many requests                    429 with Retry-After
     the application fails                                 500, one sentence without a traceback
 
 uvicorn bounds heads and connections (`listen.py`). TLS and slow heads are for a proxy in front (docs/security.md).
@@ -43,45 +43,45 @@ class ServerRules:
     """The access rules of one server."""
 
     token: str | None = field(default=None, repr=False)
-    """Required of every request; None answers every client that reaches the address."""
+    """Required of every request; None lets every client in that reaches the address."""
     is_loopback: bool = True
-    """Whether only this machine reaches the server; `Host` must then name this machine."""
+    """Whether the server listens on this machine only; `Host` must then name this machine."""
     allowed_hosts: frozenset[str] = frozenset()
-    """Further lower-case names, without port, for `Host` on a loopback address and for the origin of a page."""
+    """Further lower-case names, without port, accepted as `Host` on a loopback address and as the origin of a page."""
     for_browsers: bool = False
-    """Whether the server has pages; they may then ask it. Pages of other origins never may."""
+    """Whether the server has pages of its own, which may send requests. Pages of other origins never may."""
     cookie: str = ""
     """The name of the cookie that holds the token of a server with pages."""
     open_paths: frozenset[str] = frozenset()
     """Paths that need no token."""
     max_body_bytes: int = MAX_BODY_BYTES
     body_limits: Mapping[str, int] = field(default_factory=dict)
-    """Path -> a bound other than `max_body_bytes`."""
+    """Path -> largest body in bytes, where it differs from `max_body_bytes`."""
     rate: ClientRateLimit | None = None
     max_requests: int = 1024
-    """Open connections, and requests in progress; uvicorn answers 503 beyond it."""
+    """Largest number of open connections, and of requests in progress; beyond it uvicorn answers 503."""
     body_s: float = 60.0
-    """Seconds within which a body must arrive, plus one second for each 64 KiB of it."""
+    """Seconds within which a body must arrive; each 64 KiB adds one second."""
 
 
 def _as_detail(path: str, refusal: Refusal) -> Any:
     return {"detail": refusal.message}
 
 
-def guarded(app: Starlette, rules: ServerRules, *, say: FormatRefusal = _as_detail) -> None:
-    """Put the rules in front of an application; middleware that is added later stands in front of them."""
+def guarded(app: Starlette, rules: ServerRules, *, format_refusal: FormatRefusal = _as_detail) -> None:
+    """Add the rules to an application as middleware; middleware added later runs before them."""
     check_token(rules.token)
-    app.add_middleware(Guard, rules=rules, say=say)
+    app.add_middleware(Guard, rules=rules, format_refusal=format_refusal)
 
 
 class Guard:
-    """An ASGI application that applies rules in front of another."""
+    """ASGI middleware that applies access rules."""
 
-    def __init__(self, app: ASGIApp, rules: ServerRules, say: FormatRefusal = _as_detail) -> None:
+    def __init__(self, app: ASGIApp, rules: ServerRules, format_refusal: FormatRefusal = _as_detail) -> None:
         check_token(rules.token)
         self._app = app
         self._rules = rules
-        self._say = say
+        self._format_refusal = format_refusal
         self._rates = None if rules.rate is None else ClientRates(rules.rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,7 @@ class Guard:
             await self._refuse(send, path, bounded.refusal)
 
     def refusal(self, method: str, path: str, headers: Mapping[str, str], address: str) -> Refusal | None:
-        """Return the refusal of a request by its head, or None.
+        """Return a refusal if a request's head breaks a rule, else None.
 
         Args:
             method: GET, POST, …
@@ -132,11 +132,11 @@ class Guard:
             return refusal
         rules = self._rules
         is_known = rules.token is None or path in rules.open_paths
-        is_known = is_known or any(self._is_token(token) for token in given_tokens(headers, cookie=rules.cookie))
-        # Requests without the token are counted apart: they take nothing from a client that has it.
+        is_known = is_known or any(self._is_token(token) for token in request_tokens(headers, cookie=rules.cookie))
+        # Requests without the token are counted separately, so they cannot use up the rate of a client that has it.
         wait_s = 0 if self._rates is None else self._rates.count(address if is_known else f"unknown {address}")
         if wait_s:
-            return Refusal(429, f"too many requests; ask again in {wait_s} s", {"Retry-After": str(wait_s)})
+            return Refusal(429, f"too many requests; try again in {wait_s} s", {"Retry-After": str(wait_s)})
         if is_known:
             return None
         why = "this server needs its token: Authorization: Bearer TOKEN"
@@ -155,8 +155,8 @@ class Guard:
         name = _hostname(authority)
         if not self._rules.is_loopback or is_loopback(name) or name in self._rules.allowed_hosts:
             return None
-        why = f"this server answers for this machine only, not for the host {authority!r:.100}"
-        return Refusal(421, f"{why}; let it answer for another name with --allow-host")
+        why = f"this server accepts requests for this machine only, not for the host {authority!r:.100}"
+        return Refusal(421, f"{why}; allow another name with --allow-host")
 
     def _check_origin(self, method: str, headers: Mapping[str, str]) -> Refusal | None:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
@@ -171,10 +171,10 @@ class Guard:
             is_allowed = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # a link on another page
         else:
             is_allowed = authority == headers.get("host", "").lower()
-        return None if is_allowed else Refusal(403, f"a page of {origin or 'another site'!r:.100} may not ask this server")
+        return None if is_allowed else Refusal(403, f"a page of {origin or 'another site'!r:.100} may not use this server")
 
     def _login(self, scope: Scope) -> Refusal | None:
-        """Return the redirect of a browser that opens a page with the token in its address; a cookie takes its place."""
+        """Return a redirect that moves the token from a page's address into a cookie, or None."""
         if scope["method"] != "GET" or not self._rules.cookie:
             return None
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
@@ -186,7 +186,7 @@ class Guard:
         return Refusal(303, "", {"Location": location, "Set-Cookie": cookie, "Cache-Control": "no-store"})
 
     async def _refuse(self, send: Send, path: str, refusal: Refusal) -> None:
-        body = dumps(self._say(path, refusal)) if refusal.message else b""
+        body = dumps(self._format_refusal(path, refusal)) if refusal.message else b""
         headers = {
             "Content-Type": "application/json",
             "Content-Length": str(len(body)),
@@ -199,7 +199,7 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
 
-def given_tokens(headers: Mapping[str, str], *, cookie: str = "") -> Iterator[str]:
+def request_tokens(headers: Mapping[str, str], *, cookie: str = "") -> Iterator[str]:
     """Yield the tokens of a request: `Authorization: Bearer`, `x-api-key`, and the cookie of this name."""
     scheme, _, value = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer" and value.strip():
@@ -216,18 +216,18 @@ def check_token(token: str | None) -> None:
     """Refuse a token that no header can carry.
 
     Raises:
-        ConfigError: it is empty, or has blanks or non-ASCII characters.
+        ConfigError: the token is empty, or has blanks at its ends or characters outside printable ASCII.
     """
     if token is None:
         return
     if not token.strip():
-        raise ConfigError("the token is empty; give one that cannot be guessed")
+        raise ConfigError("the token is empty; use one that cannot be guessed")
     if not token.isascii() or not token.isprintable() or token != token.strip():
-        raise ConfigError("the token holds characters that a header cannot carry; use ASCII letters, digits and signs")
+        raise ConfigError("the token has characters that a header cannot carry; use ASCII letters, digits and signs")
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means this machine alone."""
+    """Return whether a host name or address is this machine's loopback."""
     try:
         return host in ("localhost", "localhost.localdomain") or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -235,7 +235,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _hostname(authority: str) -> str:
-    """Return the lower-case host of "host:port" or "[::1]:port", empty if there are two."""
+    """Return the lower-case host of "host:port" or "[::1]:port"; empty for two comma-separated values."""
     authority = "" if "," in authority else authority.strip().lower()
     if authority.startswith("["):
         return authority[1:].partition("]")[0]
@@ -243,7 +243,7 @@ def _hostname(authority: str) -> str:
 
 
 def _authority(origin: str) -> str:
-    """Return "host:port" of an origin, empty if it has none."""
+    """Return the "host:port" of an origin, or an empty string."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

@@ -1,7 +1,7 @@
-"""Bodies of requests: bounded in size and time, and read as strict JSON.
+"""Request bodies: bounded in size and time, and parsed as strict JSON.
 
-Strict means no NaN and no infinity, no halves of surrogate pairs (orjson refuses these), and nothing nested deeper than
-`MAX_DEPTH`, so that no code behind can recurse without end.
+Strict JSON has no NaN, no infinity and no unpaired surrogates (orjson refuses all three). Nesting is limited to
+`MAX_DEPTH`, so later code cannot exhaust the stack.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from polyturn.core.errors import one_line
 from polyturn.core.nesting import excess
 
 LONG_BODY = 1 << 16
-"""Bytes from which on a body is parsed in a thread."""
+"""Bodies above this many bytes are parsed in a thread."""
 MAX_VALUES = 1 << 20
-"""Lists and objects in one body; a batch of a thousand conversations has some hundred thousand."""
+"""Largest number of lists and objects in one body; a batch of a thousand conversations has some hundred thousand."""
 _BYTES_PER_S = 64 << 10
-"""Bytes of a body that earn it one more second."""
+"""Bytes that extend a body's deadline by one second."""
 
 
 class Refusal(NamedTuple):
@@ -35,32 +35,32 @@ class Refusal(NamedTuple):
 
 
 class BodyError(ValueError):
-    """A body that is not JSON, or exceeds the bounds on JSON; its text is a sentence for the client."""
+    """A body that is not JSON or exceeds a bound; the message is written for the client."""
 
 
 def check_body_headers(headers: Mapping[str, str], *, limit: int) -> Refusal | None:
-    """Return the refusal of a body by its headers, or None.
+    """Return a refusal if a body's headers break a rule, else None.
 
     Args:
         headers: By lower-case name.
         limit: The largest body in bytes.
     """
     if headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-        return Refusal(415, "this server reads no compressed bodies; leave Content-Encoding out")
+        return Refusal(415, "this server does not read compressed bodies; leave Content-Encoding out")
     if "transfer-encoding" in headers and "content-length" in headers:
         return Refusal(400, "the request has Content-Length and Transfer-Encoding; send one of them")
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-        return Refusal(400, "Transfer-Encoding is chunked, or absent")
+        return Refusal(400, "Transfer-Encoding must be chunked or absent")
     length = headers.get("content-length", "0").strip()
     if not (length.isascii() and length.isdigit()) or len(length) > 18:
-        return Refusal(400, f"Content-Length is {length!r:.40}; it is a whole number")
+        return Refusal(400, f"Content-Length is {length!r:.40}; it must be a whole number")
     return Refusal(413, f"the body is larger than {limit} bytes") if int(length) > limit else None
 
 
 class BoundedBody:
-    """The two ends of one request, with a bound on the size of its body and on the time that it takes to arrive.
+    """Receive and send of one request, with bounds on its body's size and arrival time.
 
-    Beyond a bound the application sees a client that left; its answer is dropped, and `refusal` says why.
+    If a bound is exceeded, the application sees a disconnected client, its answer is dropped, and `refusal` has the reason.
     """
 
     def __init__(self, receive: Receive, send: Send, *, limit: int, body_s: float) -> None:
@@ -75,7 +75,7 @@ class BoundedBody:
         """Whether the answer has begun."""
 
     async def receive(self) -> Message:
-        """Return the next piece of the body, then whatever follows it."""
+        """Return the next message of the request."""
         if self._is_whole:
             return await self._receive()
         clock = asyncio.get_running_loop().time
@@ -109,22 +109,22 @@ def loads(body: bytes, *, max_values: int = MAX_VALUES) -> Any:
     """Parse a body with at most `max_values` lists and objects.
 
     Raises:
-        BodyError: it is not JSON, nested too deeply, or has too many parts.
+        BodyError: the body is not JSON, nested too deeply, or has too many parts.
     """
     try:
         value = orjson.loads(body)
     except ValueError as problem:
         raise BodyError(f"the body is not JSON: {one_line(problem):.300}") from problem
     if why := excess(value, max_count=max_values):
-        raise BodyError(f"the body is JSON beyond what this server reads: {why}")
+        raise BodyError(f"the body exceeds a limit on JSON: {why}")
     return value
 
 
 def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a body that is an object.
+    """Parse a body that must be a JSON object.
 
     Raises:
-        BodyError: it is another value, or not JSON.
+        BodyError: the body is not JSON, or not an object.
     """
     value = loads(body, max_values=max_values)
     if not isinstance(value, dict):
@@ -133,10 +133,10 @@ def loads_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]
 
 
 async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Parse a body that is an object; a long one in a thread, so that other requests do not wait for it.
+    """Parse a body that must be a JSON object. A long body is parsed in a thread, so other requests do not wait.
 
     Raises:
-        BodyError: it is another value, or not JSON.
+        BodyError: the body is not JSON, or not an object.
     """
     if len(body) <= LONG_BODY:
         return loads_object(body, max_values=max_values)
@@ -144,10 +144,10 @@ async def read_object(body: bytes, *, max_values: int = MAX_VALUES) -> dict[str,
 
 
 async def json_object(request: Request) -> dict[str, Any]:
-    """Return a request's body, a JSON object.
+    """Return a request's body, which must be a JSON object.
 
     Raises:
-        HTTPException: 422, it is not one.
+        HTTPException: 422, the body is not a JSON object.
     """
     try:
         return await read_object(await request.body())

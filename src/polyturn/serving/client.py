@@ -1,11 +1,11 @@
-"""RolloutClient: requests to rollout servers from a trainer elsewhere, sync or async.
+"""RolloutClient: requests to rollout servers from a trainer on another machine, sync or async.
 
     client = RolloutClient(["http://a:8000", "http://b:8000"], token="…")
     replies = client.infer([{"messages": […], "uuid": "x"}, …])     # one reply for each request, in their order
-    client.push_weights(model.state_dict(), version=3)               # to all servers, looked at by a probe
+    client.push_weights(model.state_dict(), version=3)               # to all servers, verified by a probe
 
-Several servers get contiguous shares. Only what has no effect is asked again when a connection fails: /health/ and such,
-never /infer/, where an environment may have acted already.
+Several servers get contiguous shares of the requests. After a failed connection only requests without side effects are
+repeated (/health/, /probe/). /infer/ is not, because an environment may have acted already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polyturn.infra.run_sync import in_own_loop
 
 _TRIES, _PAUSE_S = 4, 0.2
 _MAX_ANSWER_BYTES = 1 << 30
-"""Whole batches of trajectories come in one answer."""
+"""One answer holds a whole batch of trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class InferReply:
     """The result of one request."""
 
     outputs: tuple[Mapping[str, Any], ...]
-    """The trajectory's outputs as the server sent them: one for each training sample."""
+    """The trajectory's outputs as the server sent them, one per training sample."""
     error: str | None
-    """Why there is nothing to train on; None when all is well."""
+    """Why the episode cannot be trained on; None if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPush:
-    """The probes of one server around a push of weights."""
+    """The probes of one server before and after a push of weights."""
 
     url: str
     before: Mapping[str, Any]
@@ -48,20 +48,20 @@ class WeightPush:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the model answers a fixed prompt in another way than before."""
+        """Whether the model's answer to the fixed prompt has changed."""
         return (self.before["token_ids"], self.before["logprobs"]) != (self.after["token_ids"], self.after["logprobs"])
 
 
 class RolloutClient:
-    """Talks to one or several rollout servers that hold the same model."""
+    """A client of one or several rollout servers that serve the same model."""
 
     def __init__(self, urls: str | Sequence[str], *, token: str | None = None, timeout_s: float = 600.0) -> None:
-        """Name the servers.
+        """Create a client.
 
         Args:
-            urls: Their addresses.
-            token: The token that they require.
-            timeout_s: A reply that takes longer is an error; the servers get the same deadline.
+            urls: The servers' addresses.
+            token: The token that the servers require.
+            timeout_s: Seconds before a missing reply is an error; the servers get the same deadline.
         """
         self.urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
         if not self.urls:
@@ -73,7 +73,7 @@ class RolloutClient:
         """Wait until every server answers.
 
         Raises:
-            EngineError: one does not in time.
+            EngineError: a server does not answer in time.
         """
         end = time.monotonic() + timeout_s
         for url in self.urls:
@@ -97,7 +97,7 @@ class RolloutClient:
         """
         named = [{**request, "uuid": str(request.get("uuid") or f"q{i}")} for i, request in enumerate(requests)]
         if len({request["uuid"] for request in named}) < len(named):
-            raise ConfigError("two requests have one uuid; give each its own, or none")
+            raise ConfigError("two requests have the same uuid; use different ones, or none")
         share = -(-len(named) // len(self.urls))
         chunks = [named[i : i + share] for i in range(0, len(named), max(share, 1))]
         with first_error():
@@ -112,15 +112,15 @@ class RolloutClient:
         replies = []
         for request in named:
             outputs = tuple(by_request.get(request["uuid"], ()))
-            lost = None if outputs else "the server's reply leaves this request out"
-            replies.append(InferReply(outputs=outputs, error=lost or outputs[0].get("error")))
+            error = outputs[0].get("error") if outputs else "the server's reply has no output for this request"
+            replies.append(InferReply(outputs=outputs, error=error))
         return replies
 
     async def push_weights_async(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
-        """Send tensors to every server and ask each what it serves then.
+        """Send tensors to every server and verify with a probe that each serves them.
 
         Raises:
-            EngineError: a server refuses them, or goes on as another version, or two servers differ.
+            EngineError: a server refuses the tensors or still serves another version, or two servers answer differently.
         """
         from safetensors.torch import save
 
@@ -131,24 +131,24 @@ class RolloutClient:
             await self._ask(url, "POST", f"/update_weights/?version={version}", body)
             after = await self._ask(url, "POST", "/probe/")
             if after["version"] != version:
-                raise EngineError(f"{url} was sent version {version} and answers as version {after['version']}")
+                raise EngineError(f"{url} was sent version {version} but answers as version {after['version']}")
             pushes.append(WeightPush(url=url, before=before, after=after))
         for push in pushes[1:]:
             if push.after["token_ids"] != pushes[0].after["token_ids"]:
-                raise EngineError(f"{push.url} and {pushes[0].url} were sent the same weights and answer differently")
+                raise EngineError(f"{push.url} and {pushes[0].url} were sent the same weights but answer differently")
         return pushes
 
     def wait_ready(self, *, timeout_s: float = 240.0) -> None:
-        """Do as `wait_ready_async`, from code that is not async."""
+        """Run `wait_ready_async` from synchronous code."""
         in_own_loop(lambda: self.wait_ready_async(timeout_s=timeout_s))
 
     def infer(self, requests: Sequence[Mapping[str, Any]], config: Mapping[str, Any] | None = None) -> list[InferReply]:
-        """Do as `infer_async`, from code that is not async."""
+        """Run `infer_async` from synchronous code."""
         replies: list[InferReply] = in_own_loop(lambda: self.infer_async(requests, config))
         return replies
 
     def push_weights(self, weights: Mapping[str, Any], *, version: int) -> list[WeightPush]:
-        """Do as `push_weights_async`, from code that is not async."""
+        """Run `push_weights_async` from synchronous code."""
         pushes: list[WeightPush] = in_own_loop(lambda: self.push_weights_async(weights, version=version))
         return pushes
 
@@ -167,7 +167,7 @@ class RolloutClient:
                 wait_s=_PAUSE_S,
             )
         except (BrokenOffError, TimeoutError) as problem:
-            raise EngineError(f"{url}{path} cannot be asked: {type(problem).__name__} {problem}") from problem
+            raise EngineError(f"{url}{path} cannot be reached: {type(problem).__name__} {problem}") from problem
         finally:
             await client.close()
         if reply.status != 200:

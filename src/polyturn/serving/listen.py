@@ -1,11 +1,12 @@
-"""Listening of servers: on this machine alone unless a token is required, and under the limits of uvicorn.
+"""How servers listen: on this machine only unless a token is required, and within uvicorn's limits.
 
     bound = bind("127.0.0.1", 8000)                                     the next free port, with a warning
     uvicorn.Server(http_config(app, rules)).run(sockets=[bound])
-    async with serving(app, rules, bound): …                            the same beside other work on the loop
+    async with serving(app, rules, bound): …                            the same, next to other work on the loop
 
-uvicorn parses with httptools, which refuses ambiguous requests (two lengths, a chunked body with a length). `BoundedHeads`
-adds the one limit that it lacks; uvicorn's other parser, h11, has it and takes a fifth more CPU for a request.
+uvicorn parses with httptools, which refuses ambiguous requests (two lengths, a chunked body with a length) but does not
+limit the size of a head; `BoundedHeads` adds that limit. uvicorn's other parser, h11, has the limit and takes a fifth more
+CPU per request.
 """
 
 from __future__ import annotations
@@ -27,37 +28,37 @@ logger = logging.getLogger(__name__)
 
 _NUM_PORTS = 100
 MIN_TOKEN = 16
-"""Characters of a token that guards an address which others can reach."""
+"""Fewest characters of a token on an address that other machines can reach."""
 MAX_HEAD_BYTES = 32 << 10
 
 
 def check_exposure(host: str, token: str | None) -> None:
-    """Refuse an address that others can reach without a token.
+    """Refuse an address that other machines can reach unless a long token protects it.
 
     Raises:
-        ConfigError: it is, or the token is none, or one that is soon guessed.
+        ConfigError: the address is exposed, and the token is missing, malformed or too short.
     """
     check_token(token)
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"the server would listen on {host}, where others can reach it, and has no token; set POLYTURN_TOKEN (or "
-            "--token-file), or listen on 127.0.0.1"
+            f"the server would listen on {host}, where other machines can reach it, without a token; set POLYTURN_TOKEN "
+            "(or --token-file), or listen on 127.0.0.1"
         )
     if token is not None and not is_loopback(host) and len(token) < MIN_TOKEN:
         raise ConfigError(
-            f"the token has {len(token)} characters, and others can reach {host}; give one of {MIN_TOKEN} or more, such as "
-            "`openssl rand -hex 24` makes"
+            f"the token has {len(token)} characters, and other machines can reach {host}; use {MIN_TOKEN} or more, for "
+            "example from `openssl rand -hex 24`"
         )
 
 
 def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
-    """Return a socket that is bound to the port, or to the next free one unless the port is the only one that will do.
+    """Return a socket bound to a port; if the port is in use and not `is_only`, to the next free one.
 
     Raises:
-        ConfigError: the host is not an address of this machine, the port is none, or no port is free.
+        ConfigError: the host is not an address of this machine, the port is out of range, or no port is free.
     """
     if not 0 <= port <= 65535:
-        raise ConfigError(f"the port is {port}; a port is a number from 0, which takes any, to 65535")
+        raise ConfigError(f"the port is {port}; use a number from 0 (any free port) to 65535")
     last = port if port == 0 or is_only else min(port + _NUM_PORTS, 65535)
     for candidate in range(port, last + 1):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -69,7 +70,7 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
         except OSError as problem:
             bound.close()
             if candidate == last or not isinstance(problem, OSError) or problem.errno not in (98, 48):
-                hint = "; end what listens there, or give another --port (0 takes any)" if problem.errno in (98, 48) else ""
+                hint = "; stop its program, or use another --port (0 is any free one)" if problem.errno in (98, 48) else ""
                 raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}{hint}") from problem
             continue
         if candidate != port and port != 0:
@@ -79,14 +80,14 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
 
 
 def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's settings for an application under rules.
+    """Return uvicorn's settings for an application with access rules.
 
-    Requests are not logged because their addresses may hold a token. A header cannot change the client's address, and no
-    connection is upgraded.
+    Requests are not logged, because their addresses may hold a token. A header cannot change the client's address, and no
+    connection is upgraded to another protocol.
 
     Args:
-        app: The application, which is guarded.
-        rules: Its rules.
+        app: The application; the rules are already its middleware.
+        rules: The rules that uvicorn enforces part of: connections.
         options: Further settings of uvicorn.
     """
     settings: dict[str, Any] = {
@@ -104,33 +105,33 @@ def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """uvicorn's protocol, with a bound on what it reads before a head, a chunk's size or a trailer is complete."""
+    """uvicorn's protocol with a limit on the bytes it reads before a head, chunk size or trailer is complete."""
 
     _num_unparsed = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived; refuse a head that does not end."""
+        """Parse the data; refuse a head that is too long."""
         self._num_unparsed += len(data)
         super().data_received(data)
         if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head of a request is longer than {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        """Begin to answer a request; the last on a connection that asks for another protocol, which is not spoken."""
+        """Start answering a request; if it asks for a protocol upgrade, it is the connection's last."""
         self._num_unparsed = 0
         super().on_headers_complete()
-        self.headers = []  # trailers behind the body go here, and not to the application
+        self.headers = []  # trailers after the body go here and not to the application
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body."""
+        """Store a piece of the body."""
         self._num_unparsed = 0
         super().on_body(body)
 
 
 class _Beside(uvicorn.Server):
-    """Serves beside other work, which keeps the signals."""
+    """A server that runs next to other work and leaves the process's signals alone."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -147,7 +148,7 @@ class _Beside(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(app: Any, rules: ServerRules, bound: socket.socket, **options: Any) -> AsyncIterator[None]:
-    """Serve for as long as the context lasts, on the loop that runs; `options` are further ones of uvicorn's."""
+    """Serve while the context is open, on the running event loop; `options` go to uvicorn."""
     server = _Beside(http_config(app, rules, timeout_graceful_shutdown=1, **options))
     running = asyncio.create_task(server.serve(sockets=[bound]), name="polyturn-server")
     up = asyncio.create_task(server.is_up.wait())

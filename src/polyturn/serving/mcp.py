@@ -1,11 +1,10 @@
-"""Our tools as an MCP server: those of any tool file, for any MCP client.
+"""polyturn's tools as an MCP server: those of any tool file, for any MCP client.
 
-    a session of MCP is an episode of ours:
+    an MCP session is an episode:
     initialize … tools/call ………… tools/call ………… DELETE, the end of the input, or silence
                  create, execute   execute         release, exactly once
 
-Separate from the rollout server because there is no model here. The newest protocol keeps no sessions, and a tool with a
-memory needs one, so a client is asked to speak the one before it.
+A tool with state needs a session, and the newest MCP version has none, so clients are asked to use the version before it.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _SESSION = "mcp-session-id"
 
 
 class ToolServer:
-    """The tools of a box behind MCP; counts the episodes that live."""
+    """Serves a toolbox over MCP and counts the live episodes."""
 
     def __init__(self, box: Toolbox, *, name: str = "polyturn", version: str = "") -> None:
         self.num_live = 0
-        """Episodes that were begun and not ended."""
+        """Number of episodes that have begun and not ended."""
         self._box = box
         self._tools = [OpenAIFunctionToolSchema.model_validate(schema).to_mcp() for schema in box.schemas.values()]
         self.server: Server[Any] = Server(
@@ -56,7 +55,7 @@ class ToolServer:
         self.server.middleware.append(_demand_session)
 
     async def serve_stdio(self) -> None:
-        """Serve one client over standard input and output, until its end."""
+        """Serve one client over standard input and output until the input ends."""
         from mcp.server.runner import serve_loop
         from mcp.server.stdio import stdio_server
 
@@ -64,12 +63,12 @@ class ToolServer:
             await serve_loop(self.server, reading, writing, lifespan_state=state)
 
     def http_app(self, *, idle_s: float, max_sessions: int, max_body_bytes: int) -> Any:
-        """Return an ASGI application that answers under /mcp; who may ask is for a guard in front of it.
+        """Return an ASGI application that answers under /mcp; it has no access rules of its own.
 
         Args:
-            idle_s: Seconds of silence after which an episode is ended.
-            max_sessions: Episodes at once.
-            max_body_bytes: The largest request.
+            idle_s: Seconds without a request after which an episode is ended.
+            max_sessions: Largest number of concurrent episodes.
+            max_body_bytes: Largest request body in bytes.
         """
         from mcp.server.transport_security import TransportSecuritySettings
 
@@ -99,7 +98,7 @@ class ToolServer:
         return types.CallToolResult(content=_blocks(result), is_error=result.error is not None)
 
     async def _session(self, context: ServerRequestContext[Any]) -> EpisodeTools:
-        """Return the episode of a connection, begun by its first call."""
+        """Return the episode of a connection; the first call begins it."""
         connection = context.session._connection  # the one object that lives as long as the client's session
         if _KEY not in connection.state:
             begun = EpisodeTools(self._box, f"mcp-{uuid4()}")
@@ -119,17 +118,17 @@ class ToolServer:
 
 
 class _Shares:
-    """Lets no client hold more than its share of the sessions, so that others find one free."""
+    """Middleware that limits the sessions of one client, so that others find one free."""
 
     def __init__(self, app: ASGIApp, *, idle_s: float, max_of_one: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._idle_s = idle_s
         self._max_of_one = max_of_one
         self._clock = clock
-        self._held: dict[str, tuple[str, float]] = {}
-        """Session -> who began it, and when it was last asked something."""
+        self._sessions: dict[str, tuple[str, float]] = {}
+        """Session -> the client that began it, and the time of its last request."""
         self._beginning: Counter[str] = Counter()
-        """Client -> its sessions whose first answer is on its way."""
+        """Client -> number of its sessions that have not been answered yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -137,20 +136,20 @@ class _Shares:
             return
         session, client = Headers(scope=scope).get(_SESSION), (scope.get("client") or ("", 0))[0]
         if session is not None or scope["method"] != "POST":
-            if session in self._held:
-                self._held[session] = (self._held[session][0], self._clock())
+            if session in self._sessions:
+                self._sessions[session] = (self._sessions[session][0], self._clock())
             await self._app(scope, receive, self._ending(session, send) if scope["method"] == "DELETE" else send)
             return
         now = self._clock()
-        self._held = {name: entry for name, entry in self._held.items() if now - entry[1] <= self._idle_s}
-        if sum(who == client for who, _ in self._held.values()) + self._beginning[client] >= self._max_of_one:
-            refusal = f"one client has {self._max_of_one} sessions at most, and all of yours are open; end one first"
+        self._sessions = {name: entry for name, entry in self._sessions.items() if now - entry[1] <= self._idle_s}
+        if sum(who == client for who, _ in self._sessions.values()) + self._beginning[client] >= self._max_of_one:
+            refusal = f"a client may have {self._max_of_one} sessions, and all of yours are open; end one first"
             await PlainTextResponse(refusal, 429, {"Retry-After": "5"})(scope, receive, send)
             return
 
         async def begun(message: Message) -> None:
             if message["type"] == "http.response.start" and (name := Headers(raw=message["headers"]).get(_SESSION)):
-                self._held[name] = (client, self._clock())
+                self._sessions[name] = (client, self._clock())
             await send(message)
 
         self._beginning[client] += 1
@@ -164,26 +163,26 @@ class _Shares:
     def _ending(self, session: str | None, send: Send) -> Send:
         async def ended(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] < 300 and session is not None:
-                self._held.pop(session, None)
+                self._sessions.pop(session, None)
             await send(message)
 
         return ended
 
 
 async def _demand_session(ctx: Any, call_next: Any) -> Any:
-    """Refuse the protocol without sessions, in the words that make a client fall back to the one before."""
+    """Refuse the protocol version without sessions, with the error that makes a client fall back to the one before."""
     if ctx.protocol_version in MODERN_PROTOCOL_VERSIONS:
         versions = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": ctx.protocol_version}
         raise MCPError(
             code=types.UNSUPPORTED_PROTOCOL_VERSION,
-            message="tools with a memory need a session; begin one with `initialize`",
+            message="tools with state need a session; begin one with `initialize`",
             data=versions,
         )
     return await call_next(ctx)
 
 
 def _blocks(result: ToolResult) -> list[Any]:
-    """Return a model's view of a result as content blocks."""
+    """Return the content blocks that show a tool result to a model."""
     if isinstance(result.content, str):
         return blocks_of(result.content, ())
     text = "\n".join(str(part["text"]) for part in result.content if part["type"] == "text")

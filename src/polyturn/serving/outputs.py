@@ -1,10 +1,10 @@
-"""From a finished trajectory to what a rollout server replies: its outputs, and the rows that reward functions read.
+"""Converts a finished trajectory to the outputs that a rollout server replies, and to rows for reward functions.
 
     rollout_outputs(trajectory)  ->  [RolloutOutput(response_token_ids=[[…], […]], rollout_infos={…, "num_turns": 2})]
     reward_rows(trajectory)      ->  [{"messages": […], "request_id": "g0/1", "rollout_infos": {…}, "solution": "4", …}]
 
-Read off the record, so they are the same wherever the episode ran. A trajectory is one output, or as many as the user's own
-`run` returned; one of a native scheduler is an output for each segment.
+Both are computed from the trajectory, so they do not depend on where the episode ran. A native scheduler's trajectory gives
+one output per segment; a user's own `run` gives the outputs that it returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.media import media_of
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Span, SpanSource, Trajectory, Turn
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -29,12 +29,12 @@ from polyturn.serving.protocol import (
 )
 
 OUTPUTS = "_outputs"
-"""The key in a turn's info of the outputs that a scheduler of the user's own returned for it."""
+"""The key in a turn's info under which the outputs are stored that a user's own scheduler returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OutputTurns:
-    """The turns of one output."""
+    """The turns, messages and infos of one output."""
 
     turns: tuple[Turn, ...]
     messages: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class _OutputTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Ids, masks and logprobs of an output, a list for each assistant message."""
+    """Token ids, masks and logprobs of an output: one list per assistant message."""
 
     ids: list[list[int]]
     masks: list[list[int]]
@@ -51,7 +51,7 @@ class _Tokens:
 
 
 def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
-    """Return the outputs of a trajectory. Masks are its loss weights; there is a logprob for each token that is trained."""
+    """Return the outputs of a trajectory. Masks are its loss weights; each trained token has a logprob."""
     outputs = []
     for part in _parts(trajectory):
         tokens = _tokens(trajectory, part.turns)
@@ -82,7 +82,7 @@ def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
 
 
 def reward_rows(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return one row for each output: the row's columns, and what happened."""
+    """Return one row per output: the columns of the task's row, the conversation and its infos."""
     task = trajectory.task
     columns = dict(task.extra)
     if task.ground_truth is not None:
@@ -143,7 +143,7 @@ def _parts(trajectory: Trajectory) -> list[_OutputTurns]:
 
 
 def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
-    """Return the conversation up to a turn, each reply as it was written."""
+    """Return the conversation up to a turn, with each reply exactly as sampled."""
     messages: list[Message] = list(trajectory.task.prompt)
     for turn in trajectory.turns[:until]:
         if not turn.is_continued:

@@ -1,4 +1,4 @@
-"""The rate at which one client may ask a server: one token bucket for each address."""
+"""Rate limit of a server's clients: one token bucket per address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from polyturn.core.errors import ConfigError
 
 MAX_CLIENTS = 10_000
-"""Clients that are remembered; the one that was silent longest is forgotten first."""
+"""Largest number of clients to remember; the least recently seen is forgotten first."""
 _RATE = re.compile(r"(?P<count>\d+(?:\.\d+)?)(?:/(?P<unit>s|min|h))?(?::(?P<burst>\d+))?")
 _UNITS = {None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -26,10 +26,10 @@ class ClientRateLimit:
 
     @classmethod
     def parse(cls, text: str) -> ClientRateLimit:
-        """Parse "20", "20/s", "600/min" or "600/min:50" (a burst of 50; by default two seconds' worth, at least one).
+        """Parse "20", "20/s", "600/min" or "600/min:50" (a burst of 50; the default is two seconds' worth, at least one).
 
         Raises:
-            ConfigError: the text is none of these.
+            ConfigError: the text has another form.
         """
         match = _RATE.fullmatch(text.strip())
         if match is None or float(match["count"]) <= 0 or match["burst"] == "0":
@@ -47,10 +47,10 @@ class ClientRates:
         self._limit = limit
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Client -> requests left in its bucket, and the time of that count."""
+        """Client -> requests left in its bucket, and the time when they were counted."""
 
     def count(self, client: str) -> int:
-        """Count a request; return 0 if it may be answered, else the seconds until the client may ask again."""
+        """Count a request; return 0 if it may be answered, else the seconds until the client may try again."""
         now = self._clock()
         left, since = self._buckets.pop(client, (self._limit.burst, now))
         left = min(self._limit.burst, left + (now - since) * self._limit.per_s)

@@ -1,9 +1,9 @@
-"""From a client's request to a task, with the checks that rows of a file do not need, because the user chose the file.
+"""Converts a client's request to a task, with checks that rows of a file do not need because the user chose the file.
 
     {"messages": […], "images": ["data:image/png;base64,…"], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  Task(id="a")
 
-A request is data and never a place: its media are here whole, so that it cannot read this machine's files, and the names in
-it are of what was registered, so that it cannot have anything imported.
+A request must contain its media whole, so that it cannot read this machine's files. It may name registered parts only, so
+that it cannot make the server import a module.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ REQUEST_KEYS = (
     "messages", "images", "audios", "videos", "tools", "objects", "chat_template_kwargs", "data_dict", "uuid", "add_eos"
 )  # fmt: skip
 _NOT_READ = {
-    "objects": "boxes and points are not read; write them into the messages",
-    "chat_template_kwargs": "the server's template has its own (model.template_kwargs)",
-    "add_eos": "nothing is scored here",
+    "objects": "this server does not read boxes and points; write them into the messages",
+    "chat_template_kwargs": "the server's configuration sets them (model.template_kwargs)",
+    "add_eos": "this server does not score texts",
 }
-"""Keys of a request that ask for nothing where they are empty."""
+"""Keys that a request may have only with an empty value, and why."""
 _BEGINNINGS = {
     "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*"),
     "audio": (b"RIFF", b"ID3", b"\xff\xfb", b"\xff\xf3", b"OggS", b"fLaC"),
     "video": (b"\0\0\0", b"RIFF", b"\x1aE\xdf\xa3", b"GIF8"),
 }
-"""The first bytes of files of each kind."""
+"""Kind of media -> the first bytes of its file formats."""
 _ENVIRONMENTS = ("env", "env_config")
 """Columns that name an environment."""
 
@@ -42,15 +42,15 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
     """Return the task that a request describes.
 
     Args:
-        request: What was sent.
-        id: The task's.
-        max_messages: More are refused unread, because no context has room for them.
+        request: The request as parsed JSON.
+        id: The id of the task.
+        max_messages: Requests with more messages are refused unread, because they cannot fit the context.
 
-    Raises:
-        DataError: it is none, shows a file or an address, or names what would have to be imported.
+        Raises:
+        DataError: the request is malformed, refers to a file or an address, or names something unregistered.
     """
     if not isinstance(request, Mapping):
-        raise DataError(f"a request is an object with `messages`, not {request!r:.100}")
+        raise DataError(f"a request must be an object with `messages`, not {request!r:.100}")
     for key in request:
         if key not in REQUEST_KEYS:
             raise DataError(
@@ -58,14 +58,14 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
             )
     messages, columns = request.get("messages"), request.get("data_dict") or {}
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"`messages` is a list of messages, not {messages!r:.100}")
+        raise DataError(f"`messages` must be a non-empty list of messages, not {messages!r:.100}")
     if max_messages is not None and len(messages) > max_messages:
-        raise DataError(f"there are {len(messages)} messages, more than a context of {max_messages} tokens holds")
+        raise DataError(f"the request has {len(messages)} messages, more than fit a context of {max_messages} tokens")
     if not isinstance(columns, Mapping):
         raise DataError("data_dict exists but is not a dictionary")
     for key, why in _NOT_READ.items():
         if request.get(key):
-            raise DataError(f"the request's {key} is {request[key]!r:.100}, and {why}")
+            raise DataError(f"the request's {key} is {request[key]!r:.100}, but {why}")
     media = {key: _marked(request[key], kind) for key, kind in COLUMNS.items() if request.get(key)}
     if request.get("tools"):
         media["tools"] = request["tools"]
@@ -86,7 +86,7 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
 
 
 def _marked(value: Any, kind: str) -> Any:
-    """Return media in which base64 without a head, as some trainers send it, is a data URI."""
+    """Return media with bare base64, which some trainers send, turned into data URIs."""
     if isinstance(value, list):
         return [_marked(one, kind) for one in value]
     if isinstance(value, Mapping):
@@ -117,13 +117,13 @@ def _marked_parts(message: Any) -> Any:
 def _check_whole(kind: str, source: str) -> None:
     if not source.startswith("data:"):
         raise DataError(
-            f"the request shows the {kind} {show(source)}; send media whole, as data URIs (data:image/png;base64,…): a "
-            "server opens no file for a request"
+            f"the request refers to the {kind} {show(source)}; send media whole, as data URIs (data:image/png;base64,…): "
+            "the server does not open files for a request"
         )
 
 
 def _check_media_of(value: Any, *, kind: str | None = None) -> None:
-    """Refuse kwargs of a tool that name a file or an address where an image, a video or a sound is meant."""
+    """Refuse tool kwargs that give an image, a video or a sound as a file or an address."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             name = str(key).removesuffix("_url").removesuffix("s")
@@ -138,6 +138,6 @@ def _check_media_of(value: Any, *, kind: str | None = None) -> None:
 def _check_registered(key: str, name: Any) -> None:
     if isinstance(name, str) and any(sign in name for sign in ":./\\"):
         raise DataError(
-            f"the request's {key} names {show(name)}; a request names what is registered (`envs.register` in a plug-in): a "
-            "server imports nothing for a request"
+            f"the request's {key} names {show(name)}; use a registered name (`envs.register` in a plug-in): the server "
+            "does not import modules for a request"
         )

@@ -1,9 +1,9 @@
-"""RolloutService: requests in, outputs of finished episodes out, in the order of the requests.
+"""RolloutService: takes requests and returns the outputs of their episodes, in the same order.
 
     {"messages": […], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  [{"response": {…}, "response_token_ids": …}]
 
-An episode that fails is a reply with its `error`, never the failure of its batch. When the service stops, episodes get a
-time to finish; those that do not are cancelled and replied as errors. Nothing is scored here: rewards are the trainer's.
+A failing episode becomes a reply with an `error` and does not fail its batch. When the service stops, running episodes get
+some time to finish; the rest are cancelled and replied as errors. The trainer computes rewards, so nothing is scored here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.request_length import check_length
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import rollout_outputs
-from polyturn.serving.protocol import RequestConfig
 from polyturn.serving.requests import task_of
+from polyturn.serving.rollout_protocol import RequestConfig
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 _APPLIED: Mapping[str, tuple[type, ...]] = {
     "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,)
 }  # fmt: skip
-"""The settings that a request may choose, and their types."""
+"""Sampling settings that a request may choose, and their types."""
 _FLAGS = ("logprobs", "return_details")
-"""Ask for token ids and logprobs, which are in every reply."""
+"""Settings that ask for token ids and logprobs; every reply has them, so these change nothing."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0), "min_p": (None, 0.0), "top_logprobs": (None, 0, 1)
 }  # fmt: skip
@@ -51,15 +51,15 @@ _PROBE_TOKENS = 8
 
 
 class RolloutService:
-    """Runs the episodes that requests describe, side by side."""
+    """Runs the episodes of requests concurrently."""
 
     def __init__(self, context: RolloutContext, *, max_concurrent: int = 256, deadline_s: float | None = None) -> None:
-        """Serve a context's scheduler.
+        """Create a service for a context's scheduler.
 
         Args:
-            context: The rollout context; it is served with a rewarder that gives 0.
-            max_concurrent: Live episodes at any moment, over all requests.
-            deadline_s: A request's episodes that are not over after this many seconds are replied as errors.
+            context: The rollout context; its rewarder is replaced by one that returns 0.
+            max_concurrent: Largest number of live episodes over all requests.
+            deadline_s: Seconds after which an unfinished episode is replied as an error.
         """
         context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
         self.context = context
@@ -72,18 +72,18 @@ class RolloutService:
 
     @property
     def num_live(self) -> int:
-        """Episodes that run or wait for their turn."""
+        """Number of episodes that run or wait for a slot."""
         return len(self._live)
 
     async def infer(
         self, requests: Sequence[Any], config: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Run one episode for each request and return the outputs; a trajectory of several samples gives several.
+        """Run one episode per request and return the outputs: one per training sample, so a request may have several.
 
         Raises:
-            ConfigError: `config` asks for what the engine cannot do.
+            ConfigError: `config` has a setting that the engine does not support.
         """
-        options = self._asked(config or {})
+        options = self._parse_config(config or {})
         limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
         deadline = min(limits) if limits else None
         replies = [asyncio.create_task(self._reply(request, options, deadline)) for request in requests]
@@ -94,7 +94,7 @@ class RolloutService:
                 reply.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more requests, let episodes finish for `grace_s` seconds, and cancel the rest."""
+        """Refuse new requests, let episodes finish for `grace_s` seconds, and cancel the rest."""
         self.is_stopping = True
         if self._live:
             logger.info("stopping: %d episodes have %g seconds to finish", len(self._live), grace_s)
@@ -103,12 +103,12 @@ class RolloutService:
             task.cancel()
 
     async def update_weights(self, weights: Mapping[str, Any], *, version: int) -> None:
-        """Serve these weights as `version`. Names and shapes are looked at before anything is changed."""
+        """Serve these weights as `version`. Names and shapes are checked before any weight changes."""
         await self.context.engine.update_weights(version, weights=weights)
         self.version = version
 
     async def drop_prefixes(self) -> None:
-        """Forget what the engine computed for the prompts so far.
+        """Clear the engine's prefix cache.
 
         Raises:
             EngineError: a served engine drops its prefixes only together with its weights.
@@ -127,34 +127,36 @@ class RolloutService:
         probs = [] if completion.logprobs is None else completion.logprobs.tolist()
         return {"version": completion.policy_versions[-1][1], "token_ids": completion.token_ids.tolist(), "logprobs": probs}
 
-    def _asked(self, config: Mapping[str, Any]) -> _Asked:
+    def _parse_config(self, config: Mapping[str, Any]) -> _RequestSampling:
         known = {f.name: f.default for f in dataclasses.fields(RequestConfig)}
         for name, value in config.items():
             if name not in known:
                 raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, known)}")
             if name in _FLAGS and not isinstance(value, bool | None):
-                raise ConfigError(f"request_config.{name} is {value!r:.100}; it is true or false")
+                raise ConfigError(f"request_config.{name} is {value!r:.100}; use true or false")
             neutral = _NEUTRAL.get(name, (None, [], known[name]))
             if name not in (*_APPLIED, *_FLAGS, "stop") and value not in neutral:
-                raise ConfigError(f"request_config.{name} is {value!r:.100}, which this server cannot do; leave it out")
+                raise ConfigError(
+                    f"request_config.{name} is {value!r:.100}, which this server does not support; leave it out"
+                )
         values = {name: config[name] for name in _APPLIED if config.get(name) is not None}
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, _APPLIED[name]):
                 raise ConfigError(
-                    f"request_config.{name} is {value!r:.100}; it is a {'whole ' * (_APPLIED[name] == (int,))}number"
+                    f"request_config.{name} is {value!r:.100}; use a {'whole ' * (_APPLIED[name] == (int,))}number"
                 )
         seed = values.pop("seed", None)
         stop = [] if config.get("stop") is None else config["stop"]
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-            raise ConfigError(f"request_config.stop is {stop!r:.100}; it is a list of texts that end a turn")
-        return _Asked(
+            raise ConfigError(f"request_config.stop is {stop!r:.100}; use a list of texts that end a turn")
+        return _RequestSampling(
             sampling=dataclasses.replace(self.context.sampling, **values),
             stops=tuple(stops),
             seed=secrets.randbits(48) if seed is None else seed,
         )
 
-    async def _reply(self, request: Any, options: _Asked, deadline_s: float | None) -> list[dict[str, Any]]:
+    async def _reply(self, request: Any, options: _RequestSampling, deadline_s: float | None) -> list[dict[str, Any]]:
         own_uuid = request.get("uuid") if isinstance(request, Mapping) else None
         name = str(own_uuid or f"chatcmpl-{uuid.uuid4().hex}")
         try:
@@ -170,22 +172,22 @@ class RolloutService:
             done, _ = await asyncio.wait({running}, timeout=deadline_s)
             if not done:
                 running.cancel()
-                return [_failure(name, f"the episode was not over after {deadline_s:g} seconds")]
+                return [_failure(name, f"the episode did not finish within {deadline_s:g} seconds")]
             return _outputs(running.result(), name, options.stops)
         except asyncio.CancelledError:
             if self.is_stopping and running.cancelled():
-                return [_failure(name, "the server was stopped before the episode was over")]
+                return [_failure(name, "the server was stopped before the episode finished")]
             raise
-        except DataError as problem:  # the request names what is not here
+        except DataError as problem:  # the request names something that is not registered
             return [_failure(name, f"the request cannot be run: {one_line(problem)}")]
         except Exception as problem:
-            logger.exception("the episode %s broke", name)
+            logger.exception("the episode %s failed", name)
             return [_failure(name, one_line(problem))]
         finally:
             running.cancel()
             self._live.discard(running)
 
-    async def _run(self, task: Task, options: _Asked) -> Trajectory:
+    async def _run(self, task: Task, options: _RequestSampling) -> Trajectory:
         def begin(episode: Episode) -> None:
             episode.sample_as(options.sampling, stops=options.stops)
 
@@ -195,12 +197,12 @@ class RolloutService:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The sampling that a request wants for its turns."""
+class _RequestSampling:
+    """The sampling settings of a request."""
 
     sampling: SamplingParams
     stops: tuple[str, ...]
-    """Texts that end a turn; the reply's text has none of them, its ids do."""
+    """Texts that end a turn; the reply's text leaves them out, its token ids include them."""
     seed: int
 
 
@@ -231,7 +233,7 @@ def _outputs(trajectory: Trajectory, name: str, stops: Sequence[str]) -> list[di
 
 
 def _failure(name: str, error: str) -> dict[str, Any]:
-    """Return the reply for an episode that left no turn, in the same form as all others."""
+    """Return the reply for an episode without turns, in the same form as all others."""
     message = {"role": "assistant", "content": "", "tool_calls": None, "reasoning_content": None}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None, "token_ids": []}
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}

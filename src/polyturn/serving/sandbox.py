@@ -1,11 +1,10 @@
-"""A sandbox server in SandboxFusion's protocol: the other end of SandboxFusionTool and of rewards that run programs.
+"""A sandbox server in SandboxFusion's protocol, for SandboxFusionTool and for rewards that run programs.
 
     POST /run_code  {"code": "print(input())", "language": "python", "stdin": "4", "run_timeout": 5}
     ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n", …}, …}
 
-Each program gets a sandbox of its own, which is killed afterwards, also when its client has gone. A program that fails is an
-answer, not an HTTP error. Bodies are bounded, as many programs run at once as there are slots, and the rest wait in line up
-to a length.
+Each program gets a fresh sandbox, which is killed when the program ends or its client disconnects. A failing program is a
+normal answer, not an HTTP error. The number of running programs and the length of the queue are limited.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from polyturn.tools.python_sandbox.pool import WarmPool
 
 MAX_BODY_BYTES = 8 << 20
 MAX_FETCHED = 256
-"""Files that one request asks for."""
+"""Largest number of files that one request may fetch."""
 LANGUAGES = ("python",)
 CHECK_CLIENT_S = 0.5
-"""Seconds between two looks whether the client is still there."""
+"""Seconds between two checks that the client is still connected."""
 T = TypeVar("T")
 
 
@@ -49,16 +48,16 @@ class SandboxService:
         self._num_pending = 0
 
     def open(self) -> None:
-        """Start the sandboxes that wait."""
+        """Start the warm sandboxes."""
         self._pool.open()
 
     def close(self) -> None:
-        """Close them."""
+        """Close the warm sandboxes."""
         self._pool.close()
         self._pool.let_go()
 
     async def run(self, request: dict[str, Any]) -> RunResult | None:
-        """Run one program; None when too many wait already. Cancelling the call ends the program."""
+        """Run one program; return None if the queue is full. Cancelling the call ends the program."""
         if self._num_pending >= self._max_pending:
             return None
         self._num_pending += 1
@@ -92,7 +91,7 @@ class SandboxService:
 
 
 class _Program:
-    """A program on its way through a thread, which the event loop may stop at any moment."""
+    """A program that runs in a thread and that the event loop can stop at any moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,10 +112,10 @@ class _Program:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes its connection.
+    """Return the result of `work`; cancel it if the client disconnects.
 
     Raises:
-        HTTPException: the client has left; nothing reads the answer.
+        HTTPException: the client disconnected.
     """
     task = asyncio.create_task(work)
     try:
@@ -130,11 +129,11 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> FastAPI:
-    """Return the application.
+    """Return the FastAPI application of a sandbox server.
 
     Args:
         service: Runs the programs.
-        rules: What is demanded of every request.
+        rules: Access rules of every request.
     """
 
     @asynccontextmanager
@@ -156,37 +155,37 @@ def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> 
         payload = _check(await json_object(request))
         result = await _while_connected(request, service.run(payload))
         if result is None:
-            raise HTTPException(503, "too many programs wait already; ask again later")
+            raise HTTPException(503, "too many programs are waiting; try again later")
         return reply_of(result)
 
     return app
 
 
 def _memory(request: dict[str, Any]) -> float | None:
-    """Return the limit that was asked for; the protocol writes -1 for none."""
+    """Return the request's memory limit in MB; the protocol writes -1 for none."""
     limit = request.get("memory_limit_MB")
     return limit if limit is not None and limit > 0 else None
 
 
 def _check(request: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(request.get("code"), str):
-        raise HTTPException(422, "the body is an object with `code`, a text")
+        raise HTTPException(422, "the body must be an object with `code`, a text")
     language = request.get("language", "python")
     if language not in LANGUAGES:
         raise HTTPException(422, f"language is {language!r:.50}; this server runs {', '.join(LANGUAGES)}")
     if not isinstance(request.get("stdin") or "", str):
-        raise HTTPException(422, "stdin is a text, or null")
+        raise HTTPException(422, "stdin must be a text or null")
     memory = request.get("memory_limit_MB")
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
-        raise HTTPException(422, f"memory_limit_MB is {memory!r:.50}; it is a number, or null")
+        raise HTTPException(422, f"memory_limit_MB is {memory!r:.50}; use a number, or null")
     limit = request.get("run_timeout")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-        raise HTTPException(422, f"run_timeout is {limit!r:.50}; it is a positive number of seconds, or null")
+        raise HTTPException(422, f"run_timeout is {limit!r:.50}; use a positive number of seconds, or null")
     files, fetched = request.get("files") or {}, request.get("fetch_files") or []
     if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
-        raise HTTPException(422, "files is an object of contents in base64")
+        raise HTTPException(422, "files must be an object: name -> content in base64")
     if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
-        raise HTTPException(422, "fetch_files is a list of names")
+        raise HTTPException(422, "fetch_files must be a list of names")
     if len(fetched) > MAX_FETCHED:
-        raise HTTPException(422, f"fetch_files has {len(fetched)} names; ask for {MAX_FETCHED} at most")
+        raise HTTPException(422, f"fetch_files has {len(fetched)} names; at most {MAX_FETCHED} are allowed")
     return request

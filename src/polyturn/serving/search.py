@@ -1,10 +1,10 @@
-"""A search server in the protocol of Search-R1's retrieval server: the other end of SearchTool.
+"""A search server in the protocol of Search-R1's retrieval server, for SearchTool.
 
     POST /retrieve  {"queries": ["capital of norway"], "topk": 3, "return_scores": true}
-    ->  {"result": [[{"document": {"id": "7", "contents": "Oslo\\nOslo is …"}, "score": 4.2}, …]]}      a list per query
+    ->  {"result": [[{"document": {"id": "7", "contents": "Oslo\\nOslo is …"}, "score": 4.2}, …]]}      one list per query
 
-Without `return_scores` the documents stand there alone, without `topk` there are as many as the server was started with. A
-query that finds nothing has an empty list.
+Without `return_scores` a list holds the bare documents. Without `topk` the server's own default applies. A query without a
+match gets an empty list.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MAX_TOPK = 1000
 
 
 def create_app(searcher: Searcher, *, topk: int = 3, deadline_s: float = 30.0, rules: ServerRules | None = None) -> FastAPI:
-    """Return the application.
+    """Return the FastAPI application of a search server.
 
     Args:
-        searcher: Searches.
-        topk: Passages for a query of a request that does not say.
-        deadline_s: How long a request may take.
-        rules: What is demanded of every request.
+        searcher: Answers the queries.
+        topk: Passages per query if the request does not name a number.
+        deadline_s: Seconds that a request may take.
+        rules: Access rules of every request.
     """
 
     @asynccontextmanager
@@ -56,12 +56,12 @@ def create_app(searcher: Searcher, *, topk: int = 3, deadline_s: float = 30.0, r
         queries = read_queries(payload)
         limit, with_scores = _read_topk(payload, topk), payload.get("return_scores") or False
         if not isinstance(with_scores, bool):
-            raise HTTPException(422, f"return_scores is {with_scores!r:.50}; it is true or false")
+            raise HTTPException(422, f"return_scores is {with_scores!r:.50}; use true or false")
         try:
             async with asyncio.timeout(deadline_s):
                 results = await searcher.search(queries, topk=limit)
         except TimeoutError:
-            raise HTTPException(503, f"the search took longer than {deadline_s:g} s; ask fewer queries at once") from None
+            raise HTTPException(503, f"the search took longer than {deadline_s:g} s; send fewer queries at once") from None
         except EmbeddingError as problem:
             raise HTTPException(502, str(problem)) from problem
         return {"result": [documents(hits, with_scores=with_scores) for hits in results]}
@@ -73,16 +73,16 @@ def read_queries(request: dict[str, Any]) -> list[str]:
     """Return the queries of a request.
 
     Raises:
-        HTTPException: they are not texts, too many or too long.
+        HTTPException: the queries are not texts, too many or too long.
     """
     queries = request.get("queries")
     if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-        raise HTTPException(422, "queries is a list of texts, one at least")
+        raise HTTPException(422, "queries must be a non-empty list of texts")
     if len(queries) > MAX_QUERIES:
-        raise HTTPException(422, f"there are {len(queries)} queries; one request takes {MAX_QUERIES}")
+        raise HTTPException(422, f"the request has {len(queries)} queries; at most {MAX_QUERIES} are allowed")
     longest = max(map(len, queries))
     if longest > MAX_QUERY_CHARS:
-        raise HTTPException(422, f"a query has {longest} characters; it may have {MAX_QUERY_CHARS}")
+        raise HTTPException(422, f"a query has {longest} characters; at most {MAX_QUERY_CHARS} are allowed")
     return queries
 
 
@@ -91,5 +91,5 @@ def _read_topk(request: dict[str, Any], default: int) -> int:
     if topk is None:
         return default
     if isinstance(topk, bool) or not isinstance(topk, int) or not 1 <= topk <= MAX_TOPK:
-        raise HTTPException(422, f"topk is {topk!r:.50}; it is a whole number from 1 to {MAX_TOPK}")
+        raise HTTPException(422, f"topk is {topk!r:.50}; use a whole number from 1 to {MAX_TOPK}")
     return topk

@@ -1,7 +1,7 @@
-"""The process side of the rollout server: which address, and how it ends.
+"""The process of the rollout server: it listens on an address until a signal stops it.
 
-SIGTERM or SIGINT: no more requests are taken, running episodes get `grace_s` to finish, the rest are replied as errors,
-then the process ends. If the default port is in use, the next free one is taken, and the log says so.
+On SIGTERM or SIGINT the server refuses new requests, running episodes get `grace_s` seconds to finish, the rest are replied
+as errors, and the process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Gives the episodes their time before uvicorn closes the connections."""
+    """Lets running episodes finish before uvicorn closes the connections."""
 
     def __init__(self, config: uvicorn.Config, service: RolloutService, *, grace_s: float) -> None:
         super().__init__(config)
@@ -49,7 +49,7 @@ class _Server(uvicorn.Server):
 async def serve(
     service: RolloutService, app: Any, *, bound: socket.socket, rules: ServerRules, grace_s: float = 30.0
 ) -> None:
-    """Serve until a signal asks to stop."""
+    """Serve until SIGTERM or SIGINT."""
     config = http_config(app, rules, timeout_graceful_shutdown=int(grace_s) + 5)
     server = _Server(config, service, grace_s=grace_s)
     host, port = bound.getsockname()[:2]

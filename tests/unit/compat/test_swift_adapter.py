@@ -28,7 +28,7 @@ from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import reward_rows
-from polyturn.serving.protocol import RolloutInferRequest, RolloutOutput
+from polyturn.serving.rollout_protocol import RolloutInferRequest, RolloutOutput
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 from polyturn.tokens.codec import Codec
@@ -411,7 +411,7 @@ def test_mistake_of_a_row_or_name_is_refused_before_the_run() -> None:
         SwiftScheduler(dict)  # type: ignore[arg-type]
     refuses(lambda: SwiftScheduler("gym_schedule"), ConfigError, "'gym_schedule'", "'gym_scheduler'")
     refuses(lambda: SwiftScheduler("math_tip_trick").check_task(task(ground_truth=None)), DataError, "'t0' has no solution")
-    refuses(lambda: SwiftScheduler("gym_scheduler").check_task(task()), DataError, "'t0' names no environment")
+    refuses(lambda: SwiftScheduler("gym_scheduler").check_task(task()), DataError, "'t0' does not name an environment")
     refuses(
         lambda: SwiftScheduler("gym_scheduler", gym_env="math_enf").check_task(task()),
         ConfigError,

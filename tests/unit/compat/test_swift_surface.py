@@ -24,7 +24,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import rollout_outputs
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,

@@ -17,7 +17,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.serving.outputs import reward_rows, rollout_outputs
-from polyturn.serving.protocol import RolloutOutput
+from polyturn.serving.rollout_protocol import RolloutOutput
 from polyturn.testing.episodes import task
 from support.compat_parts import again, play_swift, running, sampled, stepping
 
@@ -233,7 +233,7 @@ async def test_loss_false_silences_its_own_turn_alone() -> None:
 @pytest.mark.parametrize(
     ("lists", "masks", "names"),
     [
-        (lambda ids: [ids, [7, 7]], [], "list 1 of the 2 in response_token_ids of trajectory 'g0/0' holds no id"),
+        (lambda ids: [ids, [7, 7]], [], "list 1 of the 2 in response_token_ids of trajectory 'g0/0' has no id"),
         (lambda ids: [ids, ids], [], "list 1 of the 2 in response_token_ids of trajectory 'g0/0' repeats ids of turn 0"),
         (lambda ids: [ids], [[1]], "response_loss_mask of trajectory 'g0/0' has lists of [1] entries"),
         (lambda ids: [ids], [[1] * 9, [1]], "response_loss_mask of trajectory 'g0/0' has lists of [9, 1] entries"),

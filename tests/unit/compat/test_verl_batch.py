@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from polyturn import compat
+from polyturn.compat.verl.dataproto import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
 from polyturn.compat.verl.import_utils import load_extern_object
-from polyturn.compat.verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
 from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
@@ -55,7 +55,7 @@ def test_columns_are_taken_out_and_in() -> None:
     assert taken.batch["ids"].shape == data.union(taken).batch["ids"].shape == (3, 2)
     refuses(lambda: data.union(DataProto.from_dict({"ids": torch.zeros(3, 2)})), ValueError, "`ids`")
     refuses(
-        lambda: DataProto(data.batch, {"uid": np.array(["a", "b"])}), ValueError, "'uid' has 2 rows where the batch has 3"
+        lambda: DataProto(data.batch, {"uid": np.array(["a", "b"])}), ValueError, "'uid' has 2 rows, but the batch has 3"
     )
     refuses(lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}), ValueError, "rows")
 

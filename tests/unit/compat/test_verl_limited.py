@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from polyturn import compat
+from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.limited import RateLimitedRewardManager
-from polyturn.compat.verl.protocol import DataProto
 from polyturn.compat.verl.reward_manager import get_reward_manager_cls
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler

@@ -22,7 +22,7 @@ from polyturn.compat.verl.agent_loop_utils import (
     build_gpt_oss_tool_response_text,
     format_gpt_oss_tool_response_manually,
 )
-from polyturn.compat.verl.protocol import DataProto
+from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.tokenizer import normalize_token_ids
 from polyturn.core.errors import RewardError, UnknownNameError
 from polyturn.testing.tiny_models import tiny_tokenizer

@@ -13,7 +13,7 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.task import Task
 from polyturn.rollout.schedulers import SingleTurn
 from polyturn.serving import RolloutService
-from polyturn.serving.protocol import RequestConfig, RolloutInferRequest
+from polyturn.serving.rollout_protocol import RequestConfig, RolloutInferRequest
 from polyturn.testing.episodes import scripted_context
 
 REQUEST = RolloutInferRequest(messages=[{"role": "user", "content": "What is 2+2?"}], uuid="a")

@@ -397,7 +397,7 @@ async def test_code_of_an_agent_finds_no_reward_key_or_secret(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"agent": lambda base_url, api_key, reward_key: 1.0}, "'reward_key', and reward is 'returned'"),
+        ({"agent": lambda base_url, api_key, reward_key: 1.0}, "'reward_key', but reward is 'returned'"),
         ({"agent": lambda base_url, api_key: 1.0, "reward": "agent"}, "reward is 'agent'"),
         ({"command": ["x"], "reward": "returned"}, "reward is 'returned'"),
     ],

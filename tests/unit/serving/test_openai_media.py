@@ -67,7 +67,7 @@ async def test_both_apis_show_pictures_as_a_native_run_does():
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             answer = await client.chat.completions.create(model="m", messages=history)
             damaged = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-            with pytest.raises(openai.BadRequestError, match="cannot be shown to this model"):
+            with pytest.raises(openai.BadRequestError, match="cannot be rendered for this model"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [damaged]}])
         image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED}}
         other: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BLUE}}

@@ -64,7 +64,7 @@ async def test_request_without_an_episode_is_answered():
 async def test_episode_is_created_used_ended_and_fetched():
     async with served(["four", "six"], token="sesame") as (origin, recorded), aiohttp.ClientSession() as http:
         async with http.post(f"{origin}/episodes", json={}) as refused:
-            assert refused.status == 401 and "this server demands its token" in await refused.text()
+            assert refused.status == 401 and "this server requires its token" in await refused.text()
         head = {"Authorization": "Bearer sesame"}
         async with http.post(f"{origin}/episodes", json={"metadata": {"task": "t7"}, "seed": 3}, headers=head) as reply:
             made = await reply.json()

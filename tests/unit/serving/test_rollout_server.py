@@ -164,7 +164,7 @@ def test_sigterm_ends_episodes_after_their_grace(flags: list[str], tmp_path: Pat
         asking.start()
         run.wait_until(lambda: {p.name for p in tmp_path.iterdir()} == {"u0", "u1"})
     asking.join()
-    assert [r.error for r in replies] == ["the server was stopped before the episode was over"] * 2  # type: ignore[attr-defined]
+    assert [r.error for r in replies] == ["the server was stopped before the episode finished"] * 2  # type: ignore[attr-defined]
 
 
 async def test_random_schedulers_leave_the_same_through_http():

@@ -9,7 +9,7 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.serving import body
-from polyturn.serving.auth import Guard, ServerRules, given_tokens
+from polyturn.serving.auth import Guard, ServerRules, request_tokens
 from polyturn.serving.listen import check_exposure
 from polyturn.serving.rate_limit import ClientRateLimit, ClientRates
 from support.refusals import refuses, refuses_later
@@ -79,7 +79,7 @@ def test_token_comes_in_a_header_or_a_cookie():
     assert [status(gate, h) for h in right] == [None] * 4
     assert [status(gate, h) for h in wrong] == [401] * 7
     assert status(gate, path="/health") is None
-    assert list(given_tokens({"cookie": "c=x"})) == []
+    assert list(request_tokens({"cookie": "c=x"})) == []
 
 
 def test_body_is_refused_by_its_head():

@@ -1,1 +1,1 @@
-"""Folders for PYTHONPATH: a package here carries the name of the library that polyturn stands in for."""
+"""Folders for PYTHONPATH: each package here has the name of a library that polyturn replaces."""

@@ -1,4 +1,4 @@
-"""ms-swift's interfaces. Importing this package lets `import swift...` find them, where ms-swift itself is not installed."""
+"""ms-swift's interfaces. After importing this package, `import swift...` finds them if ms-swift itself is not installed."""
 
 from __future__ import annotations
 

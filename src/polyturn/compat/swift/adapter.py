@@ -1,11 +1,11 @@
 """SwiftScheduler: runs a scheduler written for ms-swift as the scheduler of native episodes.
 
-    rollout: {scheduler: mine, …}        a name that a plug-in put into `multi_turns`
+    rollout: {scheduler: mine, …}        a name that a plug-in registered in `multi_turns`
     rollout: {scheduler: "mine.py:Mine"} its class
 
-The user's object decides; every generation goes through `EpisodeEngine`, so limits, errors, recording and token ids are the
-native ones. What its `run` returns says what is trained (`turn_weights.py`), what reward functions read. For tokens,
-a turn that no output holds weighs 0.
+The user's object controls the episode. Every generation goes through `EpisodeEngine`, so limits, errors, recording and token
+ids are native. The result of its `run` determines what is trained (`turn_weights.py`) and what reward functions read. A turn
+that is in no output has loss weight 0.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.core.task import Task
 from polyturn.rollout.scheduler import MultiTurnScheduler
-from polyturn.serving.protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
+from polyturn.serving.rollout_protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 
 if TYPE_CHECKING:
     from polyturn.rollout.episode import Episode
 
 _REASONS = {"done": StopReason.ENV_DONE, "finished": StopReason.STOP, "max_turns": StopReason.MAX_TURNS}
 _ENGINE: ContextVar[EpisodeEngine] = ContextVar("engine")
-"""The engine of the episode that runs, for schedulers that all episodes share."""
+"""The engine of the current episode, for schedulers that all episodes share."""
 
 
 class SharedEngine:
-    """The engine of a scheduler that all episodes share: that of the episode it is asked in."""
+    """The engine of a shared scheduler: it forwards to the engine of the current episode."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -52,7 +52,7 @@ class SharedEngine:
 
 @dataclass(slots=True)
 class _Live:
-    """One trajectory that runs."""
+    """One running trajectory."""
 
     scheduler: RolloutScheduler
     request: RolloutInferRequest
@@ -60,7 +60,7 @@ class _Live:
 
 
 class SwiftScheduler(MultiTurnScheduler):
-    """Drives episodes with a user's scheduler, one copy for each trajectory unless it says `shared = True`."""
+    """Runs episodes with a user's scheduler: one copy per trajectory, unless it sets `shared = True`."""
 
     scores_turns = True
 
@@ -74,14 +74,14 @@ class SwiftScheduler(MultiTurnScheduler):
         base: Path | None = None,
         **kwargs: Any,
     ) -> None:
-        """Choose the scheduler.
+        """Create an adapter for a scheduler.
 
         Args:
             scheduler: A name in `multi_turns`, a class, or an object.
-            max_turns: How many turns it may have; None leaves that to the run's limits.
-            gym_env: The environment of rows that name none.
-            stop_words: Texts that end a turn; what is sampled from one on is dropped and counted.
-            base: The folder that relative paths of media start from.
+            max_turns: Largest number of turns; None uses the run's limits.
+            gym_env: The environment of rows that do not name one.
+            stop_words: Texts that end a turn; tokens from the stop word on are dropped and counted.
+            base: The folder that relative paths of media are resolved against.
             kwargs: Further arguments of the class.
         """
         self._stop_words = list(stop_words)
@@ -101,20 +101,22 @@ class SwiftScheduler(MultiTurnScheduler):
         self._lives: dict[str, _Live] = {}
 
     def __copy__(self) -> SwiftScheduler:
-        """Return itself: what a trajectory holds is kept by its id."""
+        """Return itself: the state of a trajectory is stored under its id."""
         return self
 
     def check_task(self, task: Task) -> None:
-        """Refuse a row that lacks what a shipped scheduler reads, or names an environment or context manager in vain."""
+        """Refuse a row that lacks a column of a shipped scheduler, or names an unknown environment or context manager."""
         request = to_request(task, uuid=task.id)
         self._check_batches(request)
         columns = request.data_dict
         if issubclass(self._class, MathTipsScheduler | ThinkingModelTipsScheduler) and "solution" not in columns:
-            raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} compares answers with; add it")
+            raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} needs; add the column")
         if issubclass(self._class, GYMScheduler) and self._class._create_env is GYMScheduler._create_env:
             name = (columns.get("env_config") or {}).get("name", self._options.get("gym_env"))
             if name is None:
-                raise DataError(f"task {task.id!r} names no environment; put `name` into its env_config, or set gym_env")
+                raise DataError(
+                    f"task {task.id!r} does not name an environment; add `name` to its env_config, or set gym_env"
+                )
             envs.find(name)
         if issubclass(self._class, GYMScheduler):
             manager = (columns.get("ctx_config") or {}).get("name", self._options.get("context_manager"))
@@ -122,7 +124,7 @@ class SwiftScheduler(MultiTurnScheduler):
                 context_managers.find(manager)
 
     def _check_batches(self, request: RolloutInferRequest) -> None:
-        """Try an `async_infer` of the user's own, once, where its object can be made without a tokenizer."""
+        """Try a user's own `async_infer` once, if its object can be created without a tokenizer."""
         if not overrides_batches(self._class) or self._has_tried:
             return
         self._has_tried = True
@@ -130,7 +132,7 @@ class SwiftScheduler(MultiTurnScheduler):
             refuse_groups(self._made or self._make(self._max_turns), request)
 
     async def run(self, episode: Episode) -> StopReason:
-        """Run the user's scheduler to its end, and let what it returns say what is trained."""
+        """Run the user's scheduler to its end; its result determines what is trained."""
         scheduler, engine, config = self._for(episode)
         live = self._lives[episode.id] = _Live(scheduler, to_request(episode.task, uuid=episode.id))
         outputs: list[RolloutOutput] = []
@@ -157,7 +159,7 @@ class SwiftScheduler(MultiTurnScheduler):
         return self._reason(engine)
 
     async def on_trajectory_end(self, episode: Episode) -> None:
-        """Let the user's scheduler let go of the trajectory."""
+        """Let the user's scheduler release the trajectory."""
         live = self._lives.pop(episode.id, None)
         if live is not None:
             method: Any = live.scheduler.on_trajectory_end
@@ -194,7 +196,7 @@ class SwiftScheduler(MultiTurnScheduler):
         return scheduler, engine, config
 
     def _make(self, turns: int | None, *, tokenizer: Any = None) -> RolloutScheduler:
-        """Make the user's object, with those of its arguments that its constructor takes."""
+        """Create the user's object with the arguments that its constructor accepts."""
         offered = {"infer_engine": SharedEngine(), "max_turns": turns, **self._options}
         make: Any = self._class
         if has_parameter(make, "tokenizer"):
@@ -226,10 +228,10 @@ class SwiftScheduler(MultiTurnScheduler):
 
 
 async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig) -> Any:
-    """Await a user's `run`, or an `async_infer` around it; what it raises becomes an error that names it and the trajectory.
+    """Await a user's `run`, or an `async_infer` around it; errors get the names of the scheduler and the trajectory.
 
     Raises:
-        SchedulerError: it raised, or is not async.
+        SchedulerError: the method raised, or is not async.
     """
     if not inspect.iscoroutinefunction(scheduler.run):
         raise SchedulerError(f"{type(scheduler).__name__}.run must be async: it awaits infer_engine.infer_async")
@@ -246,7 +248,7 @@ async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferReques
 
 
 def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
-    """Return a task as a request: its prompt with media in side lists, the other columns of its row in `data_dict`."""
+    """Return a task as a request: the prompt with media in separate lists, and the row's other columns in `data_dict`."""
     media: dict[str, Any] = {name: [] for name in MEDIA}
     lists = {kind: media[name] for name, kind in MEDIA.items()}
     messages = []
@@ -276,7 +278,7 @@ def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
 
 
 def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
-    """Return whether the user wrote the loop, so that only its outputs say which turns count."""
+    """Return whether the user wrote the loop, so that only its outputs determine the trained turns."""
     return overrides_batches(type(scheduler)) or type(scheduler).run.__module__ != RolloutScheduler.__module__
 
 

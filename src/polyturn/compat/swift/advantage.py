@@ -1,12 +1,12 @@
-"""ms-swift's advantages: an estimator (grpo, rloo, reinforce_plus_plus) and what divides it (group, batch, none, gdpo).
+"""ms-swift's advantages: an estimator (grpo, rloo, reinforce_plus_plus) and a scale (group, batch, none, gdpo).
 
     rewards [1, 1], [0, 1] with reinforce_plus_plus    none 0, 0, -0.5, 0.5    group ±0.70701    batch ±1.22444
 
     algorithm:
       advantage: {name: "polyturn.compat.swift.advantage:estimate", estimator: reinforce_plus_plus, scale_rewards: batch}
 
-Statistics are over trajectories, unbiased, with 1e-4 added; one that was cut into several samples counts once, and its
-tokens have its advantage. Native estimators take other constants, and whiten over tokens where their sources do.
+Statistics are over trajectories, unbiased, with 1e-4 added. A trajectory with several samples counts once, and all its
+tokens get its advantage. Native estimators use other constants, and whiten over tokens if their sources do.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def estimate(
     scale_rewards: str = "group",
     reward_weights: Mapping[str, float] | None = None,
 ) -> BatchAdvantages:
-    """Return one advantage for each trajectory: A = b (r - mean of the group) / (std + 1e-4).
+    """Return one advantage per trajectory: A = b (r - mean of the group) / (std + 1e-4).
 
-    b is K / (K - 1) for rloo, else 1. `std` is that of the group or of the batch; of A for reinforce_plus_plus, of r else.
-    gdpo normalises each reward function in its group and the weighted sum over the batch, for grpo and rloo alike, and is
-    none for reinforce_plus_plus; a function that scored nothing of a trajectory adds nothing to it.
+    b is K / (K - 1) for rloo, else 1. `std` is over the group or the batch: of A for reinforce_plus_plus, else of r. gdpo
+    normalises each reward function within the group and the weighted sum over the batch, for both grpo and rloo; it has no
+    effect on reinforce_plus_plus. A function without a score for a trajectory contributes nothing.
 
     Args:
         batch: The groups of a step.
         estimator: One of `ESTIMATORS`.
         scale_rewards: One of `SCALES`.
-        reward_weights: The weight of each reward function, for gdpo.
+        reward_weights: Reward function -> weight, for gdpo.
 
     Raises:
         ConfigError: a name is unknown.

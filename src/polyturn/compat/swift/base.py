@@ -1,4 +1,4 @@
-"""The base classes of turn logic in ms-swift's form, and the loop they share.
+"""The base classes of schedulers in ms-swift's form, and their common loop.
 
     class Mine(MultiTurnScheduler):
         def step(self, infer_request, response_choice, current_turn):
@@ -6,8 +6,8 @@
             return {"infer_request": infer_request}
     multi_turns["mine"] = Mine
 
-`run` only decides; every `infer_engine.infer_async` is a turn of a native episode (`adapter.py`), which keeps the ids. So
-the loop is the same in a trainer's process and behind a rollout server. `current_turn` counts from 1.
+`run` only controls the conversation: every `infer_engine.infer_async` is a turn of a native episode (`adapter.py`), which
+keeps the ids. So the loop is the same in a trainer's process and in a rollout server. `current_turn` counts from 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.errors import SchedulerError, did_you_mean
 from polyturn.core.plugin_shape import num_positional
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -35,58 +35,58 @@ from polyturn.serving.protocol import (
 
 _OF_STEP = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos")
 _OF_TURN_END = ("done", "rollout_infos", "score")
-"""The keys of what `step` and `on_turn_end` return."""
+"""The keys of the result of `on_turn_end`."""
 
 
 class EngineOver(BaseException):
-    """The engine may not be asked again in this trajectory: a limit is reached.
+    """A limit of the trajectory is reached, so the engine refuses further requests.
 
-    No `Exception`, so that a scheduler that catches every error of its engine and asks again does not ask for ever.
+    It is not an `Exception`, so that a scheduler that catches every error and retries does not loop forever.
     """
 
 
 class MaskError(SchedulerError, AssertionError):
-    """A loss mask that does not describe the ids beside it."""
+    """A loss mask does not match its ids."""
 
 
 class SchedulerEngine(ABC):
-    """The engine of a scheduler in this process; a plain object with `infer_async` does as well."""
+    """The engine of a scheduler in this process; any object with `infer_async` can be used instead."""
 
     @abstractmethod
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """Let the model speak.
+        """Return a completion of the model.
 
         Raises:
-            EngineOver: a limit of the trajectory forbids it.
+            EngineOver: a limit of the trajectory is reached.
         """
 
     @abstractmethod
     async def call_author(self, method: Any, *args: Any) -> Any:
-        """Call a method that the user wrote, plain or async, without blocking other trajectories."""
+        """Call a user's method, sync or async, without blocking other trajectories."""
 
     @abstractmethod
     def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
-        """Take what a step says about the tokens of the turn that it answers."""
+        """Receive the ids and mask that a step returned for the turn that it answers."""
 
     @abstractmethod
     def score(self, value: float) -> None:
-        """Take the score of the last turn."""
+        """Receive the score of the last turn."""
 
     @abstractmethod
     def ended(self, why: str) -> None:
-        """Take the reason why the loop ends: done, finished, length or max_turns."""
+        """Receive the reason why the loop ends: done, finished, length or max_turns."""
 
 
 class RolloutScheduler(ABC):  # noqa: B024
-    """One turn a trajectory; the base of all schedulers.
+    """A scheduler with one turn per trajectory; the base of all schedulers.
 
-    Both ways of calling its constructor are understood: `(infer_engine, max_turns, …)` and, earlier, `(max_turns, …)`.
+    The constructor accepts `(infer_engine, max_turns, …)` and, as in earlier releases, `(max_turns, …)`.
     """
 
     shared = False
-    """Whether one object serves all trajectories, whose plain methods then take turns; else each gets a copy."""
+    """Whether one object serves all trajectories, with sync methods called one at a time; otherwise each gets a copy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_early = bool(args) and isinstance(args[0], int)
@@ -98,9 +98,9 @@ class RolloutScheduler(ABC):  # noqa: B024
         self._template = kwargs.get("template")
 
     def __getattr__(self, key: str) -> Any:
-        """Find what the engine has; everything else raises."""
+        """Return an attribute of the engine."""
         at = None if key.startswith("__") else self.__dict__.get("infer_engine")
-        for _ in range(2):  # the engine's own, then those of what it wraps
+        for _ in range(2):  # the engine's attributes, then those of the engine that it wraps
             if at is None:
                 break
             if key in dir(at):
@@ -115,12 +115,12 @@ class RolloutScheduler(ABC):  # noqa: B024
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer it was given, else the engine's, else None."""
+        """The tokenizer passed to the constructor, else the engine's, else None."""
         if self._tokenizer is not None or self.infer_engine is None:
             return self._tokenizer
         return self.infer_engine.tokenizer
 
-    # What a `run` of one's own calls to keep the ids of its turns; the episode keeps them in any case.
+    # Helpers with which a user's own `run` keeps the ids of its turns; the episode keeps them in any case.
 
     def get_response_token_data(
         self,
@@ -130,7 +130,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         response_token_ids: list[int] | None = None,
         response_loss_mask: list[int] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of a reply and their mask: the given ones, else those that were sampled."""
+        """Return the ids of a reply and their mask: the arguments if given, else the sampled ids."""
         ids = list(response_choice.token_ids or [] if response_token_ids is None else response_token_ids)
         mask = [1] * len(ids) if response_loss_mask is None else list(response_loss_mask)
         if len(mask) != len(ids):
@@ -143,18 +143,18 @@ class RolloutScheduler(ABC):  # noqa: B024
     def prepare_response_continuation(
         self, response_choice: ChatCompletionResponseChoice
     ) -> tuple[list[int], list[int], list[float]]:
-        """Return the ids, the mask and the logprobs of a reply that the scheduler goes on with."""
+        """Return the ids, mask and logprobs of a reply that the scheduler continues."""
         ids = list(response_choice.token_ids or [])
         return ids, [1] * len(ids), extract_logprobs_from_choice(response_choice)
 
     def set_assistant_message_token_ids(self, infer_request: RolloutInferRequest, token_ids: list[int]) -> None:
-        """Put ids in place of the text of the last reply."""
+        """Replace the text of the last reply by ids."""
         message = next((m for m in reversed(infer_request.messages) if m["role"] == "assistant"), None)
         if message is not None:
             message["content"] = list(token_ids)
 
     def snapshot_and_materialize_assistant_messages(self, infer_request: RolloutInferRequest) -> list[tuple[Any, Any]]:
-        """Put text in place of ids in all replies; return the argument of `restore_assistant_message_snapshots`."""
+        """Replace ids by text in all replies; return the argument of `restore_assistant_message_snapshots`."""
         pairs = [(m, ids) for m in infer_request.messages if (ids := ids_of(m.get("content"))) is not None]
         for message, ids in pairs:
             message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -162,12 +162,12 @@ class RolloutScheduler(ABC):  # noqa: B024
 
     @staticmethod
     def restore_assistant_message_snapshots(snapshots: list[tuple[Any, Any]]) -> None:
-        """Put the ids back."""
+        """Restore the ids."""
         for message, ids in snapshots:
             message["content"] = ids
 
     def append_assistant_completion(self, infer_request: RolloutInferRequest, completion: str) -> bool:
-        """Append what was said; return whether it went on with the last message."""
+        """Append a completion; return whether it continued the last message."""
         last = infer_request.messages[-1] if infer_request.messages else {}
         if last.get("role") != "assistant":
             infer_request.messages.append({"role": "assistant", "content": completion})
@@ -178,16 +178,16 @@ class RolloutScheduler(ABC):  # noqa: B024
         return True
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
-        """Prepare each request before its first turn; changes are made in place. May be plain or async."""
+        """Prepare each request before its first turn, in place. May be sync or async."""
 
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Look at a completion: {"done": …, "rollout_infos": {…}, "score": …}, all optional. May be plain or async."""
+        """Handle a completion; return {"done": …, "rollout_infos": {…}, "score": …}, all optional. May be sync or async."""
         return {}
 
     async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> Any:  # noqa: B027
-        """Let go of what the trajectories held. Called exactly once on every exit. May be plain or async."""
+        """Release the state of the trajectories. Called exactly once on every exit. May be sync or async."""
 
     async def async_infer(
         self,
@@ -197,7 +197,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         use_tqdm: bool | None = None,
         **kwargs: Any,
     ) -> list[RolloutOutput]:
-        """Run each request; return the outputs of all of them in order."""
+        """Run all requests and return their outputs in order."""
         assert request_config.n == 1, f"request_config.n is {request_config.n}; a scheduler runs one reply a request"
         requests = [as_request(one) for one in infer_requests]
         if use_tqdm is None:
@@ -210,7 +210,7 @@ class RolloutScheduler(ABC):  # noqa: B024
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
-        """Let the model answer once."""
+        """Run one turn."""
         assert self.infer_engine is not None
         response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
         choice = response.choices[0]
@@ -220,7 +220,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         return turns.output(response, messages=[*infer_request.messages, message], infos={"num_turns": 1})
 
     async def _ask(self, method: Any, *args: Any) -> Any:
-        """Call a method that may be the user's."""
+        """Call a method that may be overridden by the user."""
         if isinstance(self.infer_engine, SchedulerEngine) and method.__module__ != __name__:
             return await self.infer_engine.call_author(method, *args)
         answer = method(*args)
@@ -228,12 +228,16 @@ class RolloutScheduler(ABC):  # noqa: B024
 
 
 class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
-    """Turn after turn: `step` makes the next request, `check_finished` ends the trajectory. Both may be plain or async."""
+    """A scheduler with several turns: `step` makes the next request, `check_finished` ends the trajectory.
+
+    Both methods may be sync or async.
+    """
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Return {"infer_request": …}; also response_token_ids, response_loss_mask, rollout_logprobs and rollout_infos."""
+        """Return {"infer_request": …}, optionally with response_token_ids, response_loss_mask, rollout_logprobs and
+        rollout_infos."""
         raise NotImplementedError(
             "Please implement the `step` method in your MultiTurnScheduler subclass, or override the `run` method."
         )
@@ -241,7 +245,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Return whether the trajectory ends with this turn: it was cut, or it is the last one allowed."""
+        """Return whether the trajectory ends with this turn, because it was cut or is the last one allowed."""
         if response_choice.finish_reason == "length":
             return True
         return bool(self.max_turns and current_turn >= self.max_turns)
@@ -253,7 +257,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
-        """Drive a trajectory to its end; `on_trajectory_end` is the episode's to call where an episode runs it."""
+        """Run a trajectory to its end; inside an episode, the episode calls `on_trajectory_end`."""
         if isinstance(self.infer_engine, SchedulerEngine):
             return await self._drive(infer_request, request_config, **kwargs)
         error: BaseException | None = None
@@ -277,7 +281,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         await self._ask(self.on_trajectory_start, [request])
         while True:
             if current == 0 and request.messages and request.messages[-1]["role"] == "assistant":
-                request.messages.pop()  # an answer that the row gives away
+                request.messages.pop()  # the row's own answer
             try:
                 following = await engine.infer_async(request, request_config, **kwargs)
             except EngineOver:
@@ -303,13 +307,13 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 engine.take(ids, mask)
         messages = list(request.messages)
         while messages and messages[-1]["role"] != "assistant":
-            messages.pop()  # what no turn answered any more
+            messages.pop()  # a last message without a reply
         return turns.output(response, messages=messages, infos={**infos, "num_turns": current})
 
     async def _finished(
         self, request: RolloutInferRequest, choice: ChatCompletionResponseChoice, current: int
     ) -> tuple[str | None, Any]:
-        """Return why the trajectory ends with this turn, None if it does not, and the infos of the hook."""
+        """Return why the trajectory ends with this turn (None if it does not), and the infos of the hook."""
         reply = await self._ask(self.on_turn_end, request, choice, current)
         reply = {} if reply is None else reply
         if not isinstance(reply, Mapping):
@@ -324,7 +328,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         stops = bool(await self._ask(self.check_finished, request, choice, current))
         why = ("length" if is_cut else "finished") if stops else None
         if "done" in reply and reply["done"] is not None:
-            # An environment ends the trajectory, or lets it go on; what a limit cut stays cut.
+            # The environment decides whether the trajectory ends, except after a turn that a limit cut.
             why = "done" if reply["done"] else ("length" if is_cut and stops else None)
         if why != "done" and self.max_turns and current >= self.max_turns:
             why = why if why == "length" else "max_turns"
@@ -357,11 +361,11 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
 
 
-MultiTurnScheduler = SwiftMultiTurnScheduler  # the name that its users import
+MultiTurnScheduler = SwiftMultiTurnScheduler  # the name in users' imports
 
 
 def _refuse_misspelt(answer: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:
-    """Refuse a key that nearly has the name of one that is read; any other is the scheduler's own."""
+    """Refuse a key that is similar to a known one, because it is probably misspelt; other keys are allowed."""
     for key in answer:
         if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
             raise SchedulerError(
@@ -370,7 +374,7 @@ def _refuse_misspelt(answer: Mapping[str, Any], known: Sequence[str], who: str, 
 
 
 def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> None:
-    """Add infos, of which media are shown in the next turn."""
+    """Add infos; media in them are shown in the next turn."""
     if not extra:
         return
     if not isinstance(extra, Mapping):
@@ -389,7 +393,7 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
 
 
 def _turn_score(answer: Mapping[str, Any], current: int) -> float | None:
-    """Return the score of the turn: `score`, else the newest of the infos' `step_rewards`."""
+    """Return the score of the turn: `score`, else the last of the infos' `step_rewards`."""
     if answer.get("score") is not None:
         return float(answer["score"])
     steps = (answer.get("rollout_infos") or {}).get("step_rewards")

@@ -1,6 +1,6 @@
-"""Runs that are described in ms-swift's arguments: `polyturn train --swift`, and what stands in for the program `swift`.
+"""Runs with ms-swift's arguments: `polyturn train --swift`, and the replacement of the program `swift`.
 
-Nothing heavy is imported before all arguments are known to be right, plug-ins included, so a mistake is answered at once.
+Heavy imports happen only after all arguments and plug-ins have been checked, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 
 class _OfServer(Section):
-    """The keys of `swift rollout` that no run has."""
+    """The keys of `swift rollout` that a run does not have."""
 
     serve: ServeOptions = ServeOptions()
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
-    """Train the run that a YAML file of arguments describes."""
+    """Train with the arguments of a YAML file."""
     command = [*program(), "train", "--swift", str(path), *overrides]
 
     def again(name: str) -> list[str]:
@@ -59,7 +59,7 @@ def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) ->
 
 
 def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
-    """Do what `swift rlhf`, or `megatron rlhf`, is asked to do; `--dry-run` and `--resume` are polyturn's own."""
+    """Run `swift rlhf` or `megatron rlhf`; the flags `--dry-run` and `--resume` are polyturn's."""
     own = [a for a in arguments if a in ("--dry-run", "--resume")]
     rest = [a for a in arguments if a not in own]
 
@@ -69,7 +69,7 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
     is_file = len(rest) == 1 and not rest[0].startswith("-")
     for flag, value in itertools.pairwise([] if is_file else arguments):
         if flag in own and not value.startswith("--"):
-            raise ConfigError(f"{flag} takes no value, and {value!r} stands behind it; leave that out, or write its flag")
+            raise ConfigError(f"{flag} takes no value, but is followed by {value!r}; remove that, or add its flag")
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
     translation = _of_processes(tree, megatron=megatron)
@@ -84,14 +84,14 @@ def train(
     resume: bool,
     dry_run: bool,
 ) -> None:
-    """Say once what is ignored and why, and train.
+    """Log the ignored arguments with reasons, and train.
 
     Args:
-        translation: What the arguments became.
+        translation: The translated arguments.
         folder: The folder of their file.
-        again: Returns the command that goes on with the run of a name.
-        resume: Go on from the latest checkpoint.
-        dry_run: Check everything, show it, and stop.
+        again: Returns the command that continues the run of a given name.
+        resume: Whether to continue from the latest checkpoint.
+        dry_run: Whether to check and show everything without training.
     """
     find_like("swift")
     base = (folder or Path()).resolve()
@@ -115,7 +115,7 @@ def train(
 
 
 def check_plugins(config: RunConfig, *, base: Path) -> None:
-    """Load the plug-ins and look up the names that the run needs of them.
+    """Load the plug-ins and check that the names used by the run are registered.
 
     Raises:
         ConfigError: a plug-in cannot be loaded, or a name is not registered.
@@ -132,7 +132,7 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     for name in named.get("names", ()):
         orms.find(name)
     options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
-    make(tuple(named.get("names", ())), options)  # fails now if it cannot be built or does not reach its judge
+    make(tuple(named.get("names", ())), options)  # fails now if a function cannot be created or its judge cannot be reached
     scheduler = config.rollout.scheduler
     if isinstance(scheduler, str) and ":" not in scheduler:
         from polyturn.rollout.schedulers.registry import refuse_moved, schedulers
@@ -144,17 +144,17 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
 
 
 def rollout(arguments: Sequence[str]) -> None:
-    """Do what `swift rollout` is asked to do."""
+    """Run `swift rollout`."""
     find_like("swift")
     loaded, options = read_swift(arguments)
     serve_config(loaded, base=Path(), options=options)
 
 
 def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOptions]:
-    """Return ms-swift's arguments as a configuration and server options; what is ignored is logged with the reason.
+    """Return ms-swift's arguments as a configuration and server options; log ignored arguments with reasons.
 
     Raises:
-        ConfigError: an argument is unknown, or asks for what there is not.
+        ConfigError: an argument is unknown or unsupported.
     """
     translation = rollout_to_native(arguments)
     _tell_unread_variables()
@@ -172,7 +172,7 @@ def _tell_unread_variables() -> None:
 
 
 def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
-    """Translate the arguments of `rlhf`. Batch sizes of `swift` are those of one process, Megatron's are of all.
+    """Translate the arguments of `rlhf`. Batch sizes of `swift` are per process, those of Megatron are global.
 
     Raises:
         ConfigError: NPROC_PER_NODE or NNODES is not a number.
@@ -180,7 +180,7 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     variables = {name: os.environ[name] for name in ("NPROC_PER_NODE", "NNODES") if os.environ.get(name)}
     for name, value in variables.items():
         if not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a number of {'nodes' if name == 'NNODES' else 'processes'}")
+            raise ConfigError(f"{name} is {value!r}; use a number of {'nodes' if name == 'NNODES' else 'processes'}")
     processes = math.prod(map(int, variables.values()))
     if processes > 1:
         text = " and ".join(f"{name} is {value}" for name, value in variables.items())
@@ -195,14 +195,14 @@ _OF_IMAGES = {
     **dict.fromkeys(("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"), _SIZE),
     "ROOT_IMAGE_DIR": "images are looked for beside the file that names them",
 }
-"""Variables that decide in ms-swift what a model is shown, with the reason why they do not here."""
+"""Environment variables of ms-swift about images and videos -> why they have no effect."""
 _HELP = ("-h", "--help")
 COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": rlhf, "rollout": rollout}
 MEGATRON_COMMANDS: Mapping[str, Callable[[Sequence[str]], None]] = {"rlhf": partial(rlhf, megatron=True)}
 
 
 def main() -> None:
-    """Do what the program `swift` is asked to do, in ms-swift's command line, and end the process."""
+    """Run the program `swift` with ms-swift's command line, and end the process."""
     from polyturn.cli.end_process import end_process
     from polyturn.cli.main import guarded, prepare_process
 
@@ -211,10 +211,10 @@ def main() -> None:
 
 
 def dispatch(arguments: Sequence[str]) -> None:
-    """Run a command of ms-swift's command line; `megatron` before it is the program of that name.
+    """Run a command of ms-swift's command line; a leading `megatron` selects the program of that name.
 
     Raises:
-        ConfigError: it is not available here.
+        ConfigError: the command is not available.
     """
     of, commands = ("megatron", MEGATRON_COMMANDS) if arguments[:1] == ["megatron"] else ("swift", COMMANDS)
     rest = arguments[1:] if of == "megatron" else arguments
@@ -227,7 +227,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         )
     if name not in commands:
         raise ConfigError(
-            f"`{of} {name}` is not available here.{did_you_mean(name, commands)} polyturn stands in for reinforcement "
-            "learning over many turns alone"
+            f"`{of} {name}` is not available here.{did_you_mean(name, commands)} polyturn only replaces multi-turn "
+            "reinforcement learning"
         )
     commands[name](rest[1:])

@@ -1,14 +1,14 @@
-"""EpisodeEngine: the `infer_engine` of a scheduler in ms-swift's form. Every `infer_async` is one turn of a native episode.
+"""EpisodeEngine: the `infer_engine` of a scheduler in ms-swift's form; each `infer_async` is a turn of a native episode.
 
-What the request says is compared with what the episode holds, so that sampled ids are never made again:
+The request is compared with the episode's history, so that sampled ids are never recreated from text:
 
-    held  [user "2+2?"]  sampled "5"   request [user "2+2?", assistant "5", user "Wrong."]      an observation is appended
-                                       request [user "2+2?", assistant "5 But wait,"]           the message goes on
+    episode [user "2+2?"] sampled "5"  request [user "2+2?", assistant "5", user "Wrong."]      an observation is appended
+                                       request [user "2+2?", assistant "5 But wait,"]           the message is continued
                                        request [user "2+2?", assistant "five", user "Wrong."]   the history was edited: it
-                                                                       is rendered anew, a new segment unless it fits the old
+                                                                       is rendered again, as a new segment unless it fits
 
-A step may say which ids its turn has. Those that begin as the sampled ones keep them; sampled ids that are missing are
-dropped and counted, or weigh 0 where something else follows; ids of the step's own are observations, never trained.
+A step may return the ids of its turn. A common prefix with the sampled ids is kept. Missing sampled ids are dropped and
+counted, or get weight 0 if other ids follow. Ids added by the step are observations and are never trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.data.media import with_media
 from polyturn.rollout.scheduler import Reply
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionMessageToolCall,
     ChatCompletionResponse,
@@ -50,34 +50,34 @@ if TYPE_CHECKING:
     from polyturn.rollout.scheduler import MultiTurnScheduler
 
 _ROLES = {"tool_response": "tool", "observation": "tool", "function": "tool"}
-"""Roles of ms-swift's messages that have another name here."""
+"""Role in ms-swift's messages -> native role, if different."""
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "repetition_penalty", "min_p")
 
 
 class InferCall(NamedTuple):
-    """One `infer_async`: the turn that it became, and what it returned."""
+    """One `infer_async` call: its turn and its response."""
 
     turn: OpenTurn
     response: ChatCompletionResponse
     ids: tuple[SampledId, ...]
-    """The sampled ids, as the response holds them."""
+    """The sampled ids in the response."""
     text: SampledText
-    """The text without the part that a stop word cut off, as the response holds it."""
+    """The text in the response, without the part that a stop word cut off."""
     is_open: bool
-    """Whether a stop word cut it, so that the message has no end."""
+    """Whether a stop word cut the reply, so that the message has no end token."""
 
 
 class _Given(NamedTuple):
-    """Ids of the answered turn, as a step gave them."""
+    """The ids and mask that a step returned for the answered turn."""
 
     ids: Sequence[int] | None
     mask: Sequence[int] | None
 
     def kept(self, turn: OpenTurn) -> int | None:
-        """Return the number of the turn's sampled ids that the given ones begin with; None if none are given.
+        """Return the length of the common prefix of the sampled ids and `ids`; None if `ids` is None.
 
-        Where some are missing, ids that are masked behind the last trained one are the step's own, even if they happen to
-        be those that were sampled.
+        If sampled ids are missing, masked ids after the last trained one count as the step's own, even if they equal the
+        sampled ones.
         """
         if self.ids is None:
             return None
@@ -92,16 +92,16 @@ class _Given(NamedTuple):
 
 
 class EpisodeEngine(SchedulerEngine):
-    """Lets a scheduler generate in an episode, one turn at a time."""
+    """Lets a scheduler generate turns of an episode, one at a time."""
 
     def __init__(self, episode: Episode, owner: MultiTurnScheduler, *, config: RequestConfig, base: Path) -> None:
-        """Begin.
+        """Create the engine of one episode.
 
         Args:
             episode: The episode.
             owner: The native scheduler that drives it.
-            config: How the run samples; a request may not ask for something else.
-            base: The folder that relative paths of media start from.
+            config: The run's sampling settings; a request may not use others.
+            base: The folder that relative paths of media are resolved against.
         """
         self._episode = episode
         self._owner = owner
@@ -109,7 +109,7 @@ class EpisodeEngine(SchedulerEngine):
         self._base = base
         self._lock = asyncio.Lock()
         self._held: list[Message] = []
-        """The conversation with the last reply, as the scheduler wrote it."""
+        """The conversation including the last reply, as the scheduler wrote it."""
         self._given: _Given | None = None
         self.asked: list[InferCall] = []
         self.over: StopReason | None = None
@@ -118,7 +118,7 @@ class EpisodeEngine(SchedulerEngine):
         kind = ThinkingTemplate if is_thinking else Template
         self.template: Template = kind(self.tokenizer, TemplateMeta(is_thinking=is_thinking), max_length=self.max_model_len)
         self.default_template = self.template
-        """Its name before release 4."""
+        """The name of this attribute before release 4."""
 
     @property
     def tokenizer(self) -> Any:
@@ -127,27 +127,27 @@ class EpisodeEngine(SchedulerEngine):
 
     @property
     def processor(self) -> Any:
-        """The tokenizer, under the name that schedulers of vision models use."""
+        """The tokenizer; schedulers of vision models use this name."""
         return self.tokenizer
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest conversation, in tokens."""
+        """Largest number of tokens of a conversation."""
         return self._episode.limits.max_context
 
     @property
     def engine(self) -> EpisodeEngine:
-        """Itself: there is nothing underneath that a scheduler could use."""
+        """The engine itself: it does not wrap another one."""
         return self
 
-    # What the loop of `base.py` says.
+    # Called by the loop of `base.py`.
 
     async def call_author(self, method: Any, *args: Any) -> Any:
-        """Call a method that the user wrote, plain or async, without blocking other episodes."""
+        """Call a user's method, sync or async, without blocking other episodes."""
         return await self._episode.call(self._owner, method, *args)
 
     def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
-        """Take what a step says about the ids of the turn that it answers."""
+        """Receive the ids and mask that a step returned for the turn that it answers."""
         self._given = _Given(ids, mask)
 
     def score(self, value: float) -> None:
@@ -155,19 +155,19 @@ class EpisodeEngine(SchedulerEngine):
         self.asked[-1].turn.scores["env"] = value
 
     def ended(self, why: str) -> None:
-        """Note why the loop ends."""
+        """Receive the reason why the loop ends."""
         self.why = why
 
-    # What a scheduler calls.
+    # Called by schedulers.
 
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **kwargs: Any
     ) -> ChatCompletionResponse:
-        """Let the model continue the request's conversation by one turn of the episode.
+        """Continue the request's conversation by one turn of the episode.
 
         Raises:
-            EngineOver: a limit forbids it.
-            SchedulerError: the request asks for another way of sampling, or shows what cannot be shown.
+            EngineOver: a limit is reached.
+            SchedulerError: the request has other sampling settings, or messages that cannot be rendered.
         """
         request = as_request(infer_request)
         config = request_config or self._config
@@ -189,31 +189,31 @@ class EpisodeEngine(SchedulerEngine):
             return self._answer(turn, request, config, messages, goes_on=goes_on)
 
     async def _batch_infer_stream(self, tasks: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
-        """Await the tasks one after the other: they share one trajectory."""
+        """Await the tasks one after another, because they share one trajectory."""
         return [await task for task in tasks]
 
     # Private.
 
     def _check(self, config: RequestConfig) -> None:
         if config.n != 1:
-            raise SchedulerError(f"request_config.n is {config.n}; a request draws one reply, so ask again for another one")
+            raise SchedulerError(f"request_config.n is {config.n}; a request gives one reply, so send another request")
         for name in _SAMPLING:
             value, own = getattr(config, name), getattr(self._config, name)
             if value is not None and value != own:
                 raise SchedulerError(
-                    f"request_config.{name} is {value} and the run samples with {own}; the trainer's logprobs depend on it, "
+                    f"request_config.{name} is {value}, but the run's is {own}; the trainer's logprobs depend on it, "
                     "so set it for the run (rollout.sampling, rollout.limits)"
                 )
 
     def _messages(self, request: RolloutInferRequest) -> tuple[list[Message], bool]:
-        """Return a request's conversation with its media, and whether its last message goes on."""
+        """Return a request's conversation with its media, and whether the last message is to be continued."""
         written = [{**m, "role": _ROLES.get(m["role"], m["role"])} for m in request.messages]
         while written and written[-1]["role"] == "assistant" and not written[-1].get("content"):
             written.pop()
         if not written:
             raise SchedulerError(f"the request of trajectory {request.uuid!r} has no messages; keep the row's prompt")
         try:
-            # What the model wrote points at nothing, whatever it spells.
+            # Media markers in the model's own messages are plain text.
             places = [i for i, m in enumerate(written) if m["role"] != "assistant"]
             media = {name: getattr(request, name) for name in MEDIA}
             for i, message in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
@@ -224,7 +224,7 @@ class EpisodeEngine(SchedulerEngine):
         return messages, messages[-1].role == "assistant"
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as the record holds it: no marked texts, and text where the scheduler put a reply's ids."""
+        """Return a message for the record: plain texts, with ids of a reply replaced by its text."""
         read = {k: str(v) if isinstance(v, str) else v for k, v in message.items()}
         if (ids := ids_of(read.get("content"))) is not None:
             stops = self._episode.codec.stop_token_ids
@@ -237,7 +237,7 @@ class EpisodeEngine(SchedulerEngine):
             self._episode.rewrite(messages, goes_on=goes_on)
 
     def _next(self, messages: list[Message], *, goes_on: bool) -> Reply:
-        """Make the episode's next prompt say what a request says."""
+        """Set the episode's next prompt to a request's messages."""
         call, pending = self.asked[-1], self._held
         turn, own_ids = call.turn, self._given
         kept = own_ids.kept(turn) if own_ids is not None else None
@@ -252,7 +252,7 @@ class EpisodeEngine(SchedulerEngine):
         return self._rewritten(messages, goes_on=goes_on) if reply is None else reply
 
     def _continued(self, call: InferCall, text: str, kept: int | None) -> Reply | None:
-        """Let the last message go on behind what the step made of it; None where only a new render can."""
+        """Continue the last message after the step's version of it; None if the history must be rendered again."""
         own_ids = None if self._given is None else self._given.ids
         if kept is not None and own_ids is not None:
             return self._episode.go_on(np.asarray(own_ids[kept:], np.int32), keep=kept)
@@ -262,7 +262,7 @@ class EpisodeEngine(SchedulerEngine):
         return None
 
     def _rewritten(self, messages: list[Message], *, goes_on: bool) -> Reply:
-        """Render the history anew; what stands behind its last reply is recorded as what answered the turn."""
+        """Render the history again; the messages after its last reply are recorded as the answer to the turn."""
         read = [self._as_read(m) for m in messages]
         if goes_on:
             return self._episode.rewrite(messages, goes_on=True)
@@ -272,7 +272,7 @@ class EpisodeEngine(SchedulerEngine):
         return Reply(messages=tuple(read[first:]), goes_on=True)
 
     def _mask(self, turn: OpenTurn, own_ids: _Given | None) -> None:
-        """Weigh the turn's sampled tokens as the step said; what it left out weighs 0."""
+        """Set the weights of the turn's sampled tokens from the step's ids and mask; missing ids get 0."""
         if own_ids is None or own_ids.ids is None:
             return
         kept = min(own_ids.kept(turn) or 0, turn.num_tokens)
@@ -283,7 +283,7 @@ class EpisodeEngine(SchedulerEngine):
         self._episode.weigh(turn, weights)
 
     def _as_read(self, message: Message) -> Message:
-        """Return an assistant message as the episode read it where it is word for word what was sampled."""
+        """Return the episode's parsed message if an assistant message equals the sampled text."""
         if message.role != "assistant":
             return message
         for call in reversed(self.asked):
@@ -302,7 +302,7 @@ class EpisodeEngine(SchedulerEngine):
     ) -> ChatCompletionResponse:
         text, is_stopped = turn.text, False
         if hits := [at for stop in config.stop or [] if (at := text.find(stop)) >= 0]:
-            # A reply's text ends before a stop word; the ids that spell it, and what stands behind, are dropped and counted.
+            # A reply's text ends before a stop word; the ids of the stop word and after it are dropped and counted.
             text, is_stopped = text[: min(hits)], True
             self._episode.go_on(keep=text)
             turn.observation, turn.is_continued = (), False

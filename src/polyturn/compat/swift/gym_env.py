@@ -1,4 +1,4 @@
-"""swift.rollout.gym_env: environments and context managers, as plug-ins register them.
+"""swift.rollout.gym_env: environments and context managers that plug-ins register.
 
 class Grid(Env):
     async def reset(self, config): return "You are at S.", {}, "Walk to G."
@@ -15,33 +15,33 @@ from typing import Any
 from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.registry import PluginDict
 from polyturn.core.plugin_shape import CallShape, Shape
-from polyturn.serving.protocol import Messages, RolloutInferRequest
+from polyturn.serving.rollout_protocol import Messages, RolloutInferRequest
 
 
 class SwiftEnv(ABC):
-    """One environment of one trajectory. Its methods may be plain or async."""
+    """The environment of one trajectory. Its methods may be sync or async."""
 
     def __init__(self, env_config: Any) -> None:
         self.env_config = env_config
 
     @abstractmethod
     async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
-        """Begin; return the first observation, an info, and the system message ("" for none)."""
+        """Begin and return the first observation, an info, and the system message ("" for none)."""
 
     @abstractmethod
     async def step(self, action: Messages) -> tuple[str, float, bool, dict[str, Any]]:
-        """Act on the conversation, whose last message is the model's; return observation, reward, whether done, info."""
+        """Act on the conversation, whose last message is the model's; return observation, reward, done and info."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Free what it holds. Called exactly once."""
+        """Release resources. Called exactly once."""
 
 
-Env = SwiftEnv  # the name that its users import
+Env = SwiftEnv  # the name in users' imports
 
 
 class SimpleMathEnv(Env):
-    """Says that an answer is wrong until it is right."""
+    """Replies that the answer is wrong until it is right."""
 
     tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
     system_prompt = (
@@ -55,7 +55,7 @@ class SimpleMathEnv(Env):
         self.solution = ""
 
     async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
-        """Ask the row's problem."""
+        """Return the row's problem."""
         self.solution = config.data_dict["solution"]
         return config.data_dict["problem"], {}, self.system_prompt
 
@@ -69,21 +69,21 @@ class SimpleMathEnv(Env):
 
 
 class ContextManager(ABC):
-    """Chooses what of a history the model is shown next."""
+    """Selects the part of a history that the model sees next."""
 
     def __init__(self, ctx_config: Any) -> None:
         self.ctx_config = ctx_config
 
     @abstractmethod
     def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
-        """Return the history to go on with."""
+        """Return the history for the next turn."""
 
 
 class DummyContextManager(ContextManager):
     """Shows everything."""
 
     def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
-        """Return the history as it is."""
+        """Return the history unchanged."""
         return history
 
 

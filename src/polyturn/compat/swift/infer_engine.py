@@ -1,6 +1,6 @@
-"""swift.infer_engine, and what swift.llm of earlier releases offered: requests, responses, and names of engines.
+"""swift.infer_engine, and swift.llm of earlier releases: requests, responses, and names of engines.
 
-The engines are names only, for annotations and imports: a scheduler is given the engine of its episode.
+The engines exist only for annotations and imports; a scheduler gets the engine of its episode.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from polyturn.core.errors import ConfigError
 
 
 class InferEngine:
-    """An engine of ms-swift. Not here: a scheduler uses `self.infer_engine`, which is given to it."""
+    """An engine of ms-swift, which cannot be created; a scheduler uses `self.infer_engine`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            f"{type(self).__name__} cannot be made here; a scheduler generates with self.infer_engine, and a reward that "
-            "needs a model of its own asks a server"
+            f"{type(self).__name__} cannot be created here; a scheduler generates with self.infer_engine, and a reward "
+            "that needs a model calls a server"
         )
 
 
@@ -32,7 +32,7 @@ class SwiftVllmEngine(InferEngine):
     """A name for annotations."""
 
 
-VllmEngine = SwiftVllmEngine  # the name that its users import
+VllmEngine = SwiftVllmEngine  # the name in users' imports
 
 
 class GRPOVllmEngine(InferEngine):

@@ -1,10 +1,10 @@
-"""swift.loss_scale: strategies that plug-ins define, which say what of a reply is trained. They become native masks.
+"""swift.loss_scale: users' strategies that select the trained parts of a reply. They become native masks.
 
     class Last(LossScale):
         def get_loss_scale(self, context, **kwargs): return [context], [1.0 if "####" in context else 0.0]
     loss_scale_map["mine"] = Last                                            --loss_scale mine
 
-In reinforcement learning a strategy only masks: everything above 0 is trained. A scheduler's own mask wins.
+In reinforcement learning a strategy only masks: parts with a weight above 0 are trained. A scheduler's mask overrides it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answ
 
 
 class SwiftLossScale:
-    """A strategy: cuts a reply into pieces and weighs each."""
+    """A strategy that splits a reply into pieces and weights each."""
 
     is_binary: bool | None = True
 
@@ -34,18 +34,18 @@ class SwiftLossScale:
         pass
 
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
-        """Return the pieces of a reply, which join to it, and the weight of each."""
+        """Return the pieces of a reply, whose concatenation is the reply, and their weights."""
         return [context], [1.0]
 
 
-LossScale = SwiftLossScale  # the name that its users import
+LossScale = SwiftLossScale  # the name in users' imports
 
 
 class REACTLossScale(LossScale):
-    """Leaves out what a model writes as an observation."""
+    """Leaves out observations that the model itself writes."""
 
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
-        """Return the text between observations with weight 1, and theirs with 0."""
+        """Return the pieces with weight 0 for observations and 1 for other text."""
         pieces, weights, at = [], [], 0
         for match in _OBSERVED.finditer(context):
             pieces += [context[at : match.start(2)], match[2]]
@@ -55,7 +55,7 @@ class REACTLossScale(LossScale):
 
 
 class LossScaleDict(PluginDict):
-    """Strategies by name; each one becomes a native mask of that name, unless there is one."""
+    """Name -> strategy; each also becomes a native mask of that name, unless one exists."""
 
     def __setitem__(self, name: str, entry: Any) -> None:
         super().__setitem__(name, entry)
@@ -73,7 +73,7 @@ def _as_mask(name: str) -> Any:
 
 
 def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
-    """Ask a strategy about a reply; releases before 4 also pass what the text is, and whether it is the last round."""
+    """Call a strategy on a reply; releases before 4 also pass the kind of text and whether it is the last round."""
     if "context_type" in inspect.signature(strategy.get_loss_scale).parameters:
         cut: tuple[list[str], list[float]] = strategy.get_loss_scale(turn.text, ContextType.RESPONSE, turn.is_last_round)
     else:
@@ -85,8 +85,8 @@ def _weights(strategy: Any, turn: SampledTurn, *, name: str) -> np.ndarray[Any, 
     pieces, weights = _cut(strategy, turn)
     if "".join(pieces) != turn.text or len(pieces) != len(weights):
         raise ConfigError(
-            f"the loss_scale {name!r} cut a reply into {pieces!r:.100} with {len(weights)} weights; the pieces must join to "
-            "the reply, with a weight for each"
+            f"the loss_scale {name!r} split a reply into {pieces!r:.100} with {len(weights)} weights; the pieces must add "
+            "up to the reply, with a weight for each"
         )
     parts, at = [], 0
     for piece, weight in zip(pieces, weights, strict=True):

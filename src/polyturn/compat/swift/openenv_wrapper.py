@@ -1,11 +1,11 @@
-"""swift.rollout.openenv_wrapper: an OpenEnv server as ms-swift's schedulers call it, over the native environment.
+"""swift.rollout.openenv_wrapper: ms-swift's interface to an OpenEnv server, on top of the native environment.
 
     wrapper = OpenEnvWrapper({"base_url": "http://gpu7:8000", "reset_kwargs": {"seed": 3}})
     observation, metadata = wrapper.reset()
     observation, reward, done, metadata = wrapper.step({"message": "[1 2 3]"})
 
-An episode is one WebSocket connection, in a thread with its own event loop, because schedulers call the wrapper from plain
-and from async code. A step is never repeated: a lost connection ends its episode.
+An episode is one WebSocket connection, in a thread with its own event loop, because schedulers call the wrapper from sync
+and async code. A step is never repeated, so a lost connection ends its episode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEFAULT_URL = "http://localhost:8000"
 
 
 class OpenEnvWrapper:
-    """One episode behind an OpenEnv server. Its methods block; the shipped scheduler calls them in threads."""
+    """One episode of an OpenEnv server. Its methods block; the shipped scheduler calls them in threads."""
 
     def __init__(self, env_config: Mapping[str, Any]) -> None:
         self.base_url = str(env_config.get("base_url") or _DEFAULT_URL).rstrip("/")
@@ -32,7 +32,7 @@ class OpenEnvWrapper:
         self._session: OpenEnvSession | None = None
 
     def reset(self) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode on a connection of its own; return the observation as the server gave it, and its metadata."""
+        """Begin an episode on a new connection; return the server's observation and its metadata."""
         self.close()
         self._session = session = self._adapter.make()
         try:
@@ -44,18 +44,18 @@ class OpenEnvWrapper:
         return reply.get("observation"), _metadata(reply)
 
     def step(self, action: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Act; return observation, reward, whether the episode is over, and metadata.
+        """Act and return observation, reward, done and metadata.
 
-        An action that the environment does not take is answered with what is wrong with it, for the model.
+        If the environment refuses the action, the observation is the error for the model.
         """
         assert self._session is not None, "step was called before reset"
         reply = _wait(self._session.ask("step", action))
         if "error" in reply:
-            return f"The action is refused: {reply['error']}", 0.0, False, {"is_refused": True}
+            return f"The action was refused: {reply['error']}", 0.0, False, {"is_refused": True}
         return reply.get("observation"), *self._session.outcome(reply), _metadata(reply)
 
     def close(self) -> None:
-        """End the connection, and with it the episode."""
+        """Close the connection, which ends the episode."""
         session, self._session = self._session, None
         if session is not None:
             _wait(session.close())
@@ -63,7 +63,7 @@ class OpenEnvWrapper:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop that all connections are kept in."""
+    """Return the event loop of all connections."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="polyturn-openenv", daemon=True).start()
     return loop

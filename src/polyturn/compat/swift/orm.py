@@ -1,11 +1,11 @@
-"""swift.rewards.orm: the base classes of reward functions, the shipped ones under their names, and the registries.
+"""swift.rewards.orm: the base classes of reward functions, the shipped functions, and the registries.
 
     class Countdown(ORM):
         def __call__(self, completions, target, nums, **kwargs) -> list[float | None]: ...
     orms["external_countdown"] = Countdown              reward_funcs: [external_countdown]
 
-`completions` holds the last assistant message of each sample; every other argument is a list as long, of the row's columns
-and of what happened in the rollout (`reward_adapter.py`). None means that a reward has nothing to say about a sample.
+`completions` has the last assistant message of each sample. All other arguments are lists of the same length, with the row's
+columns and information about the rollout (`reward_adapter.py`). None means that a function does not score a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEXT = re.compile(r"\nObservation:|\nThought:|\nAction:")
 
 
 class ORM:
-    """A reward function. `__init__` may take the run's arguments, `__call__` scores a list of completions."""
+    """A reward function. `__init__` may take the run's arguments; `__call__` scores a list of completions."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         self.args = args
@@ -38,7 +38,7 @@ class ORM:
 
 
 class AsyncORM(ORM):
-    """A reward function that waits for something; several of them wait at the same time."""
+    """An async reward function; several of them run concurrently."""
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Return one score, or None, for each completion."""
@@ -46,7 +46,7 @@ class AsyncORM(ORM):
 
 
 class PRM:
-    """A scorer of steps, for sampling; kept so that files which define one can be loaded."""
+    """A scorer of steps, for sampling; it exists so that files that define one can be loaded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the scores."""
@@ -54,7 +54,7 @@ class PRM:
 
 
 class MathAccuracy(ORM):
-    """Whether the answer equals the row's `solution`, as mathematics."""
+    """Scores whether the answer equals the row's `solution` mathematically."""
 
     def __call__(self, completions: list[str], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Return 1.0 or 0.0."""
@@ -67,7 +67,7 @@ class MathAccuracy(ORM):
 
 
 class Format(ORM):
-    """Whether the whole text is `<think>…</think><answer>…</answer>`."""
+    """Scores whether the whole text is `<think>…</think><answer>…</answer>`."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
@@ -75,7 +75,7 @@ class Format(ORM):
 
 
 class ReActFormat(ORM):
-    """Whether the whole text is `<think>…</think> Action:… Action Input:…`."""
+    """Scores whether the whole text is `<think>…</think> Action:… Action Input:…`."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
         """Return 1.0 or 0.0."""
@@ -83,7 +83,7 @@ class ReActFormat(ORM):
 
 
 class CosineReward(ORM):
-    """Accuracy, scaled by length: right answers gain from being short, wrong ones lose less for being long."""
+    """Accuracy scaled by length: short right answers score higher, and long wrong answers lose less."""
 
     def __init__(self, args: Any = None, accuracy_orm: ORM | None = None, **kwargs: Any) -> None:
         super().__init__(args)
@@ -110,7 +110,7 @@ class CosineReward(ORM):
 
 
 class RepetitionPenalty(ORM):
-    """A penalty for word n-grams that come again."""
+    """A penalty for repeated n-grams of words."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__(args)
@@ -145,7 +145,7 @@ class SoftOverlong(ORM):
 
 
 class ReactORM(ORM):
-    """Whether the last action equals that of the `solution`: its name, and its input as JSON, else word for word."""
+    """Scores whether the last action equals that of the `solution`: the name, and the input as JSON or else as text."""
 
     def __call__(self, completions: list[str], solution: Sequence[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Return 1.0 or 0.0."""
@@ -153,7 +153,7 @@ class ReactORM(ORM):
 
 
 class MathORM(ORM):
-    """The scorer of ms-swift's sampling tool, which is not a reward of a run."""
+    """The scorer of ms-swift's sampling tool; it is not a reward of a run."""
 
     def __call__(self, infer_requests: Any, ground_truths: Any, **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Score the last message of each request."""
@@ -165,7 +165,7 @@ class MathORM(ORM):
 
 
 class SwiftThinkingTips(ORM):
-    """The accuracy of a trajectory's last turn, given to every sample that the trajectory was cut into."""
+    """The accuracy of a trajectory's last turn, for every sample of the trajectory."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__(args)
@@ -177,11 +177,11 @@ class SwiftThinkingTips(ORM):
         return self.acc_func([row["messages"][-1]["content"] for row in rows], solution=[row["solution"] for row in rows])
 
 
-ThinkingTips = SwiftThinkingTips  # the name that its users import
+ThinkingTips = SwiftThinkingTips  # the name in users' imports
 
 
 def num_tokens(ids: Sequence[Any]) -> int:
-    """Return the number of tokens, also where they come as a list for each turn."""
+    """Return the number of tokens of a flat list, or of a list per turn."""
     return sum(len(one) if isinstance(one, Sequence) else 1 for one in ids)
 
 
@@ -200,18 +200,18 @@ def _answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-# Patterns with several parts of any length take minutes for a few hundred line breaks that a model wrote, so texts are taken
-# apart from left to right.
+# Regular expressions with several unbounded parts can take minutes on a few hundred line breaks, so texts are parsed from
+# left to right.
 
 
 def _is_thought_and(then: re.Pattern[str], text: str, last: str) -> bool:
-    """Return whether a text is `<think>…`, what `then` finds behind it, and `last` somewhere after that."""
+    """Return whether a text is `<think>…`, followed by a match of `then`, and later by `last`."""
     match = then.search(text, len("<think>")) if text.startswith("<think>") else None
     return match is not None and text.find(last, match.end()) >= 0
 
 
 def last_action(text: str) -> tuple[str, str] | None:
-    """Return the name and the input of the last `Action: …` with a line `Action Input: …` below it."""
+    """Return the name and input of the last `Action: …` that is followed by a line `Action Input: …`."""
     last, at = None, 0
     while (start := text.find("Action:", at)) >= 0:
         start += len("Action:")

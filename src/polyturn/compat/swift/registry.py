@@ -1,9 +1,9 @@
-"""The registries that plug-in files write to: dictionaries in which two plug-ins cannot take one name.
+"""The registries of plug-ins: dictionaries in which two plug-ins cannot use the same name.
 
     multi_turns["mine"] = Mine        a class of `multi_turn.RolloutScheduler`
     orms["mine"] = Mine               a class of `rewards.ORM`, or a function
 
-A plug-in may replace a shipped entry. It cannot replace another plug-in's: that is an error.
+A plug-in may replace a shipped entry; replacing another plug-in's entry is an error.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class PluginDict(dict[str, Any]):
     """Name -> class, for one kind of plug-in."""
 
     def __init__(self, kind: str, shipped: dict[str, Any] | None = None, *, shape: Shape | None = None) -> None:
-        """Begin with what is shipped.
+        """Create a registry with the shipped entries.
 
         Args:
-            kind: Its name, for messages.
-            shipped: What it holds from the start.
-            shape: What a class that a row names must define; None where a config's loader checks those it names. Files
-                register what they never use, so a class is checked only when a run names it.
+            kind: The registry's name in messages.
+            shipped: The shipped entries.
+            shape: The methods that a class needs, checked only when a run uses it, because files register classes that
+                they never use. None if the loader of configs checks them.
         """
         super().__init__(shipped or {})
         self.kind = kind
@@ -45,8 +45,8 @@ class PluginDict(dict[str, Any]):
         """Return the plug-in with a name.
 
         Raises:
-            UnknownNameError: nothing is registered under it.
-            ConfigError: what is registered lacks a method, or misspells one.
+            UnknownNameError: the name is not registered.
+            ConfigError: the registered class lacks a method, or misspells one.
         """
         if name not in self:
             raise UnknownNameError(
@@ -64,7 +64,7 @@ def _home(entry: Any) -> str:
 
 
 def _file(entry: Any) -> str:
-    """Return the file that an entry comes from: one file may be imported under two names."""
+    """Return the file of an entry, because one file may be imported under two names."""
     home = _home(entry)
     module = sys.modules.get(home)
     return home if module is None or module.__file__ is None else str(Path(module.__file__).resolve())

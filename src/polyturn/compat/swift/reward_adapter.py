@@ -1,12 +1,12 @@
-"""Reward functions in ms-swift's form, as the reward function of a native run.
+"""Runs reward functions in ms-swift's form as the reward function of a native run.
 
     reward:
       function:
         name: polyturn.compat.swift.reward_adapter:score
         kwargs: {names: [accuracy, format], weights: [1.0, 0.2]}
 
-Each function is called once for a trajectory, with lists as long as the trajectory has outputs: one, unless its scheduler
-returned several. All outputs must come to one reward, because a trajectory has one, which all its tokens get.
+Each function is called once per trajectory, with lists of one item per output: one, unless the scheduler returned several.
+All outputs must have the same reward, because a trajectory has one reward for all its tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyturn.infra.deadline import CallWithDeadline
 from polyturn.serving.outputs import reward_rows
 
 GYM = "gym_reward"
-"""The component that an environment's `total_reward` makes."""
+"""The reward component for an environment's `total_reward`."""
 
 _threads = functools.cache(lambda: CallWithDeadline(name="swift-rewards", timeout_s=math.inf))
 
@@ -38,18 +38,18 @@ async def score(
     use_gym_env: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the weighted sum of the named functions' scores, and each of them.
+    """Return the weighted sum of the named functions' scores, and each score.
 
     Args:
         trajectory: A finished trajectory.
         names: Names in `orms`.
-        weights: One for each name, then one for the environment's reward; None is 1 each.
-        use_gym_env: Add the `total_reward` that the scheduler's infos hold.
-        options: What the functions' constructors read off their `args`, such as cosine_max_len.
+        weights: One per name, then one for the environment's reward; None uses 1 for each.
+        use_gym_env: Whether to add the `total_reward` of the scheduler's infos.
+        options: Attributes of `args` for the functions' constructors, such as cosine_max_len.
 
     Raises:
-        ConfigError: a name is unknown, or there are more or fewer weights.
-        RewardError: a function returned too few scores, none has anything to say, or the outputs come to different rewards.
+        ConfigError: a name is unknown, or the number of weights is wrong.
+        RewardError: a function returned too few scores, all returned None, or the outputs have different rewards.
     """
     functions = make(tuple(names), json.dumps(dict(options or {}), sort_keys=True, default=str))
     of = check_weights(names, weights, use_gym_env=use_gym_env)
@@ -67,28 +67,28 @@ async def score(
         raise RewardError(f"no reward function has a score for request_id={trajectory.id}; each returned None")
     if not all(math.isclose(t or 0.0, totals[0] or 0.0, abs_tol=1e-6) for t in totals):
         raise RewardError(
-            f"Inconsistent rewards detected for request_id={trajectory.id}: its {len(rows)} outputs come to {totals}; a "
-            "trajectory has one reward, so score its last output (kwargs['trajectory_inputs'][request_id][-1])"
+            f"Inconsistent rewards detected for request_id={trajectory.id}: its {len(rows)} outputs have the rewards "
+            f"{totals}; a trajectory has one reward, so score its last output (kwargs['trajectory_inputs'][request_id][-1])"
         )
     return {"score": totals[-1], **{name: column[-1] for name, column in columns.items() if column[-1] is not None}}
 
 
 @functools.cache
 def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
-    """Make the named reward functions.
+    """Create the named reward functions.
 
     Raises:
-        ConfigError: one is unknown or cannot be made.
+        ConfigError: a name is unknown, or its function cannot be created.
     """
     args = SimpleNamespace(**json.loads(options))
     return tuple(_made(orms.find(name), name=name, args=args) for name in names)
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_gym_env: bool) -> list[float]:
-    """Return one weight for each function, and for the environment.
+    """Return one weight per function and for the environment.
 
     Raises:
-        ConfigError: there are more or fewer.
+        ConfigError: the number of weights is wrong.
     """
     num = len(names) + use_gym_env
     if num == 0:
@@ -115,7 +115,7 @@ def _made(entry: Any, *, name: str, args: Any) -> Any:
 
 
 def _told(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a function's arguments: `completions`, and each column as a list."""
+    """Return the arguments of reward functions: `completions`, and each column as a list."""
     names = dict.fromkeys(name for row in rows for name in row)
     versions = [int(s.versions.max(initial=-1)) for s in trajectory.segments]
     return {
@@ -149,12 +149,12 @@ def _total(row: Mapping[str, Any]) -> float:
     if "total_reward" not in infos:
         raise RewardError(
             f"rollout_infos of request_id={row['request_id']} has no total_reward, it has {sorted(infos)}; a scheduler with "
-            "an environment sets it, or drop use_gym_env"
+            "an environment sets it, or remove use_gym_env"
         )
     return float(infos["total_reward"])
 
 
 def _sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the weighted sum of the scores there are; None if there is none."""
+    """Return the weighted sum of the scores that are not None; None if all are."""
     known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
     return math.fsum(known) if known else None

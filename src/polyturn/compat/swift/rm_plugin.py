@@ -1,4 +1,4 @@
-"""swift.rewards.rm_plugin: the base classes of reward-model plug-ins. Files that define one load; no run uses it yet."""
+"""swift.rewards.rm_plugin: the base classes of reward-model plug-ins. Files that define one can be loaded, but not used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class DefaultRMPlugin:
         self.template = template
 
     def __call__(self, inputs: list[dict[str, Any]], **kwargs: Any) -> list[float]:
-        """Refuse: there is no reward model in a run."""
+        """Refuse: runs have no reward model."""
         raise ConfigError(
-            f"{type(self).__name__} needs a reward model, and a run has none yet; call the model from a reward function (an "
-            "ORM or AsyncORM that asks a server)"
+            f"{type(self).__name__} needs a reward model, which runs do not support yet; call the model from a reward "
+            "function (an ORM or AsyncORM that calls a server)"
         )
 
 
 class GenRMPlugin(DefaultRMPlugin):
-    """A reward model that writes its verdict."""
+    """A reward model that generates its verdict as text."""
 
 
 rm_plugins = PluginDict("rm_plugins", {"default": DefaultRMPlugin, "genrm": GenRMPlugin})

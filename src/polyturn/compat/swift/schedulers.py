@@ -1,6 +1,6 @@
-"""The schedulers that ms-swift ships, under their names: math tips, thinking tips, gym, OpenEnv.
+"""The schedulers that ms-swift ships: math tips, thinking tips, gym and OpenEnv.
 
-User code subclasses them, so they are written on its interface and keep the attributes that subclasses read and replace
+User code subclasses them, so they use ms-swift's interface and keep the attributes that subclasses read and replace
 (`_envs`, `_total_rewards`, `_step_rewards`, `_pending_obs`, `_create_env`, `_close_and_remove`).
 """
 
@@ -21,7 +21,7 @@ from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import without_reasoning
 from polyturn.core.errors import SchedulerError, did_you_mean, one_line
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     ChatCompletionResponseChoice,
     Messages,
     RequestConfig,
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class MathTipsScheduler(MultiTurnScheduler):
-    """A wrong answer is cut away, once, and the same message goes on behind a hint."""
+    """Removes a wrong answer, once, and lets the model continue the message after a hint."""
 
     tips_prompt = "But wait... It seems I made a mistake,"
 
@@ -44,7 +44,7 @@ class MathTipsScheduler(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """End where the hint was given, or the answer is right."""
+        """End if the hint has been given, or the answer is right."""
         text = infer_request.messages[-1]["content"]
         if self.tips_prompt in text or self.acc_func([text], [infer_request.data_dict["solution"]])[0] == 1:
             return True
@@ -71,7 +71,7 @@ class MathTipsScheduler(MultiTurnScheduler):
 
 
 class ThinkingModelTipsScheduler(MultiTurnScheduler):
-    """A wrong answer draws a hint from the user, once; each turn is an output of its own, whose history has no reasoning."""
+    """Answers a wrong answer with a hint from the user, once; each turn is a separate output without earlier reasoning."""
 
     tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
 
@@ -82,7 +82,7 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> list[RolloutOutput]:
-        """Return one output for each turn."""
+        """Return one output per turn."""
         request = infer_request
         outputs: list[RolloutOutput] = []
         assert self.infer_engine is not None
@@ -109,7 +109,7 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """End where the hint was given, or the answer is right."""
+        """End if the hint has been given, or the answer is right."""
         if self.tips_prompt in infer_request.messages[-2]["content"]:
             return True
         if self.acc_func([str(response_choice.message.content)], [infer_request.data_dict["solution"]])[0] == 1:
@@ -125,7 +125,7 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
 
 
 class GYMScheduler(MultiTurnScheduler):
-    """Every turn is an action in the environment that the row's `env_config` names."""
+    """Runs trajectories in the environment of the row's `env_config`; every turn is an action."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,9 +145,9 @@ class GYMScheduler(MultiTurnScheduler):
         return envs[name](env_config)
 
     async def _close_and_remove(self, uuid: str | None) -> None:
-        """Close an environment, if it is open, and forget everything about it.
+        """Close an environment if it is open, and delete its state.
 
-        What its `close` raises is logged: the trajectory is over, and worth what it earned.
+        An error of its `close` is only logged: the trajectory has ended, and its reward counts.
         """
         env = self._envs.pop(uuid, None)
         for state in (self._total_rewards, self._step_rewards, self._pending_obs):
@@ -159,7 +159,7 @@ class GYMScheduler(MultiTurnScheduler):
                 logger.warning("%s.close raised in trajectory %s: %s", type(env).__name__, uuid, one_line(problem))
 
     async def _plain_or_async(self, method: Any, *args: Any) -> Any:
-        """Call a method of an environment, a plain one without blocking other trajectories."""
+        """Call a method of an environment; a sync one runs without blocking other trajectories."""
         answer = method(*args) if inspect.iscoroutinefunction(method) else await self._ask(method, *args)
         return await answer if inspect.isawaitable(answer) else answer
 
@@ -216,7 +216,7 @@ class GYMScheduler(MultiTurnScheduler):
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Show what the environment answered."""
+        """Show the environment's observation."""
         observation = self._pending_obs.get(infer_request.uuid)
         if observation is not None:
             infer_request.messages.append({"role": "user", "content": observation})
@@ -228,16 +228,16 @@ class GYMScheduler(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> Any:
-        """Close what is still open."""
+        """Close environments that are still open."""
         for request in requests:
             await self._close_and_remove(request.uuid)
 
 
 class OpenEnvScheduler(GYMScheduler):
-    """Every turn is an action in an environment behind an OpenEnv server."""
+    """Runs trajectories in environments of an OpenEnv server; every turn is an action."""
 
     max_concurrent_envs = 4
-    """Environments that one call of `on_trajectory_start` opens at once."""
+    """Largest number of environments that a call of `on_trajectory_start` opens concurrently."""
     env_config_defaults: dict[str, Any] = {}  # noqa: RUF012  (subclasses replace it)
     """Defaults of a row's `env_config`."""
 
@@ -245,7 +245,7 @@ class OpenEnvScheduler(GYMScheduler):
         return OpenEnvWrapper(env_config)
 
     def parse_action(self, text: str) -> Any:
-        """Return the action that a reply spells: a JSON object, else {"message": the reply}."""
+        """Return the action in a reply: a JSON object, else {"message": the reply}."""
         body = _unfenced(text)
         try:
             arguments = json.loads(body)
@@ -254,7 +254,7 @@ class OpenEnvScheduler(GYMScheduler):
         return arguments if isinstance(arguments, dict) else {"message": body if arguments is None else str(arguments)}
 
     def format_observation(self, observation: Any) -> str:
-        """Return an observation as the text that the model reads: JSON, also of a text."""
+        """Return an observation as text for the model: JSON, even if it is a text."""
         try:
             return json.dumps(observation, ensure_ascii=False, default=str)
         except (TypeError, ValueError):
@@ -301,7 +301,7 @@ def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:
 
 
 def _without_reasoning(messages: Messages) -> Messages:
-    """Return a history whose earlier replies have lost their reasoning."""
+    """Return a history without the reasoning of earlier replies."""
     return [{**m, "content": without_reasoning(m["content"])} if m["role"] == "assistant" else dict(m) for m in messages]
 
 
@@ -315,11 +315,11 @@ multi_turns = PluginDict(
         "openenv_scheduler": OpenEnvScheduler,
     },
 )
-"""Name -> scheduler class; plug-ins add theirs."""
+"""Name -> scheduler class; plug-ins add their own."""
 
 
 def _unfenced(text: str) -> str:
-    """Return the text between two fences, without blank lines around it; a text without fences as it is."""
+    """Return the text between two fences, without surrounding blank lines; a text without fences is unchanged."""
     fenced = text.strip()
     inner = fenced[3:-3].lstrip(string.ascii_letters)
     first = len(inner) - len(inner.lstrip())

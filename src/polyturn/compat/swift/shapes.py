@@ -1,4 +1,4 @@
-"""The methods that schedulers written for ms-swift define, checked before a run."""
+"""Checks the methods of schedulers written for ms-swift before a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.infra.run_sync import in_own_loop
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
@@ -29,14 +29,14 @@ _CALLS = {
     "async_infer": CallShape(num=2, write="async def async_infer(self, infer_requests, request_config, **kwargs)"),
 }
 _OWN_LOOP = {name: _CALLS[name] for name in ("run", "async_infer")}
-"""Of a class with a loop of its own, whose `step` and `check_finished` are helpers that it calls as it likes."""
+"""Checked methods of a class with its own loop, whose `step` and `check_finished` are only helpers."""
 SINGLE_TURN = Shape(what="a scheduler of ms-swift", needs=(), bases=_BASES, calls=_CALLS)
-"""A scheduler of one turn is whole as its base class has it."""
+"""A scheduler with one turn needs no methods besides those of the base class."""
 MULTI_TURN = Shape(what="a multi-turn scheduler of ms-swift", needs=(("step", "run"),), bases=_BASES, calls=_CALLS)
 
 
 def check_scheduler(cls: type[RolloutScheduler], *, where: str) -> None:
-    """Refuse a scheduler's class that leaves its turns to the base class, or misspells a method.
+    """Refuse a scheduler's class that does not define its turns, or misspells a method.
 
     Raises:
         ConfigError: the first problem found.
@@ -48,18 +48,18 @@ def check_scheduler(cls: type[RolloutScheduler], *, where: str) -> None:
 
 
 def overrides_batches(cls: type[RolloutScheduler]) -> bool:
-    """Return whether a class has an `async_infer` of its own."""
+    """Return whether a class overrides `async_infer`."""
     return cls.async_infer is not RolloutScheduler.async_infer
 
 
 def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> None:
-    """Refuse a scheduler whose `async_infer` needs the requests of a whole group, for an episode has one request.
+    """Refuse a scheduler whose `async_infer` needs the requests of a whole group, because an episode has one request.
 
-    It is called with one request and with two of the same messages, and `run` only notes them: an override that prepares
-    requests, or looks at outputs, passes each of them on.
+    The check calls it with one request and with two equal ones, and a replaced `run` records them: an override that only
+    prepares requests or reads outputs passes all of them on.
 
     Raises:
-        ConfigError: it raises with one request alone, or lets `run` have fewer than it was given.
+        ConfigError: the method raises for a single request, or does not pass all requests to `run`.
     """
     for num in (1, 2):
         noted: set[str | None] = set()
@@ -77,7 +77,7 @@ def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> 
         try:
             in_own_loop(lambda: trial.async_infer(list(requests), RequestConfig()))  # noqa: B023
         except _NeedsEngine:
-            return  # the first episode shows what it does
+            return  # it can only be checked in the first episode
         except Exception as problem:
             raise _needs_group(scheduler, f"raises {one_line(problem)} with one request") from problem
         if noted != {one.uuid for one in requests}:
@@ -86,17 +86,17 @@ def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> 
 
 def _needs_group(scheduler: RolloutScheduler, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(scheduler).__name__}.async_infer {why}: it needs those of a whole group, and an episode is one; write "
-        "`run`, or take examples/schedulers/tree.py for branches"
+        f"{type(scheduler).__name__}.async_infer {why}: it needs the requests of a whole group, but an episode has one; "
+        "override `run` instead, or use examples/schedulers/tree.py for branches"
     )
 
 
 class _NeedsEngine(AttributeError):
-    """Code asked for an engine where none is there yet."""
+    """Code needs an engine, which does not exist yet."""
 
 
 class _NoEngine:
-    """Stands in for an engine where nothing is generated."""
+    """Replaces the engine during the check."""
 
     async def _batch_infer_stream(self, tasks: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
         return [await task for task in tasks]

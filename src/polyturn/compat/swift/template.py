@@ -1,4 +1,4 @@
-"""swift.template: the names that plug-ins annotate with, and the template that a scheduler's engine has."""
+"""swift.template: names for plug-ins' annotations, and the template of a scheduler's engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from polyturn.serving.protocol import Messages, Tool
+from polyturn.serving.rollout_protocol import Messages, Tool
 
 __all__ = ["ContextType", "Messages", "Prompt", "Template", "TemplateMeta", "ThinkingTemplate", "Tool", "Word"]
 
@@ -15,7 +15,7 @@ Prompt = list[Word]
 
 
 class ContextType(StrEnum):
-    """The kind of a piece of a conversation; strategies of a loss scale are asked about responses."""
+    """The kind of a piece of a conversation; loss-scale strategies are called for responses."""
 
     RESPONSE = "response"
     SUFFIX = "suffix"
@@ -27,12 +27,12 @@ class TemplateMeta:
     """Facts about a template."""
 
     is_thinking: bool = False
-    """Whether the chat template has reasoning."""
+    """Whether the chat template supports reasoning."""
 
 
 @dataclass
 class Template:
-    """The chat template of a run, for schedulers that ask for its tokenizer."""
+    """The chat template of a run, for schedulers that use its tokenizer."""
 
     tokenizer: Any
     template_meta: TemplateMeta
@@ -41,15 +41,15 @@ class Template:
 
     @property
     def processor(self) -> Any:
-        """The tokenizer, under the name that schedulers use for a processor."""
+        """The tokenizer; schedulers use this name for a processor."""
         return self.tokenizer
 
     def _get_response_prefix(self, inputs: Any = None) -> str:
-        """Return the opening of a reply: none, because the chat template writes it as part of the prompt."""
+        """Return the prefix of a reply: empty, because the chat template adds it to the prompt."""
         return ""
 
     def _swift_prepare_inputs(self, inputs: Any) -> None:
-        """Take the reasoning out of the earlier replies of `inputs.messages`, in place."""
+        """Remove the reasoning from earlier replies of `inputs.messages`, in place."""
         last = len(inputs.messages) - 1
         for i, message in enumerate(inputs.messages):
             if message["role"] == "assistant" and i != last:
@@ -57,7 +57,7 @@ class Template:
 
 
 class ThinkingTemplate(Template):
-    """The same of a model that writes reasoning: in release 3.8 the class says so, and not its meta."""
+    """The template of a model with reasoning: release 3.8 marks this by the class and not by `TemplateMeta`."""
 
 
 def without_reasoning(content: Any) -> Any:

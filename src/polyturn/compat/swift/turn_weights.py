@@ -1,12 +1,12 @@
-"""From what a scheduler's `run` returned to the episode's record: which turns count, with which weights and infos.
+"""Transfers the result of a scheduler's `run` to the episode's record: which turns count, with their weights and infos.
 
     run returned  one RolloutOutput of turns 0 and 1     both count; its masks become weights
-                  [output of turn 0, output of turn 1]   both count, each read as a sample of its own by reward functions
-                  the best of three tries                the other two turns weigh 0
+                  [output of turn 0, output of turn 1]   both count; reward functions see each as a separate sample
+                  the best of three tries                the other two turns get weight 0
 
-An output holds the sampled ids and texts themselves (`SampledId`, `SampledText`), so a turn is recognised by identity: two
-turns with equal ids are never confused. Only where an output was written with other numbers and texts, such as those of a
-tensor or of JSON, are turns found by what they say, in order, back from the turn that the output's response belongs to.
+An output contains the sampled ids and texts as objects (`SampledId`, `SampledText`), so a turn is recognised by object
+identity, and two turns with equal ids are never confused. If an output has other objects, such as numbers from a tensor or
+from JSON, turns are found by content, in order, back from the turn of the output's response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from polyturn.compat.swift.engine import EpisodeEngine, InferCall
 from polyturn.core.errors import SchedulerError
 from polyturn.serving.outputs import OUTPUTS
-from polyturn.serving.protocol import RolloutOutput, SampledId
+from polyturn.serving.rollout_protocol import RolloutOutput, SampledId
 
 if TYPE_CHECKING:
     from polyturn.core.arrays import Floats
@@ -34,14 +34,14 @@ def settle(
     prompt: Sequence[Mapping[str, Any]],
     is_own_loop: bool,
 ) -> None:
-    """Let the outputs of a trajectory say what is trained, and record what reward functions read.
+    """Set the weights of a trajectory's turns from its outputs, and record the outputs for reward functions.
 
     Args:
         episode: The episode.
-        engine: What the scheduler generated with.
-        outputs: What its `run` returned.
-        prompt: The row's messages; an output without messages is its response behind them.
-        is_own_loop: Whether the user wrote the loop, so that only its outputs say which turns count.
+        engine: The engine of the scheduler.
+        outputs: The result of the scheduler's `run`.
+        prompt: The row's messages; the conversation of an output without messages is these and its response.
+        is_own_loop: Whether the user wrote the loop, so that only its outputs determine which turns count.
     """
     if not outputs:
         return
@@ -75,14 +75,14 @@ def settle(
 
 
 class _TurnPlace(NamedTuple):
-    """The turn and place where an id was sampled."""
+    """The turn and index at which an id was sampled."""
 
     turn: int
     at: int
 
 
 class _SampledTurns:
-    """The turns of a trajectory, found again in what a scheduler returned."""
+    """Finds the turns of a trajectory in a scheduler's outputs."""
 
     def __init__(self, calls: Sequence[InferCall]) -> None:
         self.asked = calls
@@ -94,7 +94,7 @@ class _SampledTurns:
         self._texts = {id(one.text): i for i, one in enumerate(calls)}
 
     def anchor(self, output: RolloutOutput) -> int:
-        """Return the turn that the output's response belongs to; the last one for a response that is none of ours."""
+        """Return the turn of the output's response; the last turn if the response is not from this engine."""
         for i, one in enumerate(self.asked):
             if one.response is output.response:
                 return i
@@ -104,11 +104,11 @@ class _SampledTurns:
         return of_ids[0] if of_ids else of_text
 
     def place(self, token: int) -> _TurnPlace | None:
-        """Return the source of a sampled id; None for a number that only looks like one."""
+        """Return the turn and index of a sampled id; None for a plain number."""
         return self._ids.get(id(token)) if isinstance(token, SampledId) else None
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]], last: int, *, start: int) -> list[tuple[int, int]]:
-        """Return (message, turn) for each turn up to `last` that a message from `start` on holds, in order."""
+        """Return (message, turn) in order, for each turn up to `last` in the messages from `start` on."""
         spans: list[tuple[int, int]] = []
         before = last + 1
         for at in reversed(range(start, len(messages))):
@@ -118,18 +118,18 @@ class _SampledTurns:
             turn = self._texts.get(id(content))
             if turn is None:
                 turn = self._said(content, before)
-            while turn is not None:  # with those that the same message went on from
+            while turn is not None:  # includes earlier turns that the same message continues
                 spans.append((at, turn))
                 before = min(before, turn)
                 turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
         return spans[::-1]
 
     def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TurnPlace | None]]:
-        """Return the source of each id of an output, list by list; None for ids of the scheduler's own."""
+        """Return the source of each id of an output, list by list; None for ids added by the scheduler."""
         lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
         flat = [token for ids in output.response_token_ids for token in ids]
         places = [source for one in lists for source in one]
-        # Those that the messages name come first: another turn may be the same, or the end of one.
+        # Turns found in the messages come first, because another turn may have the same ids, or end with them.
         named = sorted({*spoken, last}, reverse=True)
         end = len(flat)
         for i in (*named, *(i for i in reversed(range(last)) if i not in named)):
@@ -140,7 +140,7 @@ class _SampledTurns:
             ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
             at, length = _found(flat[:end] if i in named else flat, ids, places)
             if length < len(ids) and i not in named:
-                continue  # another turn that begins alike
+                continue  # another turn with the same beginning
             for k in range(length):
                 places[at + k] = _TurnPlace(i, k)
             end = at if length and i in named else end
@@ -148,7 +148,7 @@ class _SampledTurns:
         return [[next(rest) for _ in one] for one in lists]
 
     def _said(self, content: str, before: int) -> int | None:
-        """Return the latest turn before `before` that said a text; if none did, the latest whose words are in it."""
+        """Return the latest turn before `before` with this text; if there is none, the latest whose text is part of it."""
         texts = [(i, self.asked[i].turn.said_before, self.asked[i].text) for i in reversed(range(before))]
         whole = (i for i, said_before, text in texts if content == said_before + text)
         parts = (i for i, _, text in texts if text and text in content)
@@ -158,10 +158,10 @@ class _SampledTurns:
 def _held(
     turns: _SampledTurns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
 ) -> dict[int, Floats | None]:
-    """Return the turns that an output holds, each with the weights of its tokens; None is 1 for each.
+    """Return turn -> weights of its tokens for the turns in an output; None means weight 1 for all tokens.
 
-    As in ms-swift, the last list belongs to the last reply in the messages, and so on backwards. A list of the scheduler's
-    own ids, which its mask excludes, therefore excludes the reply that it stands for, and no other one.
+    As in ms-swift, the last list belongs to the last reply in the messages, and so on backwards. So a masked list of the
+    scheduler's own ids excludes only its own reply.
     """
     if not output.response_token_ids:
         is_ours = any(one.response is output.response for one in turns.asked)
@@ -170,8 +170,8 @@ def _held(
     lengths = [len(ids) for ids in output.response_token_ids]
     if masks and [len(mask) for mask in masks] != lengths:
         raise SchedulerError(
-            f"response_loss_mask of trajectory {name!r} has lists of {[len(m) for m in masks]} entries for "
-            f"response_token_ids of {lengths}; they must be as many"
+            f"response_loss_mask of trajectory {name!r} has lists of {[len(m) for m in masks]} entries, but "
+            f"response_token_ids of {lengths}; the lengths must be equal"
         )
     if odd := [value for mask in masks or () for value in mask if value not in (0, 1)]:
         raise SchedulerError(
@@ -186,14 +186,14 @@ def _held(
         known = [source for source in places if source is not None]
         if any(mask) and not known:
             raise SchedulerError(
-                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} holds no id that was sampled "
-                "in it, and would be trained; return the token_ids of a choice, or mask it with zeros"
+                f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} has no id that was sampled "
+                "in it, but is not masked; return the token_ids of a choice, or mask the list with zeros"
             )
         if (twice := [source for source in known if source in seen]) or len(set(known)) < len(known):
             turn = (twice or known)[0].turn
             raise SchedulerError(
                 f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} repeats ids of turn {turn}, "
-                "which the output holds already; return each sampled id once"
+                "which the output already has; return each sampled id once"
             )
         seen.update(known)
         for source, value in zip(places, mask, strict=True):
@@ -207,7 +207,7 @@ def _held(
         if places and not known and from_end <= len(replies):
             replaced.add(replies[-from_end])
     if replaced or sum(length > 0 for length in lengths) < len({at for at, _ in spoken}):
-        # Turns without ids beside those with ids: the messages hold them, so all that was sampled in them is trained.
+        # Turns that are only in the messages, without ids: all of their sampled tokens are trained.
         for at, i in spoken:
             if at not in replaced:
                 weights_by_turn.setdefault(i, None)
@@ -224,14 +224,14 @@ def _record(output: RolloutOutput, turns: Sequence[Any]) -> None:
 
 
 def _num_prompt(prompt: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of messages that come from the row, replies of examples among them."""
+    """Return the number of messages that come from the row, including replies in its examples."""
     pairs = zip(messages, prompt, strict=False)
     alike = ((m.get("role"), m.get("content")) == (own.get("role"), own.get("content")) for m, own in pairs)
     return next((i for i, is_alike in enumerate(alike) if not is_alike), min(len(messages), len(prompt)))
 
 
 def _without_answer(prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the row's messages without an answer that stands at their end."""
+    """Return the row's messages without a final answer."""
     kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
     return [dict(m) for m in kept]
 

@@ -1,7 +1,4 @@
-"""The turns of a scheduler in ms-swift's form: ids, masks and logprobs, a list for each assistant message.
-
-Apart from the loop in `base.py` because nothing here decides anything.
-"""
+"""Collects the turns of a scheduler in ms-swift's form: ids, masks and logprobs, one list per assistant message."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
-from polyturn.serving.protocol import (
+from polyturn.serving.rollout_protocol import (
     ChatCompletionResponseChoice,
     Messages,
     RolloutInferRequest,
@@ -18,7 +15,7 @@ from polyturn.serving.protocol import (
 
 
 class Turns:
-    """Collects ids, masks and logprobs, a list for each assistant message."""
+    """Collects ids, masks and logprobs: one list per assistant message."""
 
     def __init__(self) -> None:
         self.ids: list[list[int]] = []
@@ -34,7 +31,7 @@ class Turns:
         logprobs: Sequence[float] | None,
         goes_on: bool,
     ) -> None:
-        """Add a turn; the step's own values win over those that were sampled."""
+        """Add a turn; the step's values override the sampled ones."""
         own = list(ids or choice.token_ids or [])
         trained = list(mask) if mask is not None else [1] * len(own)
         probs = list(logprobs or extract_logprobs_from_choice(choice))
@@ -48,7 +45,7 @@ class Turns:
             self.logprobs.append(probs)
 
     def output(self, response: Any, *, messages: Messages, infos: dict[str, Any]) -> RolloutOutput:
-        """Return the whole trajectory; logprobs that are not one for each trained token are left out."""
+        """Return the whole trajectory; logprobs are left out unless there is one per trained token."""
         trained = sum(map(sum, self.masks))
         is_whole = sum(map(len, self.logprobs)) == trained
         has_ids = any(self.ids)
@@ -63,29 +60,29 @@ class Turns:
 
 
 def ids_of(content: Any) -> list[int] | None:
-    """Return the ids that a scheduler put in place of a reply's text; None where the content is none."""
+    """Return the ids that a scheduler put in place of a reply's text, or None."""
     is_ids = isinstance(content, list) and bool(content) and all(isinstance(i, int) for i in content)
     return content if is_ids else None
 
 
 def as_request(value: Any) -> RolloutInferRequest:
-    """Return a request, also where it was given as a dict."""
+    """Return a request, converting it from a dict if necessary."""
     if isinstance(value, Mapping):
         return RolloutInferRequest(**value)
     if not isinstance(value, RolloutInferRequest):
-        raise SchedulerError(f"a request is {value!r:.100}; give a RolloutInferRequest")
+        raise SchedulerError(f"a request is {value!r:.100}; use a RolloutInferRequest")
     return value
 
 
 def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
-    """Return one logprob for each sampled token; [] where there are none."""
+    """Return one logprob per sampled token; [] if there are none."""
     return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", [])]
 
 
 def append_reply(messages: Messages, choice: ChatCompletionResponseChoice) -> bool:
-    """Append what was said; return whether it went on with the last message."""
+    """Append a reply; return whether it continued the last message."""
     if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
-        messages.pop()  # a placeholder, which the engine is shown and the history does not keep
+        messages.pop()  # a placeholder for the engine, which the history does not keep
     text: Any = choice.message.content
     if messages and messages[-1]["role"] == "assistant":
         messages[-1]["content"] += text

@@ -1,4 +1,4 @@
-"""swift.utils: the small helpers that plug-ins import."""
+"""swift.utils: small helpers that plug-ins import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.serving.protocol import remove_response
+from polyturn.serving.rollout_protocol import remove_response
 
 __all__ = ["get_logger", "remove_response", "to_device"]
 
@@ -17,7 +17,7 @@ def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
 
 
 def to_device(data: Any, device: Any, non_blocking: bool = False) -> Any:
-    """Return data with every tensor in it on a device."""
+    """Return data with all of its tensors moved to a device."""
     import torch
 
     if isinstance(data, torch.Tensor):

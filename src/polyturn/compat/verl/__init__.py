@@ -1,9 +1,9 @@
-"""verl's interfaces. Importing this package lets `import verl...` find them, where verl itself is not installed."""
+"""verl's interfaces. After importing this package, `import verl...` finds them if verl itself is not installed."""
 
 from __future__ import annotations
 
 from polyturn.compat import install
-from polyturn.compat.verl.dataproto import to_dataproto
+from polyturn.compat.verl.padded_batch import to_dataproto
 
 __all__ = ["to_dataproto"]
 

@@ -1,15 +1,15 @@
-"""verl.experimental.agent_loop: a user's agent loop, which runs as a scheduler over the native episode.
+"""verl.experimental.agent_loop: a user's agent loop, which runs as the scheduler of a native episode.
 
     @register("mine")
     class Mine(AgentLoopBase):
         async def run(self, sampling_params, **kwargs):
             ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
-            said = await self.server_manager.generate(request_id="r", prompt_ids=ids, sampling_params=sampling_params)
-            return AgentLoopOutput(prompt_ids=ids, response_ids=said.token_ids, response_mask=[1] * len(said.token_ids))
+            turn = await self.server_manager.generate(request_id="r", prompt_ids=ids, sampling_params=sampling_params)
+            return AgentLoopOutput(prompt_ids=ids, response_ids=turn.token_ids, response_mask=[1] * len(turn.token_ids))
 
-Every `generate` is a turn of the episode: its prompt is shown as it is given, its limits are the episode's, its ids and
-logprobs are those the engine sampled. What the output says besides is only read: where its mask is 1 on a sampled token the
-token is trained, everything else of it is an observation. See `agent_scheduler.py`.
+Every `generate` is a turn of the episode: the prompt is used unchanged, the episode's limits apply, and the ids and logprobs
+come from the engine. A sampled token is trained if the output's mask is 1 there; everything else in the output is an
+observation. See `agent_scheduler.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.messages import Message
@@ -56,7 +56,7 @@ class TokenOutput(BaseModel):
 
 
 class TokenList(list[int]):
-    """The same for loops of the first form, whose `generate` returns the ids themselves."""
+    """The result of `generate` for loops of the first form, which expect the ids themselves."""
 
     def __init__(self, output: TokenOutput) -> None:
         super().__init__(output.token_ids)
@@ -65,7 +65,7 @@ class TokenList(list[int]):
 
 
 class AgentLoopMetrics(BaseModel):
-    """Seconds that a loop measured itself."""
+    """Durations in seconds that a loop measured."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -74,7 +74,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """The result of `run`: a prompt, everything that followed it, and which of that the model wrote."""
+    """The result of `run`: a prompt, the tokens after it, and a mask of those that the model wrote."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -97,7 +97,7 @@ class AgentLoopOutput(BaseModel):
 
 
 class AgentState(Enum):
-    """States of an agent loop that is written as a state machine."""
+    """States of an agent loop written as a state machine."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -107,7 +107,7 @@ class AgentState(Enum):
 
 
 class AgentData:
-    """The state of one trajectory, for loops that keep theirs in one object."""
+    """The state of one trajectory, for loops that keep it in one object."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class AgentData:
         self.response_mask: list[int] = []
         self.response_logprobs: list[float] = []
         self.turn_scores: list[float] = []
-        self.scored_turns: list[int] = []  # the assistant's turn that each score is of
+        self.scored_turns: list[int] = []  # the assistant's turn of each score
         self.tool_rewards: list[float] = []
         self.user_turns = 0
         self.assistant_turns = 0
@@ -143,21 +143,21 @@ class AgentData:
 
 
 class DictConfigWrap:
-    """A config in a box, so that it is not copied."""
+    """Wraps a config so that it is not copied."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 class ToolListWrap:
-    """Tools in a box, for the same reason."""
+    """Wraps tools so that they are not copied."""
 
     def __init__(self, tools: list[Any]) -> None:
         self.tools = tools
 
 
 class AsyncLLMServerManager(ABC):
-    """The server that an agent loop generates with; the native one is `agent_scheduler.EpisodeServer`."""
+    """The server of an agent loop; the native implementation is `agent_scheduler.EpisodeServer`."""
 
     codec: Any = None
     """The tokenizer and template of the run."""
@@ -177,10 +177,10 @@ class AsyncLLMServerManager(ABC):
 
 
 class AgentLoopBase(ABC):
-    """An agent that owns its loop. One object runs one trajectory."""
+    """An agent with its own loop. One object runs one trajectory."""
 
     _class_initialized: ClassVar[bool] = False
-    """Whether `init_class` has run, for classes that keep it so."""
+    """Whether `init_class` has run, for classes that use this flag."""
 
     def __init__(
         self,
@@ -198,7 +198,9 @@ class AgentLoopBase(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.dataset_cls = dataset_cls
-        self.data_config = self.dataset_config = _unwrapped(data_config or dataset_config)  # the older name is the second
+        self.data_config = self.dataset_config = _unwrapped(
+            data_config or dataset_config
+        )  # dataset_config is the older name
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.apply_chat_template_kwargs: dict[str, Any] = dict(self.config.data.get("apply_chat_template_kwargs") or {})
         self.loop = asyncio.get_running_loop()
@@ -206,11 +208,11 @@ class AgentLoopBase(ABC):
 
     @classmethod  # noqa: B027
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
-        """Prepare what all trajectories share; override it, and make a second call do nothing."""
+        """Prepare what all trajectories share. Overrides must do nothing on a second call."""
 
     @property
     def system_prompt(self) -> list[int]:
-        """The tokens that the template writes before the first message."""
+        """The tokens of the template before the first message."""
         one = self._render([{"role": "user", "content": ""}], add_generation_prompt=False)
         two = self._render([{"role": "user", "content": ""}] * 2, add_generation_prompt=False)
         return one[: len(one) - (len(two) - len(one))]
@@ -225,18 +227,18 @@ class AgentLoopBase(ABC):
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Return the ids of `messages` and the generation prompt, without what the template writes before the first message
-        if `remove_system_prompt`."""
+        """Return the ids of `messages` and the generation prompt; `remove_system_prompt` removes the template's tokens
+        before the first message."""
         self._assert_mm_supported(bool(images or videos or audios))
         ids = self._render(messages, tools=tools, add_generation_prompt=True)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     def _assert_mm_supported(self, has_multi_modal: bool) -> None:
         if has_multi_modal:
-            raise ConfigError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
+            raise ConfigError("agent loops with media are not supported; use the native scheduler for such tasks")
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the media in `messages`: none, because media are for the native scheduler."""
+        """Return no media, because only the native scheduler supports them."""
         return {}
 
     process_multi_modal_info = process_vision_info
@@ -246,7 +248,7 @@ class AgentLoopBase(ABC):
 
     @staticmethod
     def build_sglang_video_payload(videos: Any, mm_inputs: Any) -> None:
-        """Return no payload, because there are no videos."""
+        """Return no payload, because videos are not supported."""
         return None
 
     async def ct_build_initial_tokens(
@@ -258,7 +260,7 @@ class AgentLoopBase(ABC):
         audios: Sequence[Any] | None = None,
         mm_inputs_out: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a prompt; one that is too long is the run's to refuse."""
+        """Return the ids of a prompt; the run refuses one that is too long."""
         return await self.apply_chat_template(messages, tools, images, videos, audios)
 
     async def ct_merge_assistant_token(
@@ -269,7 +271,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         assistant_logprobs: list[float] | None = None,
     ) -> tuple[Any, list[int], list[float] | None]:
-        """Return the ids (`token_ids`), mask and logprobs with a turn of the model's behind them."""
+        """Return the ids (`token_ids`), mask and logprobs with a turn of the model appended."""
         logprobs = None if response_logprobs is None else [*response_logprobs, *(assistant_logprobs or ())]
         mask = [*response_mask, *[1] * len(assistant_token_ids)]
         return SimpleNamespace(token_ids=[*runtime_token_ids, *assistant_token_ids]), mask, logprobs
@@ -283,7 +285,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[Any, list[int], list[float] | None]:
-        """Return the ids (`token_ids`), mask and logprobs with what `updated_messages` has behind `previous_messages`."""
+        """Return the ids (`token_ids`), mask and logprobs with the new messages of `updated_messages` appended."""
         codec = self.server_manager.codec or Codec(self.tokenizer, template_kwargs=self.apply_chat_template_kwargs)
         old, new = ([Message.from_openai(m) for m in part] for part in (previous_messages, updated_messages))
         last_id = runtime_token_ids[-1] if runtime_token_ids else None
@@ -307,7 +309,7 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: Passed on to `server_manager.generate`.
-            kwargs: The fields of the row: raw_prompt, data_source, reward_model, extra_info, tools_kwargs, index, uid, …
+            kwargs: The row's fields: raw_prompt, data_source, reward_model, extra_info, tools_kwargs, index, uid, …
         """
 
 
@@ -320,11 +322,11 @@ AGENT_LOOP = Shape(
         "run": CallShape(num=1, names=("raw_prompt",), or_num=2, write="async def run(self, sampling_params, **kwargs)")
     },
 )
-"""The methods of an agent loop's class."""
+"""The methods that an agent loop's class needs."""
 
 
 def register(agent_name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a class under the name that rows give in `agent_name`."""
+    """Return a decorator that registers a class under a name for the rows' `agent_name`."""
 
     def add(cls: _Class) -> _Class:
         check_class(cls, AGENT_LOOP, where=f"agent_name {agent_name!r}")
@@ -335,22 +337,22 @@ def register(agent_name: str) -> Callable[[_Class], _Class]:
 
 
 def get_agent_loop_class(agent_name: str, *, also: Collection[str] = ()) -> type[AgentLoopBase]:
-    """Return a registered class; `also` are names that are known besides, for the message.
+    """Return a registered class; `also` are further known names, for the message.
 
     Raises:
-        UnknownNameError: there is none of that name; import the module that registers it.
+        UnknownNameError: the name is not registered; import the module that registers it.
     """
     if agent_name not in _REGISTERED:
         known = sorted({*_REGISTERED, *also, *NATIVE_AGENTS})
         raise UnknownNameError(
-            f"Agent loop {agent_name} not registered, registered agent loops: {known}.{did_you_mean(agent_name, known)} A "
-            "loop of your own is named in agent_loop_config_path, or registered by a module that is imported."
+            f"Agent loop {agent_name} not registered, registered agent loops: {known}.{did_you_mean(agent_name, known)} "
+            "Name your own loop in agent_loop_config_path, or import a module that registers it."
         )
     return _REGISTERED[agent_name]
 
 
 async def get_trajectory_info(step: int, index: Sequence[Any], validate: bool) -> list[dict[str, Any]]:
-    """Return {"step", "sample_index", "rollout_n", "validate"} of each row; rollout_n counts equal indices in a row."""
+    """Return {"step", "sample_index", "rollout_n", "validate"} per row; rollout_n counts consecutive equal indices."""
     out: list[dict[str, Any]] = []
     number = 0
     for position, of in enumerate(index):

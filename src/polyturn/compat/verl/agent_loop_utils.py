@@ -1,5 +1,5 @@
-"""verl.experimental.agent_loop.utils: paths of the files that loops are configured by, the format of gpt-oss, and the event
-loop of a thread (`verl.utils.ray_utils`)."""
+"""verl.experimental.agent_loop.utils: paths of configuration files, the format of gpt-oss, and the event loop of a thread
+(`verl.utils.ray_utils`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 
 
 def resolve_config_path(config_path: str) -> str:
-    """Return the absolute path of a file; a relative one starts from the working directory.
+    """Return the absolute path of a file; relative paths are resolved against the working directory.
 
     Raises:
-        FileNotFoundError: a relative path leads to no file.
+        FileNotFoundError: a relative path does not exist.
     """
     path = Path(config_path)
     if path.is_absolute():
@@ -26,23 +26,23 @@ def resolve_config_path(config_path: str) -> str:
 
 
 def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
-    """Return a tool's message to gpt-oss in the harmony format."""
+    """Return a tool's message for gpt-oss in the harmony format."""
     return f"<|start|>functions.{tool_call_name} to=assistant<|channel|>commentary<|message|>{tool_response}<|end|>"
 
 
 def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
-    """Return a text of that format with the opening of the assistant's turn."""
+    """Return a text in the harmony format followed by the start of the assistant's turn."""
     return f"{message_content}<|start|>assistant"
 
 
 def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool_call_names: Sequence[str]) -> str:
-    """Return the tools' messages to gpt-oss after a turn, each under its name, with the opening of the assistant's turn."""
+    """Return the tools' messages for gpt-oss after a turn, followed by the start of the assistant's turn."""
     texts = [format_gpt_oss_tool_response_manually(m["content"], n) for m, n in zip(messages, tool_call_names, strict=True)]
     return add_generation_prompt_for_gpt_oss("".join(texts))
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that runs, or that of this thread, made where there is none."""
+    """Return the running event loop, or that of this thread, creating one if necessary."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,14 +1,14 @@
 """AgentLoopScheduler: runs a user's `AgentLoopBase` as the scheduler of a native episode.
 
     scheduler = AgentLoopScheduler(Mine)
-    scheduler = AgentLoopScheduler(loops={"mine": {"_target_": "project.loops.Mine"}})      the row's `agent_name` chooses
+    scheduler = AgentLoopScheduler(loops={"mine": {"_target_": "project.loops.Mine"}})     selected by the row's `agent_name`
 
-`run` gives the loop a server whose `generate` is one turn of the episode: the given prompt is shown as it is, the engine
-samples, the record keeps ids, logprobs and versions. When the loop returns, its masks become loss weights:
+`run` gives the loop a server whose `generate` is one turn of the episode: the prompt is used unchanged, the engine samples,
+and the record keeps ids, logprobs and versions. When the loop returns, its masks become loss weights:
 
     output   [ prompt_ids | response_ids, mask 1 1 1 0 0 1 1 ]
-    turns      ~~~~~~~~~~   [ turn 0  ]     [turn 1]          the same ids at the same places: weight = mask
-    anything else that is sampled weighs 0; anything else with mask 1 was not sampled and cannot be trained
+    turns      ~~~~~~~~~~   [ turn 0  ]     [turn 1]          the same ids at the same positions: weight = mask
+    other sampled tokens get weight 0; other tokens with mask 1 were not sampled and cannot be trained
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeOver(BaseException):
-    """A limit of the episode forbids another turn; raised out of `generate`, past loops that answer every `Exception`."""
+    """A limit of the episode is reached. It is not an `Exception`, so that loops that catch every error do not catch it."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"the episode is over: {reason.value}")
@@ -67,14 +67,14 @@ class EpisodeOver(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """A turn, and where its tokens begin in the context it was sampled in."""
+    """A turn, and the index of its first token in its context."""
 
     turn: OpenTurn
     start: int
 
 
 class EpisodeServer(AsyncLLMServerManager):
-    """Lets an agent loop generate in an episode, one turn at a time."""
+    """Lets an agent loop generate turns of an episode, one at a time."""
 
     def __init__(self, episode: Episode, *, as_list: bool = False) -> None:
         self.codec = episode.codec
@@ -94,12 +94,12 @@ class EpisodeServer(AsyncLLMServerManager):
         video_data: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Let the model continue `prompt_ids` by one turn of the episode; return a `TokenOutput`, or a `TokenList`.
+        """Continue `prompt_ids` by one turn of the episode; return a `TokenOutput` or a `TokenList`.
 
-        Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them; see `sampling_params`.
+        Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them.
 
         Raises:
-            EpisodeOver: a limit forbids it.
+            EpisodeOver: a limit is reached.
         """
         if image_data or video_data:
             raise SchedulerError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
@@ -126,14 +126,14 @@ class EpisodeServer(AsyncLLMServerManager):
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """The class of an agent loop, and its own arguments."""
+    """The class of an agent loop and its arguments."""
 
     cls: type[AgentLoopBase]
     kwargs: Mapping[str, Any]
 
     @classmethod
     def read(cls, name: str, item: Mapping[str, Any]) -> _Loop:
-        """Import the class that an entry of agent_loop_config_path names."""
+        """Import the class of an entry in agent_loop_config_path."""
         kwargs = dict(item)
         target = str(kwargs.pop("_target_", ""))
         target_object = import_attr(target)
@@ -144,7 +144,7 @@ class _Loop:
 
 
 class AgentLoopScheduler(MultiTurnScheduler):
-    """Drives episodes with an agent loop."""
+    """Runs episodes with an agent loop."""
 
     shared = True
 
@@ -157,18 +157,18 @@ class AgentLoopScheduler(MultiTurnScheduler):
         config: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Choose the loop.
+        """Create a scheduler.
 
         Args:
-            loop: The class, its registered name, or None: the row's `agent_name`.
-            loops: Name -> `_target_`, the import path of a class, and further arguments of that class. A class that was
-                registered under a name needs no entry.
+            loop: The class, its registered name, or None for the row's `agent_name`.
+            loops: Name -> `_target_`, the import path of a class, and its further arguments. A registered class needs no
+                entry.
             default: The loop of rows without an `agent_name`.
-            config: A config tree in verl's shape, for what a loop reads beside the lengths, which are the episode's.
+            config: A config tree in verl's form for the loop; the lengths in it are replaced by the episode's.
             kwargs: Further arguments of the class `loop`.
 
         Raises:
-            ConfigError: an import path leads to no agent loop.
+            ConfigError: an import path is not an agent loop.
         """
         chosen = get_agent_loop_class(loop) if isinstance(loop, str) else loop
         self._only = None if chosen is None else _Loop(chosen, dict(kwargs or {}))
@@ -187,10 +187,10 @@ class AgentLoopScheduler(MultiTurnScheduler):
             raise DataError(f"task {task.id!r}: {problem}") from problem
 
     async def run(self, episode: Episode) -> StopReason:
-        """Run the loop to its end, then let its masks say what is trained."""
+        """Run the loop to its end, then set the loss weights from its masks."""
         if (loop := self._loop_of(episode.task)) is None:
             return await super().run(episode)
-        episode.resources.without_partners()  # a loop starts those that it uses, and the server lends it none
+        episode.resources.without_partners()  # a loop creates the tools and interactions that it uses itself
         server = EpisodeServer(episode, as_list=has_parameter(loop.cls.run, "messages"))
         try:
             output = await self._run_loop(loop, episode, server)
@@ -215,7 +215,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         return server.over or StopReason.STOP
 
     def _loop_of(self, task: Task) -> _Loop | None:
-        """Return the loop of a task; None is the native one."""
+        """Return the loop of a task; None for the native loop."""
         name = task.extra.get("agent_name")
         if self._only is not None:
             return self._only
@@ -226,7 +226,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         return self._loops[name] if name in self._loops else _Loop(get_agent_loop_class(name, also=self._loops), {})
 
     def _config_of(self, episode: Episode) -> Any:
-        """Return the config tree that a loop reads, made anew only where the episode has other limits than the last one."""
+        """Return the config tree for a loop, recreated only if the episode's limits differ from the last one's."""
         if self._last is None or self._last[:2] != (episode.limits, episode.sampling):
             self._last = (episode.limits, episode.sampling, _config(episode, self._config))
         return self._last[2]
@@ -239,7 +239,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
             arguments: dict[str, Any] = {
                 "dataset_config" if "dataset_config" in named else "data_config": DictConfigWrap(config.data)
             }
-            if "tools" in named:  # of 0.8 on, which load none themselves
+            if "tools" in named:  # since 0.8 loops do not load tools themselves
                 arguments["tools"] = ToolListWrap(tools_of(config.actor_rollout_ref.rollout.multi_turn))
             loop = cls(
                 trainer_config=DictConfigWrap(config),
@@ -267,13 +267,13 @@ class AgentLoopScheduler(MultiTurnScheduler):
 
 
 def _constructor_names(cls: type) -> set[str]:
-    """Return the names of the parameters that a loop's own constructors have, down to the base class."""
+    """Return the names of the parameters of a loop's constructors, up to the base class."""
     own = (vars(c).get("__init__") for c in itertools.takewhile(lambda c: c is not AgentLoopBase, cls.__mro__))
     return {name for init in own if inspect.isfunction(init) for name in inspect.signature(init).parameters}
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """Return a task as the fields of a row in verl's names."""
+    """Return a task as a row with verl's field names."""
     tools_kwargs = {
         name: {
             key: dict(value)
@@ -303,7 +303,7 @@ def row_of(task: Task) -> dict[str, Any]:
 
 
 def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
-    """Weigh every sampled token by the outputs' masks; count what has mask 1 and was never sampled."""
+    """Set the weight of every sampled token from the outputs' masks; count unsampled tokens with mask 1."""
     unsampled = 0
     weights_by_turn: dict[int, Any] = {c.turn.index: np.zeros(c.turn.num_tokens, np.float32) for c in claims}
     for output in outputs:
@@ -312,8 +312,8 @@ def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLo
         marks = np.asarray(output.response_mask, np.float32)
         if len(marks) != len(output.response_ids):
             raise SchedulerError(
-                f"the agent loop returned {len(output.response_ids)} response_ids and a response_mask of {len(marks)}; they "
-                "must be as many"
+                f"the agent loop returned {len(output.response_ids)} response_ids but a response_mask of {len(marks)}; the "
+                "lengths must be equal"
             )
         mask[len(output.prompt_ids) :] = marks
         left = mask.copy()
@@ -331,14 +331,14 @@ def _weigh(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLo
     last.info["unsampled_masked_tokens"] = unsampled
     if unsampled:
         logger.warning(
-            "%s: the agent loop marks %d tokens as the model's that the engine did not sample there; they are not trained",
+            "%s: the agent loop's mask is 1 on %d tokens that the engine did not sample there; they are not trained",
             episode.id,
             unsampled,
         )
 
 
 def _overlap(ids: Ids, claim: _Claim) -> int:
-    """Return the number of the turn's tokens that `ids` holds where they were sampled; an output may end within a turn."""
+    """Return the number of a turn's tokens at their sampled position in `ids`; an output may end within a turn."""
     sampled = claim.turn.completion.token_ids[: claim.turn.num_tokens]
     here = ids[claim.start : claim.start + len(sampled)]
     is_same = bool(np.array_equal(here, sampled[: len(here)]))
@@ -346,7 +346,7 @@ def _overlap(ids: Ids, claim: _Claim) -> int:
 
 
 def _score(claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
-    """Keep what the loop itself scored, on its turns: `turn_scores` by turn, else `reward_score` on the last one."""
+    """Record the loop's own scores on its turns: `turn_scores` per turn, else `reward_score` on the last turn."""
     last = outputs[-1]
     scores = last.extra_fields.get("turn_scores") or []
     for claim, score in zip(claims, scores, strict=False):
@@ -358,7 +358,7 @@ def _score(claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that a loop hands on with its messages as plain data, as a record holds them."""
+    """Return a value from a loop's messages as plain data for the record."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)
     if isinstance(value, Mapping):
@@ -367,7 +367,7 @@ def _plain(value: Any) -> Any:
 
 
 def _config(episode: Episode, config: Any) -> Any:
-    """Return the config tree that a loop reads: the given one, under the lengths of the episode."""
+    """Return the config tree for a loop: the given one with the episode's lengths."""
     limits = episode.limits
     response = limits.max_tokens or limits.max_context or limits.max_tokens_per_turn or 1 << 20
     own = {
@@ -411,7 +411,7 @@ def _without_none(values: Any) -> Any:
 
 
 def _list_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer whose `apply_chat_template` returns a list of ids unless it is asked for more."""
+    """Return a tokenizer whose `apply_chat_template` returns a list of ids by default."""
     view = copy.copy(tokenizer)
     view.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     return view

@@ -1,6 +1,6 @@
-"""verl.tools.base_tool: the class that tools inherit, and the loader of tool files that stood beside it in 0.4.
+"""verl.tools.base_tool: the base class of tools, and the loader of tool files, which this module had in 0.4.
 
-verl's module has `VerlTool` under the name BaseTool.
+`VerlTool` is verl's BaseTool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse", "initialize_t
 
 
 class VerlTool(BaseTool):
-    """A tool whose `create` and `execute` may look up `create_kwargs`, `agent_data` and unnamed arguments."""
+    """A tool whose `create` and `execute` may use `create_kwargs`, `agent_data` and unnamed arguments."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

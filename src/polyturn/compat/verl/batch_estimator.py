@@ -1,7 +1,7 @@
-"""From an estimator with verl's signature, on padded tensors [B, R], to a native one over the batch of a step.
+"""Converts an estimator with verl's signature, on padded tensors [B, R], to a native one over the batch of a step.
 
-groups of trajectories of samples  ->  a row per trajectory: the tokens of all its samples, the mask where they are weighted,
-its reward on the last weighted token, penalties on theirs  ->  fn(...)  ->  advantages (and returns) cut apart again
+groups of trajectories of samples  ->  a row per trajectory: the tokens of all its samples, a mask of weighted tokens, the
+reward on the last weighted token, penalties on their tokens  ->  fn(...)  ->  advantages (and returns) split again
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AdvFn = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Options(dict[str, Any]):
-    """Options that are read like verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; a missing key is None."""
+    """Options with the interface of verl's configs: `config.gamma`, `config.get("gamma", 1.0)`; missing keys are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -35,9 +35,9 @@ class Options(dict[str, Any]):
 def as_estimator(fn: AdvFn) -> Estimator:
     """Return a native estimator that calls `fn` with all groups of a step as one padded batch.
 
-    `index` holds the group of each row, `reward_baselines` the reward of its task's greedy rollout, `values` the critic's;
-    a greedy rollout and a critic are there where `fn` has such a parameter. One that reads `index` compares the members
-    of a group.
+    `index` is the group of each row, `reward_baselines` the reward of its task's greedy rollout, `values` the critic's
+    values. The run has a greedy rollout or a critic if `fn` has such a parameter. A function with the parameter `index`
+    compares the members of a group.
     """
 
     @declare(
@@ -73,12 +73,12 @@ def as_estimator(fn: AdvFn) -> Estimator:
 
 
 def _baseline(group: GroupView) -> float:
-    """Return the reward of a greedy rollout; without one, the members' mean reward."""
+    """Return the reward of the greedy rollout; if there is none, the mean reward of the members."""
     return float(group.totals.mean()) if group.greedy_reward is None else group.greedy_reward
 
 
 def _rows(members: Sequence[MemberView], of: Callable[[TrainSample], Floats | None]) -> Tensor:
-    """Return [B, R] an array of each member's samples, one behind the other, padded with 0."""
+    """Return [B, R] an array of each member's samples, concatenated and padded with 0."""
     width = max([1, *(sum(map(len, m.samples)) for m in members)])
     rows = torch.zeros(len(members), width)
     for b, member in enumerate(members):
@@ -92,7 +92,7 @@ def _rows(members: Sequence[MemberView], of: Callable[[TrainSample], Floats | No
 
 
 def _cut(batch: Sequence[GroupView], rows_BR: Tensor) -> list[list[list[Floats]]]:
-    """Return for each group, member and sample its part of its row."""
+    """Return [group][member][sample] the sample's part of its row."""
     rows = iter(rows_BR.detach().numpy().astype(np.float32))
     out: list[list[list[Floats]]] = []
     for group in batch:

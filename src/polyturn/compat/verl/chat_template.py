@@ -1,4 +1,4 @@
-"""verl.utils.chat_template (verl.utils.tokenizer.chat_template from 0.9 on): the parts of a template, as agent loops ask."""
+"""verl.utils.chat_template (verl.utils.tokenizer.chat_template since 0.9): parts of a chat template, for agent loops."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = [
 
 
 def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
-    """Return the tokens that a template writes before the first message."""
+    """Return the tokens of a template before the first message."""
     one, two = (_users(tokenizer, [""] * n, **apply_chat_template_kwargs) for n in (1, 2))
     return one[: len(one) - (len(two) - len(one))]
 
 
 def extract_system_prompt_and_generation(tokenizer: Any, **apply_chat_template_kwargs: Any) -> tuple[list[int], list[int]]:
-    """Return the same, and the tokens that open the assistant's turn."""
+    """Return the tokens before the first message, and those that start the assistant's turn."""
     closed = _users(tokenizer, [""], **apply_chat_template_kwargs)
     opened = _users(tokenizer, [""], add_generation_prompt=True, **apply_chat_template_kwargs)
     return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), opened[len(closed) :]
 
 
 def initialize_turn_separator(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
-    """Return the tokens that a template writes between the token that ends a turn and the next turn."""
+    """Return the tokens between a turn's end token and the next turn."""
     empty, filled = (_users(tokenizer, [text], **apply_chat_template_kwargs) for text in ("", "x"))
     pairs = zip(reversed(empty), reversed(filled), strict=False)
     num_same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(empty), len(filled)))
@@ -48,11 +48,11 @@ def apply_chat_template(
     return_dict: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a conversation's ids or text. Without a user's message it is rendered behind an empty one, which is cut off."""
+    """Return a conversation's ids or text. Without a user message, it is rendered after an empty one, then removed."""
     options = {"tokenize": tokenize, "tools": tools, "return_dict": return_dict, **kwargs}
     try:
         return processor.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, **options)
-    except Exception:  # some templates refuse a conversation without a user, each with an error of its own
+    except Exception:  # some templates refuse a conversation without a user, with various errors
         if any(message.get("role") == "user" for message in messages):
             raise
     user = [{"role": "user", "content": [{"type": "text", "text": ""}]}]
@@ -68,7 +68,7 @@ def apply_chat_template(
 
 
 def _users(tokenizer: Any, contents: Sequence[str], **kwargs: Any) -> list[int]:
-    """Return the ids of messages of a user."""
+    """Return the ids of user messages."""
     messages = [{"role": "user", "content": content} for content in contents]
     return normalize_token_ids(
         tokenizer.apply_chat_template(messages, tokenize=True, **{"add_generation_prompt": False, **kwargs})

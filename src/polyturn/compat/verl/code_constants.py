@@ -1,4 +1,4 @@
-"""The names that the code of a verl plug-in looks up in its keyword arguments, which no signature shows.
+"""Finds the names that a verl plug-in looks up in its keyword arguments, which its signature does not show.
 
 names_in(tool.execute)    {"agent_data", "timeout"}    kwargs["agent_data"], parameters.get("timeout")
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def names_in(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the identifiers that stand as text constants in the code of `function`; none for code without a source."""
+    """Return the identifiers among the text constants in the code of `function`; empty for code without a source."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return frozenset() if code is None else frozenset(name for name in _texts(code) if name.isidentifier())
 

@@ -1,7 +1,7 @@
-"""verl's `verl.utils.reward_score.sandbox_fusion`: programs run on their tests in a SandboxFusion service.
+"""verl's `verl.utils.reward_score.sandbox_fusion`: runs programs on tests in a SandboxFusion service.
 
-verl returns the score with what became of each test; here the second value is an empty list, because a failing test is
-said by the score and a sandbox that cannot be asked by an exception.
+verl also returns the result of each test; here the second value is an empty list, because the score shows failing tests and
+an unavailable sandbox raises an exception.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def compute_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Any]]:
-    """Return the share of the tests that the last code block passes (`continuous`), or whether it passes all, and [].
+    """Return (score, []): the share of passed tests (`continuous`), or whether all passed, for the last code block.
 
     Raises:
-        RewardError: the sandbox cannot be asked.
+        RewardError: the sandbox is unavailable.
     """
     slots = contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore
     limit = 1024 if memory_limit_mb is None else memory_limit_mb

@@ -1,9 +1,8 @@
-"""verl.base_config, verl.utils.config and the configs under verl.trainer and verl.workers that losses and estimators read.
+"""verl.base_config, verl.utils.config, and the configs of verl.trainer and verl.workers for losses and estimators.
 
     ActorConfig(clip_ratio=0.2, policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.1)).get("clip_ratio_c", 20.0)
 
-For files that make one to call a function with; a run reads none of them. A field that verl's class has and no function
-here reads is taken and kept.
+They are for files that create a config to call a function; runs do not read them. Fields that no function reads are stored.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any, ClassVar
 
 from omegaconf import Container, OmegaConf
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.core.errors import ConfigError
 
 
 class BaseConfig(Mapping[str, Any]):
-    """Options that are read as attributes and as a mapping; those with a default need not be given."""
+    """Options with access as attributes and as a mapping; options with a default are optional."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -38,10 +37,10 @@ class BaseConfig(Mapping[str, Any]):
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
-    """Return a config as an object of a dataclass, by default of the class that its `_target_` names.
+    """Return a config as an object of a dataclass; the default class is its `_target_`.
 
     Raises:
-        ConfigError: it names none, or the type is not a dataclass.
+        ConfigError: there is no `_target_`, or the type is not a dataclass.
     """
     if not config:
         return None if dataclass_type is None else dataclass_type()
@@ -60,7 +59,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
 
 
 class AlgoConfig(BaseConfig):
-    """The settings that an estimator reads."""
+    """The settings of an estimator."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "gamma": 1.0,
@@ -73,13 +72,13 @@ class AlgoConfig(BaseConfig):
 
 
 class PolicyLossConfig(BaseConfig):
-    """The loss of a policy, and its own options."""
+    """The policy loss and its options."""
 
     defaults: ClassVar[Mapping[str, Any]] = {"loss_mode": "vanilla", "dro_beta": None}
 
 
 class ActorConfig(BaseConfig):
-    """The settings that a policy loss reads."""
+    """The settings of a policy loss."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "clip_ratio": 0.2,

@@ -3,8 +3,8 @@
     @register_adv_est("mine")
     def mine(token_level_rewards, response_mask, index=None, config=None, **kwargs): return advantages, returns
 
-What is registered here is also registered natively, under the same name, so a configuration may say `advantage: mine`. The
-native side has rows of their own length; `as_estimator` turns a step into a padded batch and back.
+Functions registered here are also registered natively under the same name, so a configuration can use `advantage: mine`.
+Native rows have different lengths; `as_estimator` converts a step to a padded batch and back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyturn.algorithms import kl, losses
 from polyturn.algorithms.advantages import advantages
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.batch_estimator import AdvFn, as_estimator
 from polyturn.compat.verl.estimators import (
     compute_gae_advantage_return,
@@ -48,7 +48,7 @@ __all__ = [
 
 
 class AdvantageEstimator(str, Enum):  # noqa: UP042  (users see the text of a member)
-    """Names of the estimators of verl."""
+    """Names of verl's estimators."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -71,7 +71,7 @@ def register_adv_est(name_or_enum: str | Enum) -> Callable[[AdvFn], AdvFn]:
     """Return a decorator that registers an estimator, here and natively.
 
     Raises:
-        ConfigError: the name is taken by another function.
+        ConfigError: another function is registered under the name.
     """
     name = _name(name_or_enum)
 
@@ -90,7 +90,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvFn:
     """Return a registered estimator.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        UnknownNameError: the name is not registered.
     """
     name = _name(name_or_enum)
     if name not in ADV_ESTIMATOR_REGISTRY:
@@ -99,7 +99,7 @@ def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvFn:
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Return a decorator that registers a policy loss, here and natively; what has that name gives way."""
+    """Return a decorator that registers a policy loss, here and natively, replacing an existing one."""
 
     def add(fn: PolicyLossFn) -> PolicyLossFn:
         POLICY_LOSS_REGISTRY[name] = fn
@@ -113,7 +113,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     """Return a registered policy loss.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        UnknownNameError: the name is not registered.
     """
     if name not in POLICY_LOSS_REGISTRY:
         raise UnknownNameError(f"Unsupported loss mode: {name}.{did_you_mean(name, POLICY_LOSS_REGISTRY)}")
@@ -136,13 +136,13 @@ _SHIPPED: dict[AdvantageEstimator, AdvFn] = {
     AdvantageEstimator.GRPO_VECTORIZED: compute_grpo_outcome_advantage,
     AdvantageEstimator.RLOO_VECTORIZED: compute_rloo_outcome_advantage,
 }
-"""verl's own, known here alone: natively, such a name may stand for a native estimator."""
+"""verl's own estimators, which are not registered natively, because native estimators may have the same names."""
 
 ADV_ESTIMATOR_REGISTRY.update({name.value: fn for name, fn in _SHIPPED.items()})
 
 
 def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> PolicyLossFn:
-    """Return a loss with verl's signature whose tokens and figures of tokens are those of `matrix`."""
+    """Return a loss with verl's signature from `matrix`, which computes token losses and token metrics."""
 
     def compute(
         old_log_prob: Tensor,
@@ -169,7 +169,7 @@ def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Polic
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, option: Callable[[str, Any], Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the clipped loss of PPO with a bound for negative advantages, and its metrics."""
+    """Return the clipped PPO loss with a bound for negative advantages, and its metrics."""
     clip = option("clip_ratio", 0.2)
     loss = losses.ppo_clip(
         log_prob,
@@ -212,9 +212,9 @@ def compute_value_loss(
     *of_batch: Any,
     **of_batch_by_name: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return half the squared error of predicted values, clipped around the earlier ones, and the share that was clipped.
+    """Return half the squared error of predicted values, clipped around the old ones, and the clipped share.
 
-    What follows `loss_agg_mode` is handed to `agg_loss`.
+    Arguments after `loss_agg_mode` are passed to `agg_loss`.
     """
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     error, error_clipped = (vpreds - returns).square(), (clipped - returns).square()
@@ -226,10 +226,10 @@ def compute_value_loss(
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Return [B, R] estimates of KL(policy || reference): kl or k1, abs, mse or k2, low_var_kl or k3.
 
-    A trailing "+" keeps the value and takes the gradient of k2, which is that of the KL itself.
+    A trailing "+" keeps the value but uses the gradient of k2, which is the gradient of the KL.
 
     Raises:
-        NotImplementedError: another kind.
+        NotImplementedError: the kind is unknown.
     """
     if kl_penalty.endswith("+"):
         value, through = _kl(logprob, ref_logprob, kl_penalty[:-1]), kl.k2(logprob, ref_logprob)
@@ -246,7 +246,7 @@ def _kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         return kl.k2(logprob, ref_logprob)
     if kind in ("low_var_kl", "k3"):
         return kl.k3(logprob, ref_logprob).clamp(-10, 10)
-    raise NotImplementedError(f"the kl_penalty {kind!r} is not here; use kl, abs, mse or low_var_kl")
+    raise NotImplementedError(f"the kl_penalty {kind!r} is not available; use kl, abs, mse or low_var_kl")
 
 
 def _name(name_or_enum: str | Enum) -> str:

@@ -1,220 +1,294 @@
-"""Trajectories in the padded layout that verl's trainers read, as a tensordict: one row for every training sample.
+"""verl.protocol: `DataProto`, the batch of reward managers, samplers and agent loops: tensors, columns and metadata.
 
-    prompts            [ pad pad | system user <assistant header>     ]                             left-padded
-    responses          [ turn 0 | observation | turn 1 | pad pad      ]                             right-padded
-    response_mask      [ 1 … 1  | 0 …       0 | 1 … 1  | 0 0          ]    the tokens that the loss may use
-    rollout_log_probs  [ lp …   | 0 …       0 | lp …   | 0 0          ]
-    rm_scores          [ 0 …                     0   r | 0 0          ]    r at the last token the model wrote
+    data = DataProto.from_dict(tensors={"responses": ids_BR}, non_tensors={"uid": ["a", "b"]}, meta_info={"step": 1})
+    data[0].batch["responses"]   data[[1, 0]]   data.select(["responses"])   data.union(more)
 
-    DataProto.from_tensordict(to_dataproto(groups, pad_token_id=tokenizer.pad_token_id))
-
-A trajectory whose history was rewritten has several segments and so several rows, all with its reward and its group's
-`uid`; `segment` counts them. A trajectory that failed has none, as in polyturn's own training.
+Errors raise a BatchError where verl asserts. Methods that distribute a batch to workers or save it to a file are not
+offered; `not_offered.py` lists them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.messages import to_openai
-from polyturn.core.task import Task
-from polyturn.core.trajectory import Segment, Trajectory, TrajectoryGroup
-from polyturn.rewards.function import extra_info
+from polyturn.compat.not_offered import METHODS, __getattr__  # noqa: F401  (raises for names that are not offered)
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-Positions = Callable[[Segment], NDArray[np.integer] | None]
-"""Returns [3, T], the positions of a segment's tokens for a model with M-RoPE, or None where token t is at t."""
+__all__ = ["DataProto", "DataProtoItem", "collate_fn", "pad_dataproto_to_divisor", "unpad_dataproto"]
 
 
-def to_dataproto(
-    groups: Sequence[TrajectoryGroup],
-    *,
-    pad_token_id: int = 0,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
-    positions: Positions | None = None,
-) -> TensorDict:
-    """Return the rows of all trajectories that did not fail, groups one after another.
-
-    Args:
-        groups: Finished groups.
-        pad_token_id: Fills up prompts and responses.
-        prompt_length: Width P of the prompts; that of the longest by default.
-        response_length: Width R of the responses; that of the longest by default.
-        positions: For models with M-RoPE; `position_ids` then is [B, 4, P + R], the plain positions and those three.
-
-    Returns:
-        A tensordict of batch size [B]. Tensors: prompts [B, P]; responses, response_mask, turn_ids, rm_scores and, where
-        every completion has them, rollout_log_probs [B, R]; input_ids, attention_mask, position_ids [B, P + R];
-        __num_turns__, segment [B]. Anything else is not a tensor: uid, request_id, data_source, ability, reward_model,
-        extra_info, index, raw_prompt, messages, reward_scores, turn_scores, tool_rewards, turn_spans, multi_modal_data,
-        and every key that a reward function returned, None where it did not.
-
-    Raises:
-        DataError: there is no row, or one is longer than it may be.
-        ConfigError: tensordict is not installed.
-    """
-    rows = [
-        _row(group, trajectory, index)
-        for group in groups
-        for trajectory in group.trajectories
-        if not trajectory.is_failed
-        for index, segment in enumerate(trajectory.segments)
-        if segment.sampled_mask.any()
-    ]
-    if not rows:
-        raise DataError(f"there is no row: in {len(groups)} groups, no trajectory without a failure has a sampled token")
-    num_prompt = _width([r.num_prompt for r in rows], prompt_length, rows, name="prompt_length")
-    num_response = _width([len(r.segment) - r.num_prompt for r in rows], response_length, rows, name="response_length")
-    tensors = _tensors(rows, num_prompt, num_response, pad_token_id, positions)
-    extras = sorted({key for row in rows for key in row.reward_info} - set(rows[0].other) - set(tensors))
-    other = {key: [row.other[key] for row in rows] for key in rows[0].other}
-    return _tensordict(tensors, {**other, **{key: [row.reward_info.get(key) for row in rows] for key in extras}})
+class BatchError(ValueError, AssertionError):
+    """A batch cannot be created or changed as requested; code written for verl catches an AssertionError."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """One segment of one trajectory."""
+@dataclass
+class DataProtoItem:
+    """One row."""
 
-    id: str
-    segment: Segment
-    index: int
-    num_prompt: int
-    """Number of tokens before the first one that the model wrote."""
-    num_turns: int
-    reward: float
-    reward_info: Mapping[str, Any]
-    other: Mapping[str, Any]
-    """The columns that are not tensors."""
+    batch: Any = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-def _row(group: TrajectoryGroup, trajectory: Trajectory, index: int) -> _Row:
-    segment, reward, task = trajectory.segments[index], trajectory.reward, trajectory.task
-    num_prompt = int(segment.sampled_mask.argmax())
-    scored = {} if reward is None else dict(reward.components)
-    info = extra_info(
-        trajectory, {name.removeprefix("tool/"): value for name, value in scored.items() if name.startswith("tool/")}
-    )
-    messages = info.pop("messages")
-    scores = {name: info.pop(name) for name in ("turn_scores", "tool_rewards", "rollout_reward_scores")}
-    num_turns = info.pop("num_turns")
-    return _Row(
-        id=f"{trajectory.id}, segment {index}",
-        segment=segment,
-        index=index,
-        num_prompt=num_prompt,
-        num_turns=num_turns,
-        reward=0.0 if reward is None else reward.total,
-        reward_info={} if reward is None else reward.info,
-        other={
-            "uid": group.id,
-            "request_id": trajectory.id,
-            "data_source": task.data_source,
-            "ability": task.extra.get("ability"),
-            "reward_model": {"style": "rule", "ground_truth": task.ground_truth},
-            "extra_info": info,
-            "index": task.extra.get("index", task.id),
-            "raw_prompt": to_openai(task.prompt),
-            "messages": {"messages": messages},
-            "reward_scores": scores["rollout_reward_scores"],
-            "turn_scores": scores["turn_scores"],
-            "tool_rewards": scores["tool_rewards"],
-            "turn_spans": _turn_spans(segment, num_prompt),
-            "multi_modal_data": _media(segment),
-            **_kwargs(task),
-        },
-    )
+@dataclass
+class DataProto:
+    """A batch of B rows."""
 
+    batch: Any = None
+    """A tensordict of batch size [B], or None."""
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    """Column -> array [B] of objects."""
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    """Metadata of the whole batch."""
 
-def _kwargs(task: Task) -> dict[str, Any]:
-    interaction = {} if task.interaction is None else dict(task.interaction.kwargs)
-    return {
-        "interaction_kwargs": interaction,
-        "tools_kwargs": {name: dataclasses.asdict(kwargs) for name, kwargs in task.tools_kwargs.items()},
-    }
+    def __post_init__(self) -> None:
+        self.check_consistency()
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error with the reason why a method of verl's batch is not offered."""
+        why = f": {METHODS[name]}" if name in METHODS else ""
+        raise AttributeError(f"DataProto has no {name!r} here{why}")
 
-def _turn_spans(segment: Segment, num_prompt: int) -> list[dict[str, Any]]:
-    """Return the spans of a response: [{"turn": 0, "source": "sampled", "start": 0, "end": 17}, …]."""
-    spans, at = [], -num_prompt
-    for span in segment.spans:
-        if at >= 0 and len(span):
-            spans.append({"turn": span.turn, "source": span.source.value, "start": at, "end": at + len(span)})
-        at += len(span)
-    return spans
+    def check_consistency(self) -> None:
+        """Check that the tensors have one row axis, and that every column is an array with the same number of rows.
 
+        Raises:
+            BatchError: the check fails.
+        """
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        check(
+            self.batch is None or len(self.batch.batch_size) == 1, "a batch has one axis of rows; num_batch_dims must be 1"
+        )
+        for key, column in self.non_tensor_batch.items():
+            kind = type(column).__name__
+            check(isinstance(column, np.ndarray), f"the column {key!r} is a {kind}; it must be an array of numpy")
+            check(len(column) == len(self), f"the column {key!r} has {len(column)} rows, but the batch has {len(self)}")
 
-def _media(segment: Segment) -> dict[str, list[Any]]:
-    media: dict[str, list[Any]] = {}
-    for medium in segment.media:
-        media.setdefault(medium.kind, []).append(medium)
-    return media
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Any] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """Create a batch from tensors [B, …] and sequences of B objects.
 
+        Args:
+            tensors: Column -> tensor.
+            non_tensors: Column -> objects.
+            meta_info: Metadata of the whole batch.
+            num_batch_dims: Must be 1, because rows have one axis.
+            auto_padding: Has no effect, because batches are not distributed to workers.
 
-def _width(lengths: Sequence[int], wanted: int | None, rows: Sequence[_Row], *, name: str) -> int:
-    longest = max(lengths)
-    if wanted is not None and longest > wanted:
-        row = rows[lengths.index(longest)]
-        raise DataError(f"{row.id}: it has {longest} tokens where {name} is {wanted}; raise it, or lower the run's limits")
-    return longest if wanted is None else wanted
+        Raises:
+            BatchError: the columns have different numbers of rows.
+        """
+        from tensordict import TensorDict
 
+        tensors_by_name = dict(tensors or {})
+        sizes = {key: tuple(tensor.shape[:num_batch_dims]) for key, tensor in tensors_by_name.items()}
+        check(len(set(sizes.values())) < 2, f"the tensors of a batch must have the same number of rows; these have {sizes}")
+        check(num_batch_dims == 1 or not non_tensors, "columns of objects have one axis; num_batch_dims must be 1")
+        batch = TensorDict(tensors_by_name, batch_size=list(next(iter(sizes.values())))) if tensors_by_name else None
+        columns = {key: _column(values) for key, values in (non_tensors or {}).items()}
+        return cls(batch, columns, {} if meta_info is None else meta_info)
 
-def _tensors(
-    rows: Sequence[_Row], num_prompt: int, num_response: int, pad: int, positions: Positions | None
-) -> dict[str, NDArray[Any]]:
-    shape = (len(rows), num_prompt + num_response)
-    ids, attention = np.full(shape, pad, np.int64), np.zeros(shape, np.int64)
-    weights, turns = np.zeros(shape, np.float32), np.full(shape, -1, np.int64)
-    logprobs, scores = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    rope = np.zeros((len(rows), 3, shape[1]), np.int64)
-    has_logprobs = True
-    for number, row in enumerate(rows):
-        segment, start = row.segment, num_prompt - row.num_prompt
-        here = slice(start, start + len(segment))
-        ids[number, here], attention[number, here] = segment.token_ids, 1
-        weights[number, here], turns[number, here] = segment.loss_weights, segment.turn_ids
-        logprobs[number, here] = segment.logprobs
-        has_logprobs &= all(span.logprobs is not None for span in segment.spans if span.policy_version is not None)
-        scores[number, start + int(np.flatnonzero(segment.sampled_mask)[-1])] = row.reward
-        if positions is not None:
-            columns = positions(segment)
-            rope[number, :, here] = np.arange(len(segment)) if columns is None else columns
-    plain = np.clip(attention.cumsum(axis=1) - 1, 0, None) * attention
-    out = {
-        "prompts": ids[:, :num_prompt],
-        "responses": ids[:, num_prompt:],
-        "response_mask": (weights > 0).astype(np.int64)[:, num_prompt:],
-        "loss_weights": weights[:, num_prompt:],
-        "input_ids": ids,
-        "attention_mask": attention,
-        "position_ids": plain if positions is None else np.concatenate([plain[:, None], rope], axis=1),
-        "turn_ids": turns[:, num_prompt:],
-        "rm_scores": scores[:, num_prompt:],
-        "__num_turns__": np.array([row.num_turns for row in rows], np.int32),
-        "segment": np.array([row.index for row in rows], np.int32),
-    }
-    return {**out, "rollout_log_probs": logprobs[:, num_prompt:]} if has_logprobs else out
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> Self:
+        """Create a batch from a mapping with tensors, and arrays for the other columns."""
+        columns = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        return cls.from_dict({key: value for key, value in data.items() if key not in columns}, columns, meta_info)
 
+    @classmethod
+    def from_tensordict(cls, tensor_dict: Any, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1) -> Self:
+        """Create a batch from a tensordict; its lists become columns of objects, and its other values metadata."""
+        from tensordict import NonTensorData, NonTensorStack
 
-def _tensordict(tensors: Mapping[str, NDArray[Any]], other: Mapping[str, Sequence[Any]]) -> TensorDict:
-    try:
+        tensors: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
+        facts = {} if meta_info is None else dict(meta_info)
+        for key in list(tensor_dict.keys()):
+            value = tensor_dict.get(key)
+            if isinstance(value, NonTensorStack):
+                columns[key] = value.tolist()
+            elif isinstance(value, NonTensorData):
+                facts[key] = value.data
+            else:
+                tensors[key] = value
+        return cls.from_dict(tensors, columns, facts, num_batch_dims)
+
+    def to(self, device: Any) -> Self:
+        """Move the tensors to a device and return this batch."""
+        self.batch = None if self.batch is None else self.batch.to(device)
+        return self
+
+    def __len__(self) -> int:
+        """Return B."""
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return len(next(iter((self.non_tensor_batch or {}).values()), ()))
+
+    def __getitem__(self, item: Any) -> Any:
+        """Return a row for a number; a batch for a slice, or for a list or array of numbers or booleans."""
+        if isinstance(item, int | np.integer):
+            row = None if self.batch is None else self.batch[int(item)]
+            return DataProtoItem(row, {key: column[item] for key, column in self.non_tensor_batch.items()}, self.meta_info)
+        which = item if isinstance(item, slice) else np.asarray(item)
+        if not isinstance(which, slice) and which.dtype.kind not in "iub":
+            raise TypeError(f"Indexing with {type(item)} is not supported")
+        columns = {key: column[which] for key, column in self.non_tensor_batch.items()}
+        batch = None if self.batch is None else self.batch[which if isinstance(which, slice) else _rows(which)]
+        return type(self)(batch, columns, self.meta_info)
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """Return some of the rows, by numbers or booleans."""
+        return self[idxs]  # type: ignore[no-any-return]
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Return the rows of a range."""
+        return self[start:end:step]  # type: ignore[no-any-return]
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> Self:
+        """Return a batch of some of the columns; None keeps all of a kind."""
+        selected = type(self)(
+            self.batch if self.batch is None or batch_keys is None else self.batch.select(*batch_keys),
+            _some(self.non_tensor_batch, non_tensor_batch_keys),
+            _some(self.meta_info, meta_info_keys),
+        )
+        return copy.deepcopy(selected) if deepcopy else selected
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Remove columns and return them as a batch."""
+        return self.from_dict(
+            {key: self.batch.pop(key) for key in batch_keys or ()},
+            {key: self.non_tensor_batch.pop(key) for key in non_tensor_batch_keys or ()},
+            {key: self.meta_info.pop(key) for key in meta_info_keys or ()},
+        )
+
+    def union(self, other: DataProto) -> Self:
+        """Add the columns of a batch with the same rows, and return this batch.
+
+        Raises:
+            BatchError: a column or metadata value is in both batches and differs.
+        """
+        if other.batch is not None:
+            self.batch = other.batch if self.batch is None else _merged(self.batch, other.batch)
+        _merged(self.non_tensor_batch, other.non_tensor_batch)
+        _merged(self.meta_info, other.meta_info)
+        return self
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Return every row `repeat_times` times: adjacent copies (`interleave`), or copies of the whole batch."""
+        rows = np.arange(len(self))
+        repeated: DataProto = self[np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)]
+        return repeated
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Concatenate the rows of several batches with the same columns.
+
+        Raises:
+            BatchError: a metadata value differs between batches.
+        """
         import torch
-        from tensordict import NonTensorStack, TensorDict
-    except ImportError as problem:
-        raise ConfigError(
-            "a batch for verl's trainers is a tensordict; install it: pip install 'polyturn[verl]'"
-        ) from problem
-    size = len(next(iter(tensors.values())))
-    tensordict = TensorDict({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, batch_size=[size])
-    for key, values in other.items():
-        tensordict.set(key, NonTensorStack(*values))
-    return tensordict
+
+        batch = None if data[0].batch is None else torch.cat([one.batch for one in data])
+        columns = {key: np.concatenate([one.non_tensor_batch[key] for one in data]) for key in data[0].non_tensor_batch}
+        first, *others = data
+        for key, value in ((key, value) for one in others for key, value in one.meta_info.items()):
+            is_same = key not in first.meta_info or same(first.meta_info[key], value)
+            check(is_same, f"Conflicting values for meta_info key '{key}'")
+        facts = {key: value for one in data for key, value in one.meta_info.items()}
+        return type(first)(batch, columns, facts)
+
+
+def check(is_right: bool, otherwise: str) -> None:
+    """Raise a BatchError with the message `otherwise` unless `is_right`."""
+    if not is_right:
+        raise BatchError(otherwise)
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Return rows as a batch."""
+    import torch
+
+    columns = {key: _column([item.non_tensor_batch[key] for item in x]) for key in x[0].non_tensor_batch}
+    return DataProto(torch.stack([item.batch for item in x]).contiguous(), columns)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Return the batch padded with its first rows to a multiple of `size_divisor`, and the number of added rows."""
+    missing = -len(data) % size_divisor
+    return (data[np.arange(len(data) + missing) % len(data)] if missing else data), missing
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Return the rows without the last `pad_size`."""
+    return data[:-pad_size] if pad_size else data  # type: ignore[no-any-return]
+
+
+def _rows(which: Any) -> Any:
+    """Return an index array as a tensor, for indexing tensordicts."""
+    import torch
+
+    return torch.from_numpy(which)
+
+
+def _column(values: Any) -> Any:
+    """Return [B] objects as a one-dimensional array, even if each is a list."""
+    if isinstance(values, np.ndarray):
+        return values
+    column = np.empty(len(values), dtype=object)
+    column[:] = list(values)
+    return column
+
+
+def _some(columns: Mapping[str, Any], keys: Sequence[str] | None) -> dict[str, Any]:
+    return dict(columns) if keys is None else {key: columns[key] for key in keys}
+
+
+def _merged(one: Any, two: Any) -> Any:
+    """Add the entries of the second mapping to the first, and return it; common entries must be equal."""
+    known = set(one.keys())
+    for key, value in two.items():
+        is_same = key not in known or same(one[key], value)
+        check(is_same, f"`{key}` is in both batches, and they are not the same object")
+        one[key] = value
+    return one
+
+
+def same(one: Any, two: Any) -> bool:
+    """Return whether two values are recursively equal, with the same types; NaN equals NaN."""
+    if one is two or type(one) is not type(two):
+        return one is two
+    if isinstance(one, np.ndarray):
+        if one.dtype != object:
+            return np.array_equal(one, two, equal_nan=one.dtype.kind in "fc")
+        return one.shape == two.shape and same(one.tolist(), two.tolist())
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, float):
+        return one == two or (one != one and two != two)
+    equal = getattr(one, "equal", None)  # a tensor's
+    return bool(equal(two) if equal else one == two)

@@ -1,9 +1,9 @@
-"""Advantage estimators on padded tensors, with verl's names and arguments: pure functions, no registry.
+"""Advantage estimators on padded tensors, with verl's names and arguments, as pure functions.
 
-    token_level_rewards [B, R]   response_mask [B, R]   index [B], which group a row belongs to
+    token_level_rewards [B, R]   response_mask [B, R]   index [B], the group of each row
     ->  (advantages [B, R], returns [B, R])
 
-A row's score is the sum of its rewards, `scores_B`; what a group of one is compared with is 0.
+A row's score is the sum of its rewards, `scores_B`; the baseline of a group of one is 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group, and divide by the group's spread (Shao et al. 2024; without it Liu et al. 2025)."""
+    """Centre scores in their group and divide by the group's std (Shao et al. 2024; without division Liu et al. 2025)."""
     scores_B = token_level_rewards.sum(-1)
     out_B = torch.zeros_like(scores_B)
     for rows in _groups(index):
@@ -45,10 +45,10 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Give the best of each group its lead over the second best, and the others 0.
+    """Give the best row of each group its lead over the second best, and the others 0.
 
     Raises:
-        ValueError: a group of one.
+        ValueError: a group has only one row.
     """
     scores_B = token_level_rewards.sum(-1)
     out_B = torch.zeros_like(scores_B)
@@ -65,7 +65,7 @@ def compute_grpo_passk_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any, epsilon: float = 1e-6, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compare each score with the mean of the others of its group (Ahmadian et al. 2024)."""
+    """Subtract the mean score of the other rows in the group (Ahmadian et al. 2024)."""
     out_B = token_level_rewards.sum(-1)
     for rows in _groups(index, least=2):
         out_B[rows] = (out_B[rows] - out_B[rows].mean()) * len(rows) / (len(rows) - 1)
@@ -92,7 +92,7 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group and scale by the share of rows that scored at all (Chu et al. 2025)."""
+    """Centre scores in their group and scale by the share of rows with a score (Chu et al. 2025)."""
     scores_B = token_level_rewards.sum(-1)
     scale = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
     return _spread(scale * _centred(scores_B, index) / f_norm, response_mask)
@@ -110,7 +110,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Take discounted returns and normalise them over all tokens; returns are carried across observations."""
+    """Normalise discounted returns over all tokens; returns are carried across observations."""
     discount = config.get("gamma") if isinstance(config, Mapping) else None if config is None else config.gamma
     gamma = 1.0 if discount is None else discount
     returns, running = torch.zeros_like(token_level_rewards), torch.zeros_like(token_level_rewards[:, 0])
@@ -126,7 +126,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compare returns with the reward of a greedy answer (Li et al. 2023)."""
+    """Subtract the reward of a greedy answer from returns (Li et al. 2023)."""
     returns = (token_level_rewards * response_mask).flip(-1).cumsum(-1).flip(-1)
     return returns - reward_baselines.unsqueeze(-1) * response_mask, returns
 
@@ -134,7 +134,7 @@ def compute_remax_outcome_advantage(
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: Any = 1.0, lam: Any = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Estimate generalised advantages over the unmasked tokens alone (Schulman et al. 2016), normalised; and returns."""
+    """Compute generalised advantages over the unmasked tokens (Schulman et al. 2016), normalised, and returns."""
     mask, running = response_mask.to(values.dtype), torch.zeros_like(values[:, 0])
     following, advantages = torch.zeros_like(values[:, 0]), torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
@@ -146,7 +146,7 @@ def compute_gae_advantage_return(
 
 
 def _centred(scores_B: Tensor, index: Any) -> Tensor:
-    """Return [B] each score less the mean of its group; that of a group of one as it is."""
+    """Return [B] each score minus the mean of its group; the score of a group of one is unchanged."""
     out_B = scores_B.clone()
     for rows in _groups(index, least=2):
         out_B[rows] -= scores_B[rows].mean()
@@ -154,7 +154,7 @@ def _centred(scores_B: Tensor, index: Any) -> Tensor:
 
 
 def _groups(index: Any, *, least: int = 1) -> list[list[int]]:
-    """Return the rows of each group of at least so many."""
+    """Return the rows of each group with at least `least` rows."""
     rows: dict[Any, list[int]] = defaultdict(list)
     for row, group in enumerate(index.tolist() if isinstance(index, Tensor | np.ndarray) else index):
         rows[group].append(row)
@@ -162,6 +162,6 @@ def _groups(index: Any, *, least: int = 1) -> list[list[int]]:
 
 
 def _spread(out_B: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, R] each row's value on its unmasked tokens, as advantages and as returns."""
+    """Return [B, R] each row's value on its unmasked tokens, twice: as advantages and as returns."""
     spread = out_B.unsqueeze(-1) * response_mask
     return spread, spread

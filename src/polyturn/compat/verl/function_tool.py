@@ -1,9 +1,9 @@
-"""verl.tools.function_tool: `@function_tool`, which registers a function as a tool by name.
+"""verl.tools.function_tool: `@function_tool`, which registers a function as a named tool.
 
     @function_tool("search")                 also @function_tool, and @function_tool("search", schema={...})
     def look_up(query: str) -> str: ...
 
-The tools are native ones, so `rollout.tools.functions` and tool files take them too.
+The tools are native, so `rollout.tools.functions` and tool files accept them, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Schema = OpenAIFunctionToolSchema | Mapping[str, Any] | None
 
 
 class VerlFunctionTool(native.FunctionTool):
-    """A registered function, with the names that callers of verl know."""
+    """A registered function, with verl's attribute names."""
 
     def __init__(self, name: str, fn: Callable[..., Any], tool_schema: Schema = None, is_async: bool | None = None) -> None:
         super().__init__(fn, name=name, schema=tool_schema)
@@ -45,25 +45,25 @@ class VerlFunctionTool(native.FunctionTool):
         return self._is_async
 
     async def call(self, parameters: dict[str, Any]) -> Any:
-        """Call the function and return its result; a plain one runs in a thread."""
+        """Call the function and return its result; a sync function runs in a thread."""
         arguments = self.read_arguments(parameters)
         if self._is_async:
             return await self.function(**arguments)
         return await self.threads.run(functools.partial(self.function, **arguments))
 
 
-FunctionTool = VerlFunctionTool  # the name that its users import
+FunctionTool = VerlFunctionTool  # the name in users' imports
 
 
 def function_tool(name: Callable[..., Any] | str | None = None, schema: Schema = None) -> Any:
     """Register a function as a tool.
 
     Args:
-        name: The tool's name, the function's by default; the function itself where the decorator has no arguments.
-        schema: The whole schema, instead of the one from signature and docstring.
+        name: The tool's name; by default the function's. If the decorator has no arguments, the function itself.
+        schema: The whole schema, instead of one derived from signature and docstring.
 
     Raises:
-        ConfigError: the schema cannot be read off the function, or the name is registered already.
+        ConfigError: a schema cannot be derived from the function, or the name is already registered.
     """
     if callable(name):
         return _register(name, None, schema)
@@ -82,7 +82,7 @@ def get_function_tool(name: str) -> FunctionTool:
     """Return a registered tool.
 
     Raises:
-        KeyError: there is none of that name.
+        KeyError: the name is not registered.
     """
     if name not in FUNCTION_TOOL_REGISTRY:
         raise KeyError(f"there is no function tool {name!r}.{did_you_mean(name, FUNCTION_TOOL_REGISTRY)}")
@@ -90,7 +90,7 @@ def get_function_tool(name: str) -> FunctionTool:
 
 
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[native.FunctionTool]] = {}
-"""File -> the tools it registered. A program that empties the registry empties this too, to have a file read again."""
+"""File -> the tools that it registered. Programs that clear the registry also clear this, so that files are read again."""
 
 
 def _load(path: Path) -> list[native.FunctionTool]:
@@ -100,10 +100,10 @@ def _load(path: Path) -> list[native.FunctionTool]:
 
 
 def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
-    """Return the tools that a Python file registers; a file is read once.
+    """Return the tools that a Python file registers; each file is read once.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"function_tool_path does not exist: {path}")
@@ -116,16 +116,16 @@ def load_function_tools_from_path(path: str) -> list[native.FunctionTool]:
 
 
 def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """Return a function's result as (response, reward, metrics); no reward is 0.0 here.
+    """Return a function's result as (response, reward, metrics); a missing reward is 0.0.
 
     Raises:
-        TypeError: a tuple that is empty or longer than three.
+        TypeError: the result is a tuple that is empty or longer than three.
     """
     response, reward, metrics = normalize(ret)
     return response, 0.0 if reward is None else reward, dict(metrics)
 
 
 def clear() -> None:
-    """Forget every registered tool, and which files were read."""
+    """Clear the registered tools and the list of read files."""
     FUNCTION_TOOL_REGISTRY.clear()
     _LOADED_FUNCTION_TOOL_PATHS.clear()

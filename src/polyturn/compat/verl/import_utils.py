@@ -1,4 +1,4 @@
-"""verl.utils.import_utils: objects of Python files and modules by their names."""
+"""verl.utils.import_utils: imports objects of Python files and modules by name."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 
 
 def load_module(module_path: str | None, module_name: str | None = None) -> ModuleType | None:
-    """Import `pkg://a.b`, or the file of a path or of `file://…`; None for no path.
+    """Import `pkg://a.b`, or a file from a path or `file://…`; return None for an empty path.
 
     Args:
-        module_path: The module.
-        module_name: The name under which a file's module is kept; without one it is not kept.
+        module_path: The module or file.
+        module_name: The name in `sys.modules` for a file's module; None does not add it.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        RuntimeError: it cannot be imported, or another module has that name.
+        FileNotFoundError: the file does not exist.
+        RuntimeError: the import fails, or another module has that name.
     """
     if not module_path:
         return None
@@ -32,7 +32,7 @@ def load_module(module_path: str | None, module_name: str | None = None) -> Modu
         return importlib.import_module(module_path.removeprefix("pkg://").replace("/", "."))
     file = Path(module_path.removeprefix("file://"))
     if not file.is_file():
-        raise FileNotFoundError(f"the module file {str(file)!r} is not there")
+        raise FileNotFoundError(f"the module file {str(file)!r} does not exist")
     spec = importlib.util.spec_from_file_location(module_name or f"custom_module_{abs(hash(file.resolve()))}", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{str(file)!r} is not a Python file")
@@ -42,15 +42,15 @@ def load_module(module_path: str | None, module_name: str | None = None) -> Modu
     except Exception as problem:
         raise RuntimeError(f"Error loading module from {str(file)!r}: {problem}") from problem
     if module_name is not None and sys.modules.setdefault(module_name, module) is not module:
-        raise RuntimeError(f"the module name {module_name!r} is another module's already")
+        raise RuntimeError(f"the module name {module_name!r} is already used by another module")
     return module
 
 
 def load_extern_object(module_path: str | None, object_name: str) -> Any:
-    """Return an object of a module, as `load_module` finds it.
+    """Return an object of a module that `load_module` imports.
 
     Raises:
-        AttributeError: the module has none of that name.
+        AttributeError: the module does not have the object.
     """
     module = load_module(module_path)
     if not hasattr(module, object_name):
@@ -62,8 +62,8 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
     """Import `package.module.Name` and return it.
 
     Raises:
-        ValueError: it is not written so.
-        AttributeError: the module has none of that name.
+        ValueError: the name has another form.
+        AttributeError: the module does not have the object.
     """
     module, _, name = fqn.rpartition(".")
     if not module:
@@ -75,7 +75,7 @@ def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
 
 
 def deprecated(replacement: str = "") -> Callable[[Any], Any]:
-    """Return a decorator that warns, when a function or a class is called, that it is old, and what replaces it."""
+    """Return a decorator that logs a deprecation warning, with the replacement, when a function or class is called."""
 
     def decorate(old: Any) -> Any:
         call = old.__init__ if isinstance(old, type) else old  # type: ignore[misc]

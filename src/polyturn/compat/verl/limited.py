@@ -1,10 +1,10 @@
-"""verl.experimental.reward_loop.reward_manager.limited: a manager whose function asks a server that takes so many calls.
+"""verl.experimental.reward_loop.reward_manager.limited: a manager whose function calls a rate-limited server.
 
     class Judge(RateLimitedRewardManager): ...
     reward: {max_concurrent: 8, max_rpm: 600, max_tpm: 100000, estimated_tokens_per_request: 500, timeout: 60}
 
-The limits belong to the class, so that all objects of it share them: the first object sets them. As in verl, and unlike a
-reward function that the run itself calls, an answer whose function fails or is late scores 0, and says so beside the score.
+The limits belong to the class and are shared by all of its objects; the first object sets them. As in verl, and unlike a
+reward function that the run calls itself, a failure or timeout of the function scores 0 and is reported next to the score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncTokenBucket:
-    """Lets `rate_limit` tokens a second through; `max_tokens` of them, by default as many, may come at once."""
+    """A token bucket of `rate_limit` tokens per second; at most `max_tokens` (by default `rate_limit`) at once."""
 
     def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
         self.rate_limit = rate_limit
@@ -39,7 +39,7 @@ class AsyncTokenBucket:
         self.lock = asyncio.Lock()
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Take tokens once there are as many; more than ever fit in are owed, and waited for."""
+        """Wait for tokens and take them; more tokens than the bucket's size are taken in advance and waited for."""
         while True:
             async with self.lock:
                 self._refill(asyncio.get_running_loop().time())
@@ -59,10 +59,10 @@ class AsyncTokenBucket:
 
 
 class TokenBucket(AsyncTokenBucket):
-    """The same for callers that ask again."""
+    """A token bucket without waiting, for callers that retry."""
 
     def acquire(self) -> bool:  # type: ignore[override]
-        """Take one token if there is one."""
+        """Take one token if available; return whether it was."""
         self._refill(time.monotonic())
         is_there = self.tokens >= 1
         self.tokens -= is_there
@@ -71,7 +71,7 @@ class TokenBucket(AsyncTokenBucket):
 
 @register("rate_limited")
 class RateLimitedRewardManager(RewardManagerBase):
-    """Calls a function of one answer within three limits: calls at once, calls a minute, and tokens a minute."""
+    """Calls a function per answer within three limits: concurrent calls, calls per minute, and tokens per minute."""
 
     _semaphore: ClassVar[asyncio.Semaphore | None] = None
     _max_concurrent: ClassVar[int | None] = None
@@ -93,10 +93,10 @@ class RateLimitedRewardManager(RewardManagerBase):
         reward_fn_key: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take the composed tree; the last three arguments are those of managers of batches, and change nothing.
+        """Create a manager from verl's composed config; the last three arguments of batch managers have no effect.
 
         Raises:
-            TypeError: there is no tokenizer.
+            TypeError: the tokenizer is None.
         """
         if tokenizer is None:
             raise TypeError("RateLimitedRewardManager requires `tokenizer`.")
@@ -108,14 +108,14 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Set the limits of all objects; a later object cannot change them, and a warning says so."""
+        """Set the limits of all objects; later objects cannot change them and only log a warning."""
         limits = _limits(config)
         rpm, tpm = limits.get("max_rpm"), limits.get("max_tpm")
         if cls._class_initialized:
             if (rpm, tpm) != (cls._max_rpm, cls._max_tpm):
                 logger.warning(
-                    "%s has its limits already, shared by all objects: max_rpm=%s and max_tpm=%s are ignored, and "
-                    "max_rpm=%s and max_tpm=%s stay; make the first object with the limits that you want",
+                    "%s already has limits, which all objects share: max_rpm=%s and max_tpm=%s are ignored, and "
+                                        "max_rpm=%s and max_tpm=%s stay; create the first object with the intended limits",
                     cls.__name__, rpm, tpm, cls._max_rpm, cls._max_tpm,
                 )  # fmt: skip
             return
@@ -141,7 +141,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         return await asyncio.to_thread(compute, **columns, extra_info=extra_info, **router)
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """Return the score of a row, of the last one of several, and what the function reports beside it."""
+        """Return the score of a row (the last one of several) and the function's further values."""
         row = data[-1:][0]
         ids, columns = row.batch["responses"], row.non_tensor_batch
         length = int(row.batch["attention_mask"][-ids.shape[-1] :].sum())
@@ -186,5 +186,5 @@ class RateLimitedRewardManager(RewardManagerBase):
 
 
 def _limits(config: Any) -> Mapping[str, Any]:
-    """Return the section with the limits: `reward`, `reward_model` in older releases."""
+    """Return the section with the limits: `reward`, or `reward_model` in older releases."""
     return {**(config.get("reward_model") or {}), **(config.get("reward") or {})}

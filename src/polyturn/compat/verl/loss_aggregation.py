@@ -1,9 +1,7 @@
-"""verl's reductions of token losses, and the conversion of a loss that was written for verl to a native one.
+"""verl's reductions of token losses, and the conversion of a loss written for verl to a native one.
 
-    agg_loss(loss_BR, mask_BR, "token-mean")  ->  a scalar
-    as_policy_loss(fn)                        ->  a native loss, whose tokens are those that `fn` hands to `agg_loss`
-
-Apart from the registries because losses need it before any is registered.
+agg_loss(loss_BR, mask_BR, "token-mean")  ->  a scalar
+as_policy_loss(fn)                        ->  a native loss with the token losses that `fn` passes to `agg_loss`
 """
 
 from __future__ import annotations
@@ -23,18 +21,17 @@ PolicyLossFn = Callable[..., tuple[Any, ...]]
 """(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …) -> (scalar loss, metrics)."""
 
 _captured: contextvars.ContextVar[list[tuple[Tensor, Tensor]] | None] = contextvars.ContextVar("captured", default=None)
-"""The arguments and results of `agg_loss`, while a policy loss runs in training."""
+"""The (token losses, result) pairs of `agg_loss` calls while a policy loss runs in training."""
 
 
 def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
-    """Return a native policy loss that calls `fn` with a padded batch: a row per sample.
+    """Return a native policy loss that calls `fn` with a padded batch of one row per sample.
 
-    Its loss of each token is what it hands to `agg_loss`. How tokens are averaged is the trainer's matter, because a
-    micro-batch is a part of a step: with a `loss_agg_mode` of its own the result is the same, weighted by
-    `algorithm.aggregate`.
+    The token losses are the arguments that `fn` passes to `agg_loss`. The trainer averages them by `algorithm.aggregate`,
+    because a micro-batch is only a part of a step; the `loss_agg_mode` of `fn` has no effect.
 
     Raises (when called):
-        ConfigError: what `fn` returns is not what `agg_loss` made of its tokens.
+        ConfigError: the result of `fn` is not the result of `agg_loss`.
     """
 
     def loss(
@@ -76,13 +73,13 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
 
 
 def _is_sum(seen: Sequence[tuple[Tensor, Tensor]], returned: Any) -> bool:
-    """Return whether a loss is the sum of what `agg_loss` returned."""
+    """Return whether a loss is the sum of the results of `agg_loss`."""
     total = torch.stack([value.detach() for _, value in seen]).sum()
     return torch.allclose(total, torch.as_tensor(returned).detach().to(total), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _places(sequence_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [T] the row of each token, one per sequence, and its column, in order."""
+    """Return [T] the row of each token (one row per sequence) and [T] its column."""
     row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)[1:]
     start_B = count_B.cumsum(0) - count_B
     order_T = row_T.argsort(stable=True)
@@ -100,15 +97,15 @@ def agg_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Return [B, R] losses as one number.
+    """Reduce [B, R] token losses to a scalar.
 
-    token-mean: over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: over rows with any unmasked token, of
-    the row's sum or mean. seq-mean-token-sum-norm: the first of these over `loss_scale_factor`, by default the width.
-    token-sum: the sum. Each is `dp_size` times as large, so that the mean over so many processes is that of the whole batch.
+    token-mean: the mean over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: the mean over rows with an
+    unmasked token, of the row's sum or mean. seq-mean-token-sum-norm: the former divided by `loss_scale_factor`, by default
+    the width R. token-sum: the sum. All are multiplied by `dp_size`, so that the mean over processes is that of the batch.
 
     Raises:
-        UnknownNameError: there is no such mode.
-        ConfigError: there are several processes, and the mean needs a count of the whole batch that is not given.
+        UnknownNameError: the mode is unknown.
+        ConfigError: `dp_size` is above 1 and the count over the whole batch is missing.
     """
     value = _aggregate(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     if (seen := _captured.get()) is not None:
@@ -146,7 +143,7 @@ def _aggregate(
 
 
 def _count(count: int | None, here: Tensor, dp_size: int, *, name: str) -> int | Tensor:
-    """Return the number of tokens or rows that a mean is over: those of the whole batch, which one process cannot count."""
+    """Return the number of tokens or rows of a mean: `count` over the whole batch, or this process's own if it is alone."""
     if count is None and dp_size > 1:
         raise ConfigError(f"(global) {name} is required when dp_size > 1; dp_size is {dp_size}")
     return here if count is None else count

@@ -1,4 +1,4 @@
-"""The program that `python -m verl.trainer.main_ppo` runs under `polyturn run-as verl`."""
+"""The program `python -m verl.trainer.main_ppo` under `polyturn run-as verl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyturn.compat.not_offered import refuse
 
 
 def __getattr__(name: str) -> Any:
-    """Return the one name of this module beside `main` that users' files import."""
+    """Return the other name of this module, besides `main`, that users' files import."""
     if name == "create_rl_sampler":
         from polyturn.compat.verl.sampler import create_rl_sampler
 
@@ -22,9 +22,9 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
-    """Train the run that the command line describes in verl's keys."""
+    """Train with verl's keys from the command line."""
     prepare_process()
-    from polyturn.cli import run_as  # what they import reads the environment
+    from polyturn.cli import run_as  # the imported modules read the environment
     from polyturn.compat.verl_config import command
 
     overrides = json.loads(os.environ.get(run_as.OVERRIDES, "[]"))

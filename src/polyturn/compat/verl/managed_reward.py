@@ -1,15 +1,15 @@
-"""A reward manager of a project's own, as a reward function: a finished trajectory is shown to it as a batch of one row.
+"""Runs a project's own reward manager as a reward function: each finished trajectory becomes a batch of one row.
 
-    reward_manager: collabllm, custom_reward_function.path: reward_function.py, which registers it
+    reward_manager: collabllm, custom_reward_function.path: reward_function.py (which registers it)
       ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: collabllm, …}
 
     reward_manager.source: importlib, .module.path: managers.py, .name: Mine
       ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: "managers.py:Mine", …}
 
-A manager sees the columns that verl's trainer shows it: the row's, what the episode scored, and what an agent loop returned
-in `extra_fields`. One trajectory at a time, so none waits for the others; what a manager compares across a batch it cannot
-compare here. A manager of batches, and a plain function that one of single rows calls, are called in the main thread of a
-process, where time-outs that are built on signals work; managers of single rows (`run_single`) live in an event loop here.
+A manager gets the same columns as from verl's trainer: the row's, the episode's scores, and the agent loop's `extra_fields`.
+Trajectories are scored one at a time and do not wait for each other, so a manager cannot compare rows across a batch. Batch
+managers, and sync functions of row managers, run in the main thread of a process, where timeouts based on signals work.
+Row managers (`run_single`) run in an event loop of this process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from polyturn.compat.verl.dataproto import to_dataproto
-from polyturn.compat.verl.protocol import DataProto
+from polyturn.compat.verl.dataproto import DataProto
+from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.compat.verl.reward_loop import RewardManagerBase
 from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
 from polyturn.compat.verl.rollout_schemas import Message
@@ -49,16 +49,16 @@ def score(
     manager_kwargs: Mapping[str, Any] | None = None,
     function_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Score a trajectory with a reward manager; return the score and the values that it reports.
+    """Score a trajectory with a reward manager; return the score and the manager's further values.
 
     Args:
-        trajectory: The record.
-        manager: The name under which it is registered, or `file.py:Class`.
-        function: The reward function that it is given, `file.py:name`, whose import may register it; None is verl's own.
-        tokenizer: The folder or the name of the model.
-        config: The tree of verl's keys, for a manager of single rows.
+        trajectory: The trajectory.
+        manager: The manager's registered name, or `file.py:Class`.
+        function: The manager's reward function, `file.py:name`, whose import may register the manager; None is verl's own.
+        tokenizer: The folder or name of the model.
+        config: verl's config tree, for row managers.
         manager_kwargs: Arguments of the manager.
-        function_kwargs: Arguments that the function always gets.
+        function_kwargs: Fixed arguments of the function.
     """
     described = json.dumps([manager, function, tokenizer, config or {}, manager_kwargs or {}, function_kwargs or {}])
     with _MAKING:
@@ -68,12 +68,12 @@ def score(
 
 
 _MAKING = threading.Lock()
-"""Held while a manager is made, so that the first calls, several at once, get the same one."""
+"""Held while a manager is created, so that concurrent first calls get the same one."""
 
 
 @functools.cache
 def _judge(described: str) -> Callable[..., dict[str, Any]]:
-    """Return the function that asks the manager described by `score`'s arguments, as JSON; one for the whole run."""
+    """Return a function that calls the manager for `score`'s arguments (as JSON); one per run."""
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
     cls, compute_score = _imported(name, function, function_kwargs)
     if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
@@ -98,7 +98,7 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
 
 
 def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
-    """Score a trajectory with a manager of batches, in a process that runs no other code."""
+    """Score a trajectory with a batch manager, in a separate process."""
     result = _of_batches(described)(as_batch(trajectory), return_dict=True)
     reported = result.get("reward_extra_info") or {}
     return {**{key: values[0] for key, values in reported.items()}, "score": float(result["reward_tensor"].sum())}
@@ -112,7 +112,7 @@ def _of_batches(described: str) -> Any:
 
 
 def _imported(name: str, function: str | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the class of a manager, and the reward function, whose import may register it."""
+    """Return the class of a manager and its reward function, whose import may register the manager."""
     compute_score: Any = default_compute_score if function is None else import_attr(function)
     bound = functools.partial(compute_score, **kwargs) if kwargs else compute_score
     return import_attr(name) if ":" in name else get_reward_manager_cls(name), bound
@@ -123,7 +123,7 @@ def _in_processes(function: str) -> Processes:
 
 
 def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
-    """Return a function that calls `function` in `processes`, with arguments by name; some of its own may be bound."""
+    """Return a function that calls `function` in `processes` with keyword arguments; some may already be bound."""
     signature, bound = inspect.signature(function), getattr(function, "keywords", {})
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,14 +135,14 @@ def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the managers of single rows, in a thread of its own."""
+    """Return the event loop of row managers, which runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-managers", daemon=True).start()
     return loop
 
 
 def as_batch(trajectory: Trajectory) -> DataProto:
-    """Return a trajectory as a batch of one row: of the segment that is trained, the last one of several."""
+    """Return a trajectory as a batch of one row: its last trained segment."""
     task = trajectory.task
     group = TrajectoryGroup(id=task.id, task=task, trajectories=(trajectory,))
     batch = to_dataproto([group])
@@ -159,7 +159,7 @@ def as_batch(trajectory: Trajectory) -> DataProto:
 
 
 def _as_messages(values: Any) -> Any:
-    """Return a conversation, or a list of them, with the objects for messages that code written for verl reads."""
+    """Return a conversation, or a list of them, with messages as objects of verl's class."""
     if isinstance(values, Mapping):
         return Message.model_validate(values)
     return [_as_messages(value) for value in values]

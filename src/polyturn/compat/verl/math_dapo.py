@@ -1,4 +1,4 @@
-r"""verl.utils.reward_score.math_dapo: the scorer, and the functions that scorers of one's own take it apart with."""
+r"""verl.utils.reward_score.math_dapo: the scorer, and its parts for users' own scorers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STRICT_CHARS = 100
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER
 ) -> tuple[bool, str]:
-    """Return whether what stands behind the last `Answer:` is right, and what it is; the truth may stand in a box."""
+    """Return whether the text after the last `Answer:` is right, and the text; the ground truth may be boxed."""
     matches = re.findall(answer_pattern, solution_str)
     answer = normalize_final_answer(matches[-1]) if matches else INVALID
     truth = normalize_final_answer((last_boxed(gt) or INVALID) if gt_need_extract else str(gt))
@@ -27,7 +27,7 @@ def is_correct_minerva(
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str | None]:
-    """Return 1 or -1 for the last box in the last 100 characters, or from 100 before a place on; and its answer."""
+    """Return 1 or -1 for the last box in the last 100 characters (or from 100 before an index on), and its answer."""
     start = -_STRICT_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - _STRICT_CHARS
     answer = last_boxed(pred[start:])
     return 1 if answer == gt else -1, answer
@@ -36,7 +36,7 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] 
 def verify(
     solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: Sequence[int] | None = None
 ) -> tuple[bool, str | None]:
-    """Return whether a solution is right, and the answer that was read."""
+    """Return whether a solution is right, and the parsed answer."""
     if strict_box_verify:
         score, prediction = is_correct_strict_box(solution_str, answer, pause_tokens_index)
         return score == 1, prediction

@@ -1,4 +1,4 @@
-"""verl's `verl.utils.reward_score.math_verify`: a boxed answer compared as mathematics, under verl's parameter names."""
+"""verl's `verl.utils.reward_score.math_verify`: compares a boxed answer mathematically, with verl's parameter names."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from polyturn.rewards import math
 
 
 def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0, timeout: float = 30.0) -> float:
-    r"""Return 1.0 if the last `\boxed{…}` is the right answer, else 0.0; a comparison that is late counts as wrong."""
+    r"""Return 1.0 if the last `\boxed{…}` is the right answer, else 0.0; a comparison that times out counts as wrong."""
     return math.compute_score(model_output, ground_truth)

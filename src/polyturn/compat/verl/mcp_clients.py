@@ -1,4 +1,4 @@
-"""verl.tools.utils.mcp_clients: the servers of an MCP file behind one object, for tools that call them themselves.
+"""verl.tools.utils.mcp_clients: one client for all servers of an MCP file, for tools that call them directly.
 
 await ClientManager.initialize("servers.json", rate_limit=10)
 schemas = await ClientManager.fetch_tool_schemas(["search"])          no names: every tool
@@ -23,7 +23,7 @@ __all__ = ["ClientManager", "MCPClientManager", "TokenBucket", "mcp2openai"]
 
 
 class MCPClientManager:
-    """Knows which server has which tool."""
+    """Calls tools on the MCP server that has them."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -32,12 +32,12 @@ class MCPClientManager:
         self._pace = Pace(10.0)
 
     async def initialize(self, config_path: str | Path, rate_limit: float = 10.0) -> None:
-        """Read the file of the servers; calling it again changes nothing."""
+        """Read the file of servers; further calls have no effect."""
         if not self.initialized:
             self._settings, self._pace, self.initialized = dict(read_servers(Path(config_path))), Pace(rate_limit), True
 
     async def fetch_tool_schemas(self, tool_selected_list: Collection[str] | None = None) -> list[dict[str, Any]]:
-        """Return the schemas of the chosen tools."""
+        """Return the schemas of the selected tools; None selects all."""
         schemas: list[dict[str, Any]] = []
         for name, settings in self._settings.items():
             server = McpServer(name, settings)
@@ -49,7 +49,7 @@ class MCPClientManager:
         return schemas
 
     async def call_tool(self, tool_name: str, parameters: dict[str, Any], timeout: float) -> Any:
-        """Call a tool of one of the servers, at the pace that `initialize` was given."""
+        """Call a tool, within the rate limit of `initialize`."""
         await self._pace.wait()
         server = self.get_client_with_tool_name(tool_name)
         server.open("verl")
@@ -62,7 +62,7 @@ class MCPClientManager:
         """Return the server of a tool.
 
         Raises:
-            UnknownNameError: `fetch_tool_schemas` has met none of that name.
+            UnknownNameError: `fetch_tool_schemas` has not found such a tool.
         """
         if tool_name not in self.tool_client_mapping:
             known = self.tool_client_mapping
@@ -76,4 +76,4 @@ def mcp2openai(mcp_tool: Any) -> dict[str, Any]:
 
 
 ClientManager = MCPClientManager()
-"""The one that tools share."""
+"""The client that all tools share."""

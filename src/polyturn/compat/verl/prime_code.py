@@ -1,7 +1,7 @@
-"""verl's `verl.utils.reward_score.prime_code`: programs run on their tests, here in a sandbox of this machine.
+"""verl's `verl.utils.reward_score.prime_code`: runs programs on tests, in a sandbox of this machine.
 
-What verl tells of each test is empty here, because a failing test is said by the result, and a sandbox that cannot be asked
-by an exception.
+verl's details of each test are empty here, because the result shows failing tests and an unavailable sandbox raises an
+exception.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from polyturn.rewards import code
 
 
 def compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float, list[Any]]:
-    """Return whether the last code block passes all tests, or the share of the first ten (`continuous`), and [].
+    """Return (score, []): whether the last code block passes all tests, or the share of the first ten (`continuous`).
 
     Raises:
-        RewardError: the sandbox cannot be asked.
+        RewardError: the sandbox is unavailable.
     """
     score = code.compute_score(completion, test_cases, sandbox=code.Sandbox(), continuous=continuous)
     return score if continuous else score == 1.0, []
@@ -25,10 +25,10 @@ def compute_score(completion: str, test_cases: Any, continuous: bool = False) ->
 def run_test(
     in_outs: Mapping[str, Any], test: str, debug: bool = False, timeout: float = 15
 ) -> tuple[list[bool], dict[str, Any]]:
-    """Return whether a program passes each of its tests, up to the first that it fails, and {}.
+    """Return (results, {}): whether a program passes each test, up to the first failure.
 
     Raises:
-        RewardError: the sandbox cannot be asked.
+        RewardError: the sandbox is unavailable.
     """
     sandbox, results = code.Sandbox(timeout_s=timeout), []
     for stdin, expected in zip(in_outs["inputs"], in_outs["outputs"], strict=True):

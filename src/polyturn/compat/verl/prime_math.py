@@ -1,4 +1,4 @@
-"""verl's `verl.utils.reward_score.prime_math`: (is_right, is_in_the_form, the answer that was read)."""
+"""verl's `verl.utils.reward_score.prime_math`: returns (is_right, has_format, parsed answer)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polyturn.rewards import math
 
 
 def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
-    """Return whether the stated answer is right, whether it is or its text has the steps and the box asked for, and it."""
+    """Return (whether the answer is right, whether it is right or the text has the required format, the answer)."""
     text = str(model_output)
     answer = math.stated_answer(text)
     is_right = math.is_near(answer, str(ground_truth))
@@ -16,5 +16,5 @@ def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Return whether two answers are the same mathematics, or nearly the same number."""
+    """Return whether two answers are mathematically equal, or nearly equal numbers."""
     return given_answer is not None and math.is_near(given_answer, str(ground_truth))

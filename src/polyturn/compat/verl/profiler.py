@@ -1,4 +1,4 @@
-"""verl.utils.profiler: `simple_timer`, which agent loops time themselves with."""
+"""verl.utils.profiler: `simple_timer`, with which agent loops measure durations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 
 
 @contextlib.contextmanager

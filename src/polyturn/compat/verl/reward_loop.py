@@ -1,11 +1,11 @@
-"""verl.experimental.reward_loop: the base of managers that score one trajectory at a time, as coroutines.
+"""verl.experimental.reward_loop: the base class of managers that score one trajectory at a time, as coroutines.
 
     class Mine(RewardManagerBase):
         async def run_single(self, data):           a DataProto of one row
             return {"reward_score": 1.0, "reward_extra_info": {"acc": 1.0}}
 
-A run calls such a manager as `managed_reward` says. Its names are registered with those of `reward_manager`, whose classes
-turn a whole batch into a tensor.
+A run calls such a manager through `managed_reward`. Names share a registry with `reward_manager`, whose classes turn a whole
+batch into a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.reward_manager import RawRewardFn, register, texts
 from polyturn.rewards.default import default_compute_score
 
@@ -24,12 +24,12 @@ __all__ = ["NaiveRewardManager", "RewardLoopManagerBase", "RewardManagerBase", "
 
 
 class RewardManagerBase(ABC):
-    """Scores one row; `self.loop` is the event loop in which it was made, and in which it is called."""
+    """Scores one row; `self.loop` is the event loop in which it is created and called."""
 
     _class_initialized = False
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None = None) -> None:
-        """Take the composed tree of verl's keys, and the run's reward function."""
+        """Create a manager from verl's composed config and the run's reward function."""
         self.config, self.tokenizer, self.compute_score = config, tokenizer, compute_score
         try:
             self.loop = asyncio.get_running_loop()
@@ -39,19 +39,19 @@ class RewardManagerBase(ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Make what all instances share."""
+        """Create what all instances share."""
         cls._class_initialized = True
 
     @abstractmethod
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """Return the "reward_score" of a row, and in "reward_extra_info" what is reported beside it."""
+        """Return the "reward_score" of a row, and further values in "reward_extra_info"."""
 
 
 RewardLoopManagerBase = RewardManagerBase
 
 
 class NaiveRowRewardManager(RewardManagerBase):
-    """Calls a function of one answer."""
+    """Calls a function per answer."""
 
     def __init__(
         self,
@@ -82,4 +82,4 @@ class NaiveRowRewardManager(RewardManagerBase):
         return {"reward_score": info["score"] if isinstance(result, Mapping) else result, "reward_extra_info": info}
 
 
-NaiveRewardManager = NaiveRowRewardManager  # verl's two loops call theirs alike
+NaiveRewardManager = NaiveRowRewardManager  # verl uses this name in both modules

@@ -1,11 +1,11 @@
-"""verl.workers.reward_manager: managers, which turn a `DataProto` into rewards [B, R], their registry and base class.
+"""verl.workers.reward_manager: managers that turn a `DataProto` into rewards [B, R], their registry and base class.
 
     manager = NaiveRewardManager(tokenizer, num_examine=0, compute_score=score)
     manager(data)                       the reward of each row on the last token of its response, 0 elsewhere
     manager(data, return_dict=True)     {"reward_tensor": …, "reward_extra_info": {"pred": [B values], …}}
 
-For scripts and tests that call one, and for subclasses. A run calls reward functions itself, and managers of a project's own
-as `managed_reward` shows them trajectories. A function that raises is an error here too, never 0.0.
+They are for scripts and tests that call a manager, and for subclasses. A run calls reward functions itself, and a project's
+own managers through `managed_reward`. A function that raises is an error, never 0.0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.core.plugins import is_same_source
@@ -45,14 +45,14 @@ class AbstractRewardManager(ABC):
 
     @abstractmethod
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """Return the rewards of a `DataProto`."""
+        """Return the rewards [B, R] of a `DataProto`."""
 
 
 def register(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a class; one from a file that is imported anew takes the place of its former self.
+    """Return a decorator that registers a class; a class from a file that is imported again replaces its old version.
 
     Raises:
-        ConfigError: the name is taken by another class.
+        ConfigError: another class is registered under the name.
     """
 
     def add(cls: _Class) -> _Class:
@@ -70,7 +70,7 @@ def get_reward_manager_cls(name: str) -> type[Any]:
     """Return a registered class.
 
     Raises:
-        UnknownNameError: there is none of that name.
+        UnknownNameError: the name is not registered.
     """
     if name not in REWARD_MANAGER_REGISTRY:
         raise UnknownNameError(f"Unknown reward manager: {name}.{did_you_mean(name, REWARD_MANAGER_REGISTRY)}")
@@ -79,7 +79,7 @@ def get_reward_manager_cls(name: str) -> type[Any]:
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
-    """Calls a function of one answer for every row."""
+    """Calls a function per row."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class NaiveRewardManager(AbstractRewardManager):
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
     ) -> None:
-        """Take the function, by default verl's of all data sources, and how many answers of each source are logged."""
+        """Create a manager that logs `num_examine` answers per source; the default function is verl's own."""
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """Return the rewards [B, R]; those that the batch has already, in `rm_scores`, are returned as they are."""
+        """Return the rewards [B, R]; if the batch already has `rm_scores`, these are returned."""
         if "rm_scores" in data.batch:
             return with_known_rewards(data, return_dict)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
@@ -129,13 +129,13 @@ class NaiveRewardManager(AbstractRewardManager):
         ]
 
     def _reward(self, score: float, length: int, info: dict[str, list[Any]]) -> float:
-        """Return the reward of a row that has a score and so many tokens."""
+        """Return the reward of a row from its score and number of tokens."""
         return score
 
 
 @register("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """The same; the scores are also the batch's `acc`."""
+    """Calls a function per row, and stores the scores as the batch's `acc`."""
 
     def verify(self, data: Any) -> list[Any]:
         return _kept(data, super().verify(data))
@@ -143,7 +143,7 @@ class PrimeRewardManager(NaiveRewardManager):
 
 @register("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """Calls a function of many answers once; the scores are also the batch's `acc`."""
+    """Calls a function once for all answers, and stores the scores as the batch's `acc`."""
 
     def __init__(
         self,
@@ -172,10 +172,10 @@ class BatchRewardManager(NaiveRewardManager):
 
 @register("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """Calls a function of one answer for every row, and takes a penalty off long responses (arXiv:2503.14476, 3.4)."""
+    """Calls a function per row, and subtracts a penalty for long responses (arXiv:2503.14476, 3.4)."""
 
     def __init__(self, *args: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **named: Any) -> None:
-        """Take the buffer `len`, in which the penalty rises to `penalty_factor` at `max_resp_len` tokens."""
+        """Create a manager; over the last `len` tokens before `max_resp_len` the penalty rises to `penalty_factor`."""
         super().__init__(*args, **named)
         self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
         if overlong_buffer_cfg is None:
@@ -201,7 +201,7 @@ class DAPORewardManager(NaiveRewardManager):
 
 
 def get_custom_reward_fn(config: Mapping[str, Any]) -> RawRewardFn | None:
-    """Return the function that `custom_reward_function` names in a tree of keys, with its `reward_kwargs`; or None."""
+    """Return the function of `custom_reward_function` in a config tree, with its `reward_kwargs`, or None."""
     of = (config.get("reward") or config).get("custom_reward_function") or {}
     if not of.get("path"):
         return None
@@ -219,7 +219,7 @@ async def parallel_compute_score_async(
     """Return the score of each answer, computed in processes.
 
     Raises:
-        Exception: what the function raised, of the first answer that has none.
+        Exception: the function's error on the first answer that failed.
     """
     loop = asyncio.get_running_loop()
     rows = list(zip(tasks, completions, references, extra_info or [None] * len(tasks), strict=True))
@@ -229,12 +229,12 @@ async def parallel_compute_score_async(
 
 
 def run_reward_scoring(evaluation_func: RawRewardFn, *args: Any, **kwargs: Any) -> list[float]:
-    """Do the same outside an event loop."""
+    """Run `parallel_compute_score_async` from synchronous code."""
     return asyncio.run(parallel_compute_score_async(evaluation_func, *args, **kwargs))
 
 
 def with_known_rewards(data: Any, return_dict: bool) -> Any:
-    """Return the rewards that a batch has already."""
+    """Return the rewards that a batch already has."""
     known = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": known} if return_dict else data.batch["rm_scores"]
 
@@ -250,7 +250,7 @@ def _value(score: Any) -> float:
 
 
 def _kept(data: Any, scores: Sequence[Any]) -> list[Any]:
-    """Return the scores, which the batch keeps too."""
+    """Store the scores in the batch and return them."""
     data.batch["acc"] = torch.tensor([_value(score) for score in scores])
     return list(scores)
 
@@ -263,7 +263,7 @@ def _lengths(data: Any) -> list[int]:
 
 
 def _extra_info(row: Any) -> dict[str, Any]:
-    """Return a row's fields for the reward function, beside its answer."""
+    """Return a row's further fields for the reward function."""
     columns = row.non_tensor_batch
     info = {"num_turns": columns.get("__num_turns__"), "rollout_reward_scores": columns.get("reward_scores", {})}
     return {**(columns.get("extra_info") or {}), **info}

@@ -1,4 +1,4 @@
-"""verl.utils.reward_score: the name that its scorer of all data sources had before the multi-turn releases."""
+"""verl.utils.reward_score: the scorer of all data sources, under its name before the multi-turn releases."""
 
 from __future__ import annotations
 

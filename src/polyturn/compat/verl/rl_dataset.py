@@ -1,4 +1,4 @@
-"""verl.utils.dataset: `RLHFDataset`, whose subclasses `data.custom_cls` names, and the tasks that a run makes of their rows.
+"""verl.utils.dataset: `RLHFDataset`, the base class of `data.custom_cls`, and the tasks of its rows.
 
     class Mine(RLHFDataset):
         def __getitem__(self, item):
@@ -7,8 +7,8 @@
 
     custom_tasks(cls="mine.py:Mine", files=["train.parquet"], split="train", config={…})[7]   ->   Task(…)
 
-Separate from `polyturn.data.dataset`, which reads rows without the package `datasets` and keeps none of them in memory. A
-row's prompt is tokenized only where `return_raw_chat` is false: a run renders messages itself.
+Unlike `polyturn.data.dataset`, it needs the package `datasets`. A row's prompt is tokenized only if `return_raw_chat` is
+false, because a run renders messages itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.tokenizer import hf_processor, hf_tokenizer
 from polyturn.compat.verl.torch_functional import compute_position_id_with_mask, postprocess_data
 from polyturn.core.errors import ConfigError, DataError, one_line
@@ -38,11 +38,11 @@ from polyturn.tools.registry import initialize_tools_from_config
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 _POINTER = re.compile("(<image>|<video>|<audio>)")
 _OF_A_BATCH = ("raw_prompt", "raw_prompt_ids", "full_prompts", "multi_modal_data", "multi_modal_inputs")
-"""Keys of a row that its task does not hold as they are."""
+"""Keys of a row that are not copied to its task."""
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rows as columns: tensors stacked [B, …], everything else as an array [B] of objects."""
+    """Return rows as columns: stacked tensors [B, …], and arrays [B] of objects for everything else."""
     columns: dict[str, list[Any]] = defaultdict(list)
     for row in data_list:
         for key, value in row.items():
@@ -54,7 +54,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class RLHFDataset(Dataset[dict[str, Any]]):
-    """The rows of parquet or JSON files as dicts, with what a rollout reads beside them."""
+    """The rows of parquet or JSON files as dicts, with further fields for a rollout."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self._read_files_and_tokenize()
 
     def _download(self, use_origin_parquet: bool = False) -> None:
-        """Name the files where they lie on this machine; `~` is expanded, nothing is fetched."""
+        """Set the local paths of the files; `~` is expanded, and nothing is downloaded."""
         files = self.original_data_files if use_origin_parquet else self.data_files
         self.data_files = [str(Path(file).expanduser()) if str(file).startswith("~") else file for file in files]
 
     def _read_files_and_tokenize(self) -> None:
-        """Read the files into `self.dataframe`, a dataset of the package `datasets`; override it to read others."""
+        """Read the files into `self.dataframe`, a dataset of the package `datasets`; override it for other formats."""
         try:
             import datasets
         except ImportError as problem:
@@ -121,7 +121,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.dataframe = self.maybe_filter_out_long_prompts(self.dataframe)
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
-        """Return the rows whose prompt fits, with the tools of `tool_config_path` counted, where the config asks for it."""
+        """Return the rows whose prompt fits, including the tools of `tool_config_path`, if the config enables the filter."""
         if not self.filter_overlong_prompts:
             return dataframe
 
@@ -139,7 +139,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return len(self.dataframe)
 
     def _build_messages(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        """Take the messages out of a row, with `<image>`, `<video>` and `<audio>` as parts where it has such columns."""
+        """Remove the messages from a row and return them; `<image>`, `<video>` and `<audio>` become parts if the row has
+        such columns."""
         messages = [dict(message) for message in example.pop(self.prompt_key)]
         if self.image_key in example or self.video_key in example:
             for message in messages:
@@ -189,10 +190,10 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
 
 def get_dataset_class(data_config: Any) -> type[Dataset[Any]]:
-    """Return the class that `custom_cls` of the section `data` names; `RLHFDataset` where it names none.
+    """Return the class of `custom_cls` in the section `data`; the default is `RLHFDataset`.
 
     Raises:
-        TypeError: it names no class of datasets.
+        TypeError: the class is not a dataset.
     """
     custom = data_config.get("custom_cls") or {}
     if custom.get("path") is None:
@@ -217,19 +218,19 @@ def custom_tasks(
     template: str | None = None,
     max_samples: int = -1,
 ) -> Sequence[Task]:
-    """Return the tasks of a dataset class of a user's own, made of its rows.
+    """Return the tasks of a user's own dataset class.
 
     Args:
-        cls: `file.py:Class` or `package.module:Class`, called as verl does it.
+        cls: `file.py:Class` or `package.module:Class`, called with verl's arguments.
         files: The class's argument `data_files`.
-        split: Starts the ids of tasks that have none.
+        split: Prefix of the ids of tasks without an id.
         config: The section `data`.
-        model: Names the tokenizer, and the processor where the model has one.
-        template: The chat template, in place of the tokenizer's own.
-        max_samples: How many rows the class keeps; -1 is all.
+        model: The model of the tokenizer, and of the processor if it has one.
+        template: A chat template that replaces the tokenizer's.
+        max_samples: Number of rows that the class keeps; -1 keeps all.
 
     Raises:
-        ConfigError: the name leads to no dataset, or the class cannot be made.
+        ConfigError: the name is not a dataset class, or it cannot be created.
     """
     tokenizer: Any = None
     processor: Any = None

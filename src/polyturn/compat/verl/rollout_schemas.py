@@ -1,4 +1,4 @@
-"""verl.workers.rollout.schemas: messages and the words for states, for code that imports them from there.
+"""verl.workers.rollout.schemas: messages and enums of states, for code that imports them.
 
 Message(role="user", content="2+2?").model_dump()
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.tools.schema import OpenAIFunctionToolCall, ToolResponse
 
 BASE_CHAT_HISTORY = [
@@ -28,10 +28,10 @@ class FinishReasonTypeEnum(str, Enum):  # noqa: UP042  (users see the text of a 
 
     @classmethod
     def from_str(cls, value: str) -> FinishReasonTypeEnum:
-        """Return the member of that text.
+        """Return the member with this text.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no such member.
         """
         for member in cls:
             if member.value == value:
@@ -51,7 +51,7 @@ class AsyncRolloutRequestStateEnum(str, Enum):  # noqa: UP042
 
 
 class TokenizationSanityCheckModeEnum(str, Enum):  # noqa: UP042
-    """The strictness with which held ids are compared with a full render."""
+    """How strictly ids are compared with a full render."""
 
     DISABLE = "disable"
     STRICT = "strict"
@@ -66,4 +66,4 @@ class VerlMessage(BaseModel):
     tool_calls: list[OpenAIFunctionToolCall] | None = None
 
 
-Message = VerlMessage  # the name that its users import
+Message = VerlMessage  # the name in users' imports

@@ -1,6 +1,6 @@
-"""verl.utils.rollout_trace: decorators that code written for verl carries, and which change nothing here.
+"""verl.utils.rollout_trace: decorators in code written for verl, which have no effect here.
 
-A run keeps every trajectory with its turns and tool results (`polyturn show`); no trace is sent to another program.
+A run stores every trajectory with its turns and tool results (`polyturn show`) instead of sending traces to a backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RolloutTraceConfig:
-    """The place where verl's tracing is set up: off, with nothing to set."""
+    """The settings of verl's tracing, which is always off."""
 
     project_name: str | None = None
     experiment_name: str | None = None
@@ -28,21 +28,23 @@ class RolloutTraceConfig:
 
     @classmethod
     def init(cls, project_name: str, experiment_name: str, backend: str | None, *options: Any, **more: Any) -> None:
-        """Accept that there is no backend.
+        """Accept settings without a backend.
 
         Raises:
             ConfigError: a backend is named.
         """
         if backend is not None:
-            raise ConfigError(f"the trace backend {backend!r} is not here; a run keeps every trajectory: see store.folder")
+            raise ConfigError(
+                f"the trace backend {backend!r} is not available; a run stores every trajectory: see store.folder"
+            )
 
     @classmethod
     def get_backend(cls) -> None:
-        """There is no backend."""
+        """Return None: there is no backend."""
 
     @classmethod
     def get_client(cls) -> None:
-        """There is no backend's client."""
+        """Return None: there is no client."""
 
     @classmethod
     def enable_token2text(cls) -> bool:
@@ -51,14 +53,14 @@ class RolloutTraceConfig:
 
     @classmethod
     def reset(cls) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
 
 def rollout_trace_attr(*attributes: Any, **more: Any) -> contextlib.nullcontext[None]:
-    """Return a block of which nothing is traced, whatever trajectory the attributes name."""
+    """Return a context without tracing."""
     return contextlib.nullcontext()
 
 
 def rollout_trace_op(func: F) -> F:
-    """Return the function as it is."""
+    """Return the function unchanged."""
     return func

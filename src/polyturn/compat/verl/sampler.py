@@ -1,12 +1,12 @@
-"""verl.experimental.dataset.sampler: samplers of a user's own, and the order of tasks that a run makes of one.
+"""verl.experimental.dataset.sampler: users' own samplers, and the order of tasks of such a sampler.
 
     class HardestFirst(AbstractCurriculumSampler):
         def __init__(self, data_source, data_config): ...
         def __iter__(self): ...                 indices of rows
         def update(self, batch): ...            called with each step's DataProto, before the next step's rows are drawn
 
-Separate from `polyturn.data.sampler`, whose orders follow from a seed: an order here is drawn as it is needed and kept,
-because an update may change what follows. A checkpoint holds what was drawn and the sampler's `state_dict`, if it has one.
+Orders in `polyturn.data.sampler` follow from a seed. Here indices are drawn when needed and stored, because an update may
+change later ones. A checkpoint has the drawn indices and the sampler's `state_dict`, if there is one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from polyturn.compat.verl.agent_scheduler import row_of
-from polyturn.compat.verl.dataproto import to_dataproto
-from polyturn.compat.verl.protocol import DataProto
+from polyturn.compat.verl.dataproto import DataProto
+from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.core.errors import CheckpointError, ConfigError, DataError, one_line
 from polyturn.core.plugin_shape import check_class
 from polyturn.core.plugins import import_attr
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class AbstractSampler(Sampler[int]):
-    """Yields the indices of rows; made with the rows and the section `data`."""
+    """Yields the indices of rows; created with the rows and the section `data`."""
 
     @abstractmethod
     def __init__(self, data_source: Sized, data_config: Any) -> None: ...
@@ -49,11 +49,11 @@ class AbstractCurriculumSampler(AbstractSampler):
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Be told the rows that a step was trained on."""
+        """Receive the rows that a step was trained on."""
 
 
 def create_rl_sampler(data_config: Any, dataset: Any) -> Sampler[int]:
-    """Return the sampler that the section `data` names, else one in random or in the given order."""
+    """Return the sampler of the section `data`; by default in random order, or in the order of rows."""
     section = data_config.get("sampler") or {}
     if section.get("class_path") is not None:
         sampler_class = import_attr(f"{str(section['class_path']).removeprefix('pkg://')}:{section['class_name']}")
@@ -75,13 +75,13 @@ _END = object()
 
 @dataclass(slots=True)
 class _Drawn:
-    """A sampler, and what it has yielded so far; shared by every order made from the start."""
+    """A sampler and the indices it has yielded; shared by all orders that begin at the start."""
 
     sampler: Any
     size: int
     order: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """The end of each finished epoch in `order`."""
+    """Index in `order` of the end of each finished epoch."""
     left: Iterator[int] | None = None
 
     def at(self, number: int) -> Visit:
@@ -109,7 +109,7 @@ class _Drawn:
 
 
 class _RowsOf(Sequence[dict[str, Any]]):
-    """Tasks as rows in verl's names."""
+    """Tasks as rows with verl's field names."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tasks
@@ -140,19 +140,19 @@ class SamplerOrder(Curriculum):
         config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Callable[[], TaskSampler]:
-        """Return a function that makes the order anew, from the start; all orders share the one sampler.
+        """Return a function that creates the order at its start; all orders share one sampler.
 
         Args:
             tasks: The tasks.
-            seed: The run's.
-            shuffle: Handed to a native `Curriculum`; a sampler reads it in `config`.
-            base: The folder that a relative file path starts from.
+            seed: The run's seed.
+            shuffle: Passed to a native `Curriculum`; a sampler reads it from `config`.
+            base: The folder that a relative file path is resolved against.
             sampler: `file.py:Class` or `package.module:Class` of an `AbstractSampler`, or of a `Curriculum`.
             config: The section `data`.
             kwargs: Further arguments of a native `Curriculum`.
 
         Raises:
-            ConfigError: the name leads to neither, or the class cannot be made.
+            ConfigError: the class is neither of them, or cannot be created.
         """
         sampler_class: Any = import_attr(sampler, base=base)
         if isinstance(sampler_class, type) and issubclass(sampler_class, Curriculum):
@@ -177,16 +177,16 @@ class SamplerOrder(Curriculum):
         return self._drawn.at(self._number - 1)
 
     def seek(self, visits: int) -> None:
-        """Go to the place after so many visits from the start."""
+        """Move to the position after `visits` visits from the start."""
         self._number = visits
 
     def visits(self, epochs: int) -> int:
-        """Return the number of visits in the first `epochs` epochs, as the sampler counts one."""
+        """Return the number of visits in the sampler's first `epochs` epochs."""
         sampler = self._drawn.sampler
         return epochs * (len(sampler) if isinstance(sampler, Sized) else self.size)
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Tell the sampler what a step was trained on, where it learns."""
+        """Pass the rows that a step was trained on to the sampler, if it has `update`."""
         if isinstance(self._drawn.sampler, AbstractCurriculumSampler):
             batch, name = _batch(groups), type(self._drawn.sampler).__name__
             try:
@@ -195,17 +195,17 @@ class SamplerOrder(Curriculum):
                 raise DataError(f"the sampler {name} failed in update with {one_line(problem)}") from problem
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the draws up to here, and the sampler's own state."""
+        """Return the drawn indices and the sampler's own state."""
         own = getattr(self._drawn.sampler, "state_dict", None)
         ends = [end for end in self._drawn.ends if end <= self._number]
         state = {"size": self.size, "order": self._drawn.order[: self._number], "ends": ends}
         return {**state, "own": own()} if callable(own) else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state_dict` was called.
+        """Continue from a checkpointed state.
 
         Raises:
-            CheckpointError: the state is of another dataset.
+            CheckpointError: the state belongs to another dataset.
         """
         if state.get("size") != self.size:
             raise CheckpointError(
@@ -228,7 +228,7 @@ class SamplerOrder(Curriculum):
 
 
 def _batch(groups: Sequence[TrajectoryGroup]) -> DataProto:
-    """Return groups as the batch that a step of verl has."""
+    """Return groups as the batch of a step of verl."""
     batch = to_dataproto(groups)
     tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     others = {str(key): batch.get(key).tolist() for key in batch.keys() if key not in tensors}  # noqa: SIM118

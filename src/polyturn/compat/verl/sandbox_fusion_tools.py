@@ -1,9 +1,9 @@
-"""verl.tools.sandbox_fusion_tools: the sandbox tool with the pool that recipes run their own `execute` in.
+"""verl.tools.sandbox_fusion_tools: the sandbox tool, with the pool in which recipes run their own `execute`.
 
     result = await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language)
 
-The pool's threads are this process's, its limit the tool's own; what a function raises is raised, where verl's pool logs it
-and returns None.
+The pool uses threads of this process, with the tool's limit. An error of a function is raised; verl's pool logs it and
+returns None.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class PoolMode(Enum):
-    """The kind of worker that a pool runs its functions in."""
+    """The kind of a pool's workers."""
 
     ThreadMode = 1
     ProcessMode = 2
 
 
 class ExecutionPool:
-    """Runs functions in threads, `num_workers` at once."""
+    """Runs functions in at most `num_workers` threads."""
 
     def __init__(self, num_workers: int) -> None:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verl-pool")
@@ -48,10 +48,10 @@ class ExecutionPool:
 def init_execution_pool(
     num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = 10, mode: PoolMode = PoolMode.ThreadMode
 ) -> ExecutionPool:
-    """Return a pool of as many threads as may run at once.
+    """Return a pool of threads.
 
     Raises:
-        NotImplementedError: the mode is not that of threads.
+        NotImplementedError: the mode is not `ThreadMode`.
     """
     if mode is not PoolMode.ThreadMode:
         raise NotImplementedError(f"a pool runs its functions in threads; {mode} is not offered")
@@ -62,15 +62,15 @@ def init_execution_pool(
 
 
 class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
-    """Runs code; its own `execute` asks the sandbox without a thread."""
+    """Runs code; its own `execute` calls the sandbox without a thread."""
 
     @functools.cached_property
     def execution_pool(self) -> ExecutionPool:
-        """The pool in which a class that inherits this one runs its functions."""
+        """The pool in which subclasses run their functions."""
         return ExecutionPool(self.max_concurrency)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
-        """Run code and return the text that the model reads; called in a thread."""
+        """Run code and return the text for the model; called in a thread."""
         fusion = Sandbox(url=self.sandbox_fusion_url, memory_limit_mb=self.memory_limit_mb, timeout_s=timeout)
         try:
             reply = ServiceReply(status="ok", data=fusion.run(code, language=language))
@@ -79,4 +79,4 @@ class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
         return ToolResponse(text=sandbox.read_reply(reply, timeout_s=timeout)[1])
 
 
-SandboxFusionTool = VerlSandboxFusionTool  # the name that its users import
+SandboxFusionTool = VerlSandboxFusionTool  # the name in users' imports

@@ -1,7 +1,7 @@
-"""verl.utils.reward_score.sandbox_fusion.utils: the result of each test of a program in a SandboxFusion service.
+"""verl.utils.reward_score.sandbox_fusion.utils: runs a program's tests in a SandboxFusion service.
 
 results, metadata = check_correctness(url, {"inputs": ["1\\n"], "outputs": ["1\\n"]}, "print(input())")
-results            [True]; False is a wrong answer, -1 no answer of the sandbox, -2 an error, -3 too late, -4 not compiled
+results            [True]; False is a wrong answer, -1 a sandbox failure, -2 an error, -3 a timeout, -4 a compile error
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def call_sandbox_api(
     memory_limit_mb: int,
     language: str = "python",
 ) -> tuple[Mapping[str, Any] | None, str | None]:
-    """Run one program; return the sandbox's answer and None, or None and the reason why there is no answer."""
+    """Run one program; return (answer, None), or (None, reason) if the sandbox did not answer."""
     sandbox = _sandbox(sandbox_fusion_url, max(compile_timeout, run_timeout), memory_limit_mb)
     try:
         return sandbox.run(code, stdin=stdin or "", language=language), None
@@ -46,20 +46,20 @@ def check_correctness(
     language: str = "python",
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
 ) -> tuple[list[bool | int], list[dict[str, Any]]]:
-    """Run a program on each of its tests at a time.
+    """Run a program on each of its tests.
 
     Args:
         sandbox_fusion_url: The service's `run_code`.
-        in_outs: {"inputs": [text, …], "outputs": [text, …]}; with "fn_name" the texts are JSON lines of arguments and JSON
-            results. With "assert_case" they are pieces of code that are put behind the program.
+        in_outs: {"inputs": [text, …], "outputs": [text, …]}. With "fn_name", the inputs are JSON lines of arguments and the
+            outputs JSON results. With "assert_case", its texts are code that is appended to the program.
         generation: The program.
-        timeout: Seconds for each test.
-        memory_limit_mb: For each test.
-        language: As the service calls it.
-        concurrent_semaphore: Entered for each test.
+        timeout: Seconds per test.
+        memory_limit_mb: Memory limit per test in MB.
+        language: The service's name of the language.
+        concurrent_semaphore: Acquired for each test.
 
     Returns:
-        A result and what is known of it, for each test.
+        The result and the metadata of each test.
     """
     cases = in_outs or {}
     asserts, name = cases.get("assert_case"), cases.get("fn_name")
@@ -87,7 +87,7 @@ def check_correctness(
     return [result for result, _ in results], [known for _, known in results]
 
 
-def _process_single_case(  # under this name tools of one's own call it
+def _process_single_case(  # users' own tools call it by this name
     case_index: int,
     stdin_data: Any,
     expected_output: Any,

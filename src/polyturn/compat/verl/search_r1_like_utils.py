@@ -1,4 +1,4 @@
-"""verl.tools.utils.search_r1_like_utils: a search of several queries in a service, by blocking functions."""
+"""verl.tools.utils.search_r1_like_utils: blocking functions that search for several queries in a service."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call_search_api(
     return_scores: bool = True,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> tuple[Any, str | None]:
-    """Return the service's answer and None, or None and the reason why there is no answer."""
+    """Return (answer, None), or (None, reason) if the service did not answer."""
 
     async def ask() -> Any:
         service = HttpService(
@@ -51,7 +51,7 @@ def perform_single_search_batch(
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the passages of all queries as the model reads them, and what is known of the search."""
+    """Return the passages of all queries as text for the model, and metadata of the search."""
     with contextlib.nullcontext() if concurrent_semaphore is None else concurrent_semaphore:
         answer, problem = call_search_api(retrieval_service_url, query_list, topk, True, timeout)
     known = {

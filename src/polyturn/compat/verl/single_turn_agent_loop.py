@@ -1,6 +1,6 @@
-"""verl.experimental.agent_loop.single_turn_agent_loop: `SingleTurnAgentLoop`, for loops of one's own that inherit it.
+"""verl.experimental.agent_loop.single_turn_agent_loop: `SingleTurnAgentLoop`, a base class for users' own loops.
 
-A run whose rows say `single_turn_agent` is driven by the native loop.
+Rows with `single_turn_agent` are run by the native loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["SingleTurnAgentLoop"]
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Lets the model answer once."""
+    """Runs one turn."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

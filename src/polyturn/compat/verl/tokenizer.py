@@ -1,4 +1,4 @@
-"""verl.utils.hf_tokenizer and hf_processor: tokenizers by name or folder, with a token to pad with."""
+"""verl.utils.hf_tokenizer and hf_processor: load tokenizers with a pad token, and processors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def hf_tokenizer(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a tokenizer; where it has no token to pad with, the one that ends a sequence is taken (`correct_pad_token`).
+    """Return a tokenizer; if it has no pad token, the end-of-sequence token is used (`correct_pad_token`).
 
-    Code from a model's repository is never run: `trust_remote_code` is taken and warned of.
+    Code from a model's repository is never run: `trust_remote_code` only logs a warning.
     """
     from transformers import AutoTokenizer
 
     _warn_of_code(name_or_path, trust_remote_code)
-    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):  # its turns end in another token than its texts
+    if correct_gemma2 and "gemma-2-2b-it" in str(name_or_path):  # its turns end with another token than its texts
         kwargs |= {"eos_token": "<end_of_turn>", "eos_token_id": 107}
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
     if correct_pad_token:
@@ -30,13 +30,13 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-    """Return the processor of a model that reads media; None where a model reads text alone."""
+    """Return the processor of a multimodal model, or None for a text model."""
     from transformers import AutoProcessor, PreTrainedTokenizerBase
 
     _warn_of_code(name_or_path, trust_remote_code)
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False, **kwargs)
-    except (OSError, ValueError):  # what transformers raises where a model has none
+    except (OSError, ValueError):  # raised by transformers if a model has no processor
         return None
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
 
@@ -49,7 +49,7 @@ def _warn_of_code(name_or_path: str, trust_remote_code: bool) -> None:
 
 
 def set_pad_token_id(tokenizer: Any) -> None:
-    """Let a tokenizer pad with the token that ends a sequence, where it has none of its own."""
+    """Set the pad token to the end-of-sequence token if the tokenizer has none."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id
     if tokenizer.pad_token is None:
@@ -57,10 +57,10 @@ def set_pad_token_id(tokenizer: Any) -> None:
 
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:
-    """Return the ids of what `apply_chat_template` returned: a list, a mapping with `input_ids`, or a tensor of one row.
+    """Return the ids in a result of `apply_chat_template`: a list, a mapping with `input_ids`, or a tensor of one row.
 
     Raises:
-        TypeError: it holds no ids.
+        TypeError: the result has no ids.
     """
     token_ids = tokenized_output["input_ids"] if isinstance(tokenized_output, Mapping) else tokenized_output
     ids = token_ids.tolist() if not isinstance(token_ids, list | tuple) and hasattr(token_ids, "tolist") else token_ids

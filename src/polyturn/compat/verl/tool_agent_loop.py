@@ -1,10 +1,10 @@
-"""verl.experimental.agent_loop.tool_agent_loop: `ToolAgentLoop`, the state machine that agent loops of one's own inherit.
+"""verl.experimental.agent_loop.tool_agent_loop: `ToolAgentLoop`, a state machine that users' own loops inherit.
 
-    PENDING -> GENERATING -> PROCESSING_TOOLS | INTERACTING -> GENERATING … -> TERMINATED        a method `_handle_…` each
+    PENDING -> GENERATING -> PROCESSING_TOOLS | INTERACTING -> GENERATING … -> TERMINATED        one method `_handle_…` each
 
-A run whose rows say `tool_agent` is driven by the native loop; this class is for those that override a state. Its tools are
-created and released around each call, as in verl; its interaction is finalized once, also after an error. What follows a
-completion is encoded by the native encoder, so tokens are those of the model's own template.
+Rows with `tool_agent` are run by the native loop; this class is for subclasses that override a state. Tools are created and
+released around each call, as in verl; the interaction is finalized once, even after an error. Messages after a completion
+are encoded by the native encoder, so their tokens follow the model's template.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from polyturn.tools.truncate import truncate
 __all__ = ["AgentData", "AgentLoopOutput", "AgentState", "FunctionCall", "ToolAgentLoop", "ToolParser"]
 
 _LOADED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], Any]] = WeakKeyDictionary()
-"""The tools that a file describes, once for each event loop: all trajectories share them."""
+"""Event loop -> the tools and interactions of files, which all trajectories share."""
 
 
 class ToolAgentLoop(AgentLoopBase):
-    """Lets the model call tools and hear an interaction until neither follows a turn, or a limit is reached."""
+    """Answers turns with tool results and an interaction, until a turn needs neither or a limit is reached."""
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, **kwargs: Any) -> None:
-        """Take tools, or load those that `multi_turn` names."""
+        """Use the given tools, or load those of `multi_turn`."""
         super().__init__(*args, **kwargs)
         multi_turn = self.rollout_config.multi_turn
         self.max_user_turns = multi_turn.get("max_user_turns")
@@ -111,7 +111,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any], ignore_termination: bool = False
     ) -> AgentState:
-        """Let the model take a turn, and say what follows it."""
+        """Run one turn of the model and return the next state."""
         with simple_timer("generate_sequences", agent_data.metrics):
             output = await self.server_manager.generate(
                 request_id=agent_data.request_id,
@@ -139,7 +139,7 @@ class ToolAgentLoop(AgentLoopBase):
             return AgentState.TERMINATED
         schemas = [tool.tool_schema for tool in self.tools.values()]
         content, agent_data.tool_calls = await self.tool_parser.extract_tool_calls(agent_data.response_ids, schemas)
-        if self.interaction_config_file:  # an interaction reads all that the model wrote
+        if self.interaction_config_file:  # an interaction gets the whole text of the model
             whole = self.tokenizer.decode(agent_data.response_ids, skip_special_tokens=True)
             agent_data.messages.append({"role": "assistant", "content": whole})
         else:
@@ -149,7 +149,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.INTERACTING if self.interaction_config_file else AgentState.TERMINATED
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """Call the tools, at most `max_parallel_calls` at once, and append what they say."""
+        """Call the tools, at most `max_parallel_calls` concurrently, and append their results."""
         calls, before = agent_data.tool_calls[: self.max_parallel_calls], list(agent_data.messages)
         with simple_timer("tool_calls", agent_data.metrics):
             results = await asyncio.gather(*(self._call_tool(c, agent_data.tools_kwargs, agent_data) for c in calls))
@@ -179,7 +179,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """Let the interaction answer; what it says when it ends the conversation is not encoded."""
+        """Append the interaction's answer; the answer that ends the conversation is not encoded."""
         is_over, reply, score, _ = await agent_data.interaction.generate_response(
             agent_data.request_id, agent_data.messages, **agent_data.interaction_kwargs
         )
@@ -203,7 +203,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
-        """Return a turn as a message, with the calls that are followed."""
+        """Return a turn as a message, with the calls that will be executed."""
         message: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if agent_data.tool_calls:
             message["tool_calls"] = [_call_of(call) for call in agent_data.tool_calls[: self.max_parallel_calls]]
@@ -212,7 +212,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Return a tool's answer, its reward and its metrics; the model reads errors."""
+        """Return a tool's answer, reward and metrics; errors become answers for the model."""
         name = tool_call.name
         if (tool := self.tools.get(name)) is None:
             return _problem(f"Unknown function {name!r}; there are {', '.join(sorted(self.tools)) or 'none'}.")
@@ -242,7 +242,7 @@ class ToolAgentLoop(AgentLoopBase):
         return response.model_copy(update={"text": text}), reward, dict(metrics)
 
     def _initialize_interactions(self, interaction_config_file: str | None) -> dict[str, Any]:
-        """Return the interactions of a file by name."""
+        """Return name -> interaction of a file."""
         if not interaction_config_file:
             return {}
         return _once("interactions", interaction_config_file, initialize_interactions_from_config)
@@ -264,7 +264,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
-    """Return the tools of the files that a config names."""
+    """Return the tools of a config's files."""
     tools: list[Any] = []
     for key, load in (
         ("tool_config_path", initialize_tools_from_config),
@@ -287,7 +287,7 @@ def _problem(text: str) -> tuple[ToolResponse, float, dict[str, Any]]:
 
 
 def _call_of(call: FunctionCall) -> dict[str, Any]:
-    """Return a call as messages hold it; arguments that are not a JSON object stay the text that they are."""
+    """Return a call for a message; arguments that are not a JSON object stay text."""
     try:
         read = json.loads(call.arguments)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""verl.experimental.agent_loop.tool_parser: `ToolParser` and `FunctionCall`, on the native parsers."""
+"""verl.experimental.agent_loop.tool_parser: `ToolParser` and `FunctionCall`, on top of the native parsers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Class = TypeVar("_Class", bound="type[ToolParser]")
 
 
 class FunctionCall(BaseModel):
-    """A call as the model wrote it: the arguments are still JSON text."""
+    """A call of the model, with its arguments as JSON text."""
 
     arguments: str
     name: str
@@ -25,7 +25,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolParser(ABC):
-    """Reads the tool calls in the ids of one turn."""
+    """Parses the tool calls in the ids of one turn."""
 
     _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
@@ -40,15 +40,15 @@ class ToolParser(ABC):
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Ids at which generation stops besides the usual ones."""
+        """Additional ids at which generation stops."""
         return []
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """Return a parser by name: a registered one, or a native one.
+        """Return a registered or native parser by name.
 
         Raises:
-            UnknownNameError: there is none of that name.
+            UnknownNameError: the name is unknown.
         """
         if name in cls._registry:
             return cls._registry[name](tokenizer)
@@ -68,7 +68,7 @@ class ToolParser(ABC):
 
 
 class NativeToolParser(ToolParser):
-    """One of polyturn's parsers. Calls inside reasoning are thoughts; calls that cannot be read are left out here."""
+    """One of polyturn's parsers. Calls inside reasoning, and calls that cannot be parsed, are left out."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         super().__init__(tokenizer)
@@ -95,14 +95,14 @@ class NativeToolParser(ToolParser):
 
 
 class HermesToolParser(NativeToolParser):
-    """Calls as JSON in `<tool_call>`."""
+    """Parses calls as JSON in `<tool_call>`."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "hermes")
 
 
 class GptOssToolParser(NativeToolParser):
-    """Calls in the channels of gpt-oss."""
+    """Parses calls in the channels of gpt-oss."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "gpt-oss")
@@ -115,21 +115,20 @@ class Qwen3XMLToolParser(NativeToolParser):
         super().__init__(tokenizer, "qwen3_coder")
 
     def _parse_xml_function_call(self, function_call_str: str, tools: Sequence[Any] | None) -> FunctionCall | None:
-        """Return the call that stands behind `<function=`; None for what cannot be read. A value that was cut off is left
-        out."""
+        """Return the call after `<function=`, without a value that was cut off; None if it cannot be parsed."""
         whole = function_call_str[: _end_of_values(function_call_str)]
         calls = self._calls(f"<tool_call>\n<function={whole}\n</function>\n</tool_call>", tools)[1]
         return calls[0].model_copy(update={"tool_call_id": None}) if calls else None
 
 
 class KimiToolParser(NativeToolParser):
-    """Calls between the markers of Kimi K2, each with its id."""
+    """Parses calls between the markers of Kimi K2, each with its id."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "kimi_k2")
 
     def _calls(self, text: str, tools: Sequence[Any] | None) -> tuple[str, list[FunctionCall]]:
-        """Return the text and its calls; an id in another form names the one tool whose name is in it."""
+        """Return the text and its calls; an id in another form refers to the only tool whose name is part of it."""
         content, calls = super()._calls(text, tools)
         names = {_name_of(tool) for tool in tools or ()}
         for call in calls:
@@ -144,6 +143,6 @@ def _name_of(tool: Any) -> str:
 
 
 def _end_of_values(call: str) -> int:
-    """Return the end of the last value of a call; the call's length if each value is closed."""
+    """Return the end of the last complete value of a call; the call's length if all values are closed."""
     opened, closed = call.rfind("<parameter="), call.rfind("</parameter>")
     return opened if opened > closed else len(call)

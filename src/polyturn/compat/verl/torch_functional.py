@@ -1,4 +1,4 @@
-"""verl.utils.torch_functional: the masked statistics that estimators and policy losses of one's own are written with."""
+"""verl.utils.torch_functional: masked statistics for users' own estimators and policy losses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polyturn.compat.not_offered import __getattr__  # noqa: F401  (answers for names that are not here)
+from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Return the sum of the unmasked values, over all axes or over `axis`; what is masked may be infinite."""
+    """Return the sum of the unmasked values, over all axes or over `axis`; masked values may be infinite."""
     kept = torch.where(mask.bool(), values * mask, torch.zeros_like(values))
     return kept.sum() if axis is None else kept.sum(dim=axis)
 
@@ -27,7 +27,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Return the variance of the unmasked values.
 
     Raises:
-        ValueError: fewer values are unmasked than it needs.
+        ValueError: there are too few unmasked values.
     """
     count = mask.sum()
     if count < 1 + unbiased:
@@ -37,7 +37,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return the values with mean 0 and variance 1 (unbiased) over the unmasked ones."""
+    """Return the values normalised to mean 0 and unbiased variance 1 over the unmasked ones."""
     mean, count = masked_mean(values, mask), mask.sum()
     variance = masked_mean((values - mean) ** 2, mask) * count / (count - 1).clamp(min=1)
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
@@ -45,7 +45,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
-    """Return `x` within bounds that may be tensors."""
+    """Return `x` clipped to bounds that may be tensors."""
     low, high = torch.as_tensor(tensor_min).to(x), torch.as_tensor(tensor_max).to(x)
     return torch.max(torch.min(x, high), low)
 
@@ -62,12 +62,12 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Return [B, T], the position of each token among those with mask 1; 0 before the first."""
+    """Return [B, T] the position of each token among those with mask 1; 0 before the first."""
     return torch.clip(mask.cumsum(dim=-1) - 1, min=0)
 
 
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: int, left_pad: bool = False) -> Tensor:
-    """Return [B, max_seq_len]; rows that are as long already stay as they are."""
+    """Return rows padded to [B, max_seq_len]; rows that are already as long are unchanged."""
     missing = max_seq_len - tensors.shape[-1]
     if missing <= 0:
         return tensors
@@ -82,7 +82,7 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [B, max_length], padded, or cut on the side that `truncation` names.
+    """Return ids and mask [B, max_length], padded, or cut on the side given by `truncation`.
 
     Raises:
         NotImplementedError: a row is too long and `truncation` is "error".
@@ -107,6 +107,6 @@ def postprocess_data(
 def tokenize_and_postprocess_data(
     prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids and the mask [1, max_length] of a text, as `postprocess_data` makes them."""
+    """Return the ids and mask [1, max_length] of a text; see `postprocess_data`."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     return postprocess_data(encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation)

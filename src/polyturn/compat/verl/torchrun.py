@@ -1,6 +1,6 @@
-"""torchrun under `polyturn run-as verl`: torch's own, once it is known that the program is here.
+"""torchrun under `polyturn run-as verl`: checks that the program is available and then runs torch's torchrun.
 
-Separate because without it each of the processes that torch starts would fail by itself, and torch would report on them.
+Without the check each process that torch starts would fail separately, and torch would report all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyturn.core.errors import ConfigError
 
 
 def main() -> None:
-    """Refuse a program of verl that is not here, in one sentence; run all others."""
+    """Refuse a program of verl that is not available with one sentence; run all others."""
     guarded(_check_program)
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 

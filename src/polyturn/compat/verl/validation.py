@@ -1,10 +1,10 @@
-"""The numbers of an evaluation under verl's names, so that dashboards made for them go on.
+"""The metrics of an evaluation under verl's names, so that existing dashboards keep working.
 
-    val-core/openai/gsm8k/reward/mean@4     the reward, or `acc` where the function returned one: mean, best, vote of N
+    val-core/openai/gsm8k/reward/mean@4     the reward, or `acc` if the function returned one: mean, best, vote of N
     val-aux/openai/gsm8k/reward/best@2/std  everything else
     val-aux/num_turns/mean                  messages of a conversation
 
-A float result has no `acc`; return {"score": …, "acc": …} to have it.
+A float result has no `acc`; return {"score": …, "acc": …} to get it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _CORE = ("mean@", "best@", "maj@")
 
 
 def validation_metrics(groups: Sequence[TrajectoryGroup], *, seed: int = 42) -> dict[str, float]:
-    """Return the metrics of an evaluation's groups, one for each task with its N trajectories.
+    """Return the metrics of an evaluation.
 
     Args:
-        groups: The groups.
-        seed: Of the bootstrap.
+        groups: One group per task, with its N trajectories.
+        seed: Seed of the bootstrap.
     """
     out: dict[str, float] = {}
     num = max((len(group.trajectories) for group in groups), default=0)

@@ -1,1 +1,1 @@
-"""Configurations written in verl's keys: composed as Hydra does, translated by one table (`keys.yaml`), run natively."""
+"""Configurations with verl's keys: composed with Hydra, translated with the table `keys.yaml`, and run natively."""

@@ -1,6 +1,6 @@
-"""Runs whose config is written in verl's keys: `polyturn train --verl`, and what stands in for `verl.trainer.main_ppo`.
+"""Runs with verl's keys: `polyturn train --verl`, and the replacement of `verl.trainer.main_ppo`.
 
-Nothing heavy is imported before the whole config is known to be right, so a mistake in it is answered at once.
+Heavy imports happen only after the whole config has been checked, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
-    """Train the run that a config in verl's keys describes."""
+    """Train with a config in verl's keys."""
     find_like("verl")
     command = [*program(), "train", "--verl", str(path), *overrides]
     train(compose_file(path, overrides), folder=path.parent, command=command, resume=resume, dry_run=dry_run)
 
 
 def run_main_ppo(arguments: Sequence[str], *, dry_run: bool = False) -> None:
-    """Do what `python -m verl.trainer.main_ppo` is asked to do by its command line."""
+    """Run the command line of `python -m verl.trainer.main_ppo`."""
     find_like("verl")
     arguments_read = parse_arguments(arguments)
     folder = None if arguments_read.folder is None else config_path(arguments_read.folder)
@@ -40,14 +40,14 @@ def run_main_ppo(arguments: Sequence[str], *, dry_run: bool = False) -> None:
 
 
 def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume: bool, dry_run: bool) -> None:
-    """Translate a composed tree, say once what is ignored and why, and train.
+    """Translate a composed tree, log the ignored keys with reasons, and train.
 
     Args:
         tree: The tree.
         folder: The folder of its config.
-        command: The command that started it.
-        resume: Go on from the latest checkpoint; without it the config's resume_mode decides.
-        dry_run: Check everything, show it, and stop.
+        command: The command that started the run.
+        resume: Whether to continue from the latest checkpoint; if False, the config's resume_mode decides.
+        dry_run: Whether to check and show everything without training.
     """
     translation = translate(tree)
     loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
@@ -71,7 +71,7 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
 
 
 def tell_unread_checkout() -> None:
-    """Warn in a checkout of verl that a run here does without the checkout's modules, changed ones included."""
+    """Warn inside a checkout of verl that its modules, including changed ones, are not used."""
     if (tree := base_folder()) != BASE:
         logger.warning(
             "%s: modules of verl are not loaded from this checkout, so what was changed in them has no effect here; it "
@@ -81,21 +81,21 @@ def tell_unread_checkout() -> None:
 
 
 class HydraArguments(NamedTuple):
-    """The command line of a Hydra program, parsed."""
+    """A parsed command line of a Hydra program."""
 
     folder: Path | None
     """Of `--config-path`."""
     name: str
     overrides: list[str]
     more: list[Path]
-    """Of `--config-dir`, searched behind it."""
+    """Folders of `--config-dir`, searched after `folder`."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
-    """Read a Hydra program's command line.
+    """Parse a Hydra program's command line.
 
     Raises:
-        ConfigError: an option that means something else than where the config is.
+        ConfigError: an option is not about the location of the config.
     """
     folder: Path | None = None
     name = "ppo_trainer"
@@ -139,10 +139,10 @@ _OPTIONS = {
 
 
 def config_path(path: Path) -> Path:
-    """Return the folder that `--config-path` means: Hydra starts from that of the program, verl/trainer, then from here.
+    """Return the folder of `--config-path`, resolved against the program's folder verl/trainer and then this one.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     own = base_folder()
     for folder in (own.parent / path, Path.cwd() / path) if not path.is_absolute() else (path,):

@@ -1,12 +1,11 @@
-"""Compose a tree of verl's keys with Hydra, and note which file or override wrote which key.
+"""Composes a tree of verl's keys with Hydra, and records which file or override wrote which key.
 
     compose_file(Path("gsm8k_multiturn_grpo.yaml"), ["data.train_batch_size=4", "rollout@actor_rollout_ref.rollout=mine"])
       ->  Composed(values={"data": {...}, ...}, origin={"data.train_batch_size": "from the override …", ...})
 
-Separate because it knows files and the command line but no key's meaning. `ppo_trainer` and its groups are those of the
-checkout of verl that the command stands in; elsewhere those of the shipped base. Two things differ from Hydra itself: an
-override may set a key that the tree lacks, with or without `+`, because the table of keys decides which ones there are;
-and a config that does not name `ppo_trainer` stands above it all the same.
+`ppo_trainer` and its groups come from the checkout of verl around the working directory, or else from the shipped base. Two
+things differ from Hydra. An override may set a key that the tree lacks, with or without `+`, because the table of keys
+decides which keys exist. And a config that does not name `ppo_trainer` is still based on it.
 """
 
 from __future__ import annotations
@@ -38,39 +37,39 @@ from polyturn.infra.yaml_file import read_yaml
 logger = logging.getLogger(__name__)
 
 BASE = Path(__file__).parent / "base"
-"""The tree that is read where the working directory holds none of verl's own."""
+"""The tree that is used if the working directory is not in a checkout of verl."""
 BASE_NAME = "ppo_trainer"
 BASE_NAMES = (BASE_NAME, "ppo_megatron_trainer")
 OF_VERL = Path("verl", "trainer", "config")
 """The tree's folder in a checkout of verl."""
 MAX_NAME = 200
-"""Characters of a file's name; systems of files have about 250."""
+"""Largest number of characters of a file's name; file systems allow about 250."""
 
 
 class Unresolved(str):
-    """The expression of a value that cannot be resolved; an error once the value is needed."""
+    """The expression of a value that cannot be resolved; an error is raised only if the value is needed."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composed:
-    """A whole tree, resolved."""
+    """A whole, resolved tree."""
 
     values: dict[str, Any]
-    """Plain data; a value that cannot be resolved is an `Unresolved`."""
+    """Plain data; values that cannot be resolved are `Unresolved`."""
     origin: Mapping[str, str]
-    """Dotted key of every value that a file or an override wrote, to where that was. Keys of the base are not in it."""
+    """Dotted key -> the file or override that wrote its value; without keys of the base."""
 
     def where(self, key: str) -> str:
-        """Return " (in run.yaml)" for a key or a section that was written, else ""."""
+        """Return " (in run.yaml)" for a written key or section, else ""."""
         for at, origin in self.origin.items():
             if at == key or at.startswith(f"{key}.") or key.startswith(f"{at}."):
                 return f" ({origin})"
         return ""
 
     def is_written(self, key: str) -> bool:
-        """Return whether a file or an override wrote the key, or something below it."""
+        """Return whether a file or an override wrote the key or a key below it."""
         return any(at == key or at.startswith(f"{key}.") for at in self.origin)
 
 
@@ -94,13 +93,13 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
     """Compose the config that `--config-name` names.
 
     Args:
-        name: Its name, with or without `.yaml`.
-        folder: The folder of `--config-path`; None is verl's own.
+        name: The config's name, with or without `.yaml`.
+        folder: The folder of `--config-path`; None uses verl's own.
         overrides: The overrides of the command line.
         more: Folders of `--config-dir`.
 
     Raises:
-        ConfigError: there is no such config, or it cannot be read.
+        ConfigError: the config does not exist, or cannot be read.
     """
     refuse_backend(name, what="the config")
     file = f"{name.removesuffix('.yaml')}.yaml"
@@ -117,8 +116,8 @@ def compose_name(name: str, *, folder: Path | None, overrides: Sequence[str] = (
 
 
 def base_folder() -> Path:
-    """Return the folder of `ppo_trainer`: that of the checkout of verl around the working directory, or on Python's path,
-    else the shipped one."""
+    """Return the folder of `ppo_trainer`: in the checkout of verl around the working directory or on Python's path, else
+    the shipped one."""
     here = Path.cwd()
     trees = (folder / OF_VERL for folder in (here, *here.parents, *map(Path, sys.path)))
     return next((tree for tree in trees if (tree / f"{BASE_NAME}.yaml").is_file()), BASE)
@@ -128,7 +127,7 @@ def base_folder() -> Path:
 
 
 def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()) -> Composed:
-    """Compose the config at `path`; groups are searched beside it, then in `more`, its search path, and verl's own tree."""
+    """Compose the config at `path`; groups are searched next to it, in `more`, in its search path, and in verl's tree."""
     _require_hydra()
     base = base_folder()
     is_base = path.parent == base
@@ -159,7 +158,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
         elif not change.is_group:
             change.apply(tree, origin)
     values = _resolved(tree)
-    if base != BASE:  # a checkout's own tree may have been changed
+    if base != BASE:  # a checkout's tree may have been changed
         keys = [".".join(path) for path, _ in leaves(values)]
         if strange := [key for key in keys if key not in origin and not is_of_verl(key)]:
             logger.warning("%s: no release of verl has %s; check that none is misspelt", base, ", ".join(strange))
@@ -168,7 +167,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
 
 
 def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[str, Any]:
-    """Return the arguments for Hydra itself, without its search path."""
+    """Return the arguments of Hydra itself, without its search path."""
     section = own.get("hydra")
     settings = dict(section) if isinstance(section, Mapping) else {}
     settings |= {c.key.removeprefix("hydra")[1:]: c.value for c in changes if c.key.startswith(("hydra.", "hydra/"))}
@@ -176,13 +175,13 @@ def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[st
 
 
 def _verls_own(base: Path, name: str) -> DictConfig:
-    """Return verl's own tree of a name."""
+    """Return verl's tree with a name."""
     return copy.deepcopy(_shipped()) if (base, name) == (BASE, BASE_NAME) else _fresh(base, name)
 
 
 @functools.cache
 def _shipped() -> DictConfig:
-    """Return the shipped tree, which never changes."""
+    """Return the shipped tree; it is cached, because it never changes."""
     return _fresh(BASE, BASE_NAME)
 
 
@@ -191,17 +190,17 @@ def _fresh(base: Path, name: str) -> DictConfig:
 
 
 class _Hydra:
-    """Hydra over a copy of one config, so that the folders it searches are ours; its errors become sentences."""
+    """Runs Hydra on a copy of one config, to control its search path, and turns its errors into ConfigErrors."""
 
     def __init__(self, path: Path, *, folders: Sequence[Path]) -> None:
         self._path = path
         self._folders = folders
         self._search = [f"file://{folder.absolute()}" for folder in folders]
         self.parts: list[Any] = []
-        """The files of the tree composed last, the weakest first."""
+        """The files of the last composed tree, in order of increasing precedence."""
 
     def compose(self, top: Mapping[str, Any], groups: Sequence[Override]) -> DictConfig:
-        """Return the tree of the config `top` with the files that `groups` choose."""
+        """Return the tree of the config `top` with the files selected by `groups`."""
         from hydra import compose, initialize_config_dir
         from hydra.core.global_hydra import GlobalHydra
         from hydra.types import RunMode
@@ -224,7 +223,7 @@ class _Hydra:
 
         wrong = (HydraException, OmegaConfBaseException, OSError, LookupError, AttributeError, TypeError, ValueError)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of where `_self_` stands by default
+            warnings.simplefilter("ignore")  # about the default position of `_self_`
             try:
                 yield
             except yaml.MarkedYAMLError as error:
@@ -243,10 +242,10 @@ class _Hydra:
 
 
 def _require_hydra() -> None:
-    """Raise unless Hydra is installed.
+    """Check that Hydra is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: Hydra is missing.
     """
     if importlib.util.find_spec("hydra") is None:
         raise ConfigError(
@@ -255,7 +254,7 @@ def _require_hydra() -> None:
 
 
 def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Path]:
-    """Return the folders of `hydra.searchpath`, those of modules too; verl's own tree is searched anyhow."""
+    """Return the folders of `hydra.searchpath`, including those of modules; verl's tree is always searched."""
     section = own.get("hydra")
     names = section.get("searchpath") if isinstance(section, Mapping) else None
     for change in changes:
@@ -273,7 +272,7 @@ def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Pa
 
 
 def _folders_of(location: str) -> list[Path]:
-    """Return the folders that file://FOLDER, FOLDER or pkg://MODULE means."""
+    """Return the folders of file://FOLDER, FOLDER or pkg://MODULE."""
     if not location.startswith("pkg://"):
         return [Path(location.removeprefix("file://")).expanduser()]
     if location.startswith("pkg://verl."):
@@ -286,7 +285,7 @@ def _folders_of(location: str) -> list[Path]:
 
 
 def _origin(parts: Sequence[Any], path: Path | None, own: Mapping[str, Any], folders: Sequence[Path]) -> dict[str, str]:
-    """Return which file wrote which key; what verl's own tree says is left out."""
+    """Return key -> the file that wrote it, without keys from verl's own tree."""
     origin: dict[str, str] = {}
     for part in parts:
         is_top = path is not None and part.config_path == path.stem
@@ -307,20 +306,20 @@ def _is_of_verl(folder: Path) -> bool:
 
 
 def _spelled_out(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return `values` with bare booleans of sections written as the key they mean, and without sections of nothing."""
+    """Return `values` with bare booleans of sections replaced by their key, and without empty sections."""
     spelled: dict[str, Any] = {}
     for name, value in values.items():
         key = ".".join((*path, str(name)))
         if isinstance(value, bool) and key in BOOLEAN_SECTIONS:
             value = {BOOLEAN_SECTIONS[key].rpartition(".")[2]: value}
         if value is None and table().goes_deeper(key):
-            continue  # `section:` with nothing below it, as in a file whose keys are commented out
+            continue  # `section:` without keys, for example because they are commented out
         spelled[str(name)] = _spelled_out(value, (*path, str(name))) if isinstance(value, Mapping) else value
     return spelled
 
 
 def _resolved(tree: DictConfig) -> dict[str, Any]:
-    """Return a tree as plain data; an expression that leads nowhere is `Unresolved`."""
+    """Return a tree as plain data; expressions that cannot be resolved become `Unresolved`."""
 
     def visit(node: DictConfig) -> dict[str, Any]:
         return {str(key): one(node, key) for key in node}

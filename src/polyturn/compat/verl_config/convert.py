@@ -1,7 +1,7 @@
-"""Converters: the keys of verl whose native form depends on more than their own value.
+"""Converters for verl's keys whose native form depends on more than their own value.
 
-Each function reads verl's keys from a `Source` and writes native ones to it; `keys.yaml` says which key needs which. They
-run once each, after every key that moves as it is.
+Each function reads verl's keys from a `Source` and writes native keys to it; `keys.yaml` maps keys to functions. Each runs
+once, after all keys that are moved unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AGENT_SCHEDULER = "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
 
 
 def model_path(s: Source) -> None:
-    """Set the model and its tokenizer; a folder wins over a name of the hub."""
+    """Set the model and its tokenizer; a folder takes precedence over a name on the hub."""
     for key, native in (
         ("actor_rollout_ref.model.path", "model.path"),
         ("data.tokenizer", "model.tokenizer"),
@@ -65,14 +65,14 @@ def path(s: Source) -> None:
 
 
 def function_tools(s: Source) -> None:
-    """Name every tool of a Python file."""
+    """Set the tools of a Python file."""
     key = f"{MULTI_TURN}.function_tool_path"
     if value := s.text(key, ""):
         s.put_path("rollout.tools.functions", [str(Path(value).expanduser())], by=key)
 
 
 def files(s: Source) -> None:
-    """Set the files of tasks, or the class that reads them, and how many of them are used."""
+    """Set the files of tasks, or the class that reads them, and the number of tasks to use."""
     where, name = s.get("data.custom_cls.path"), s.get("data.custom_cls.name")
     if (where is None) != (name is None):
         s.refuse("data.custom_cls.path", "path and name belong together; set both")
@@ -122,7 +122,7 @@ def sampler(s: Source) -> None:
 
 
 def minibatches(s: Source) -> None:
-    """Cut a step into updates of `ppo_mini_batch_size` tasks."""
+    """Split a step into updates of `ppo_mini_batch_size` tasks."""
     key = f"{ACTOR}.ppo_mini_batch_size"
     tasks, size = s.number("data.train_batch_size", 1024), s.whole(key, 256)
     if size < 1 or (size > tasks and key in s.written):
@@ -132,7 +132,7 @@ def minibatches(s: Source) -> None:
 
 
 def max_tokens_per_batch(s: Source) -> None:
-    """Bound a micro-batch; at least one trajectory of full length fits."""
+    """Set the token limit of a micro-batch, which is at least one trajectory of full length."""
     longest = _max_context(s)
     dynamic = s.switch(f"{ACTOR}.use_dynamic_bsz")
     key = f"{ACTOR}.ppo_max_token_len_per_gpu"
@@ -140,9 +140,9 @@ def max_tokens_per_batch(s: Source) -> None:
 
 
 def clip(s: Source) -> None:
-    """Set the bounds of the ratio; `clip_ratio` is meant where only it was written.
+    """Set the bounds of the ratio; `clip_ratio` applies if only it was written.
 
-    A user's own loss, which may read none, gets those that were written; verl's have defaults of their own.
+    A user's own loss gets only the written ones, because it may not use them; verl's losses have defaults.
     """
     both, last = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"
     name = s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
@@ -158,21 +158,20 @@ def clip(s: Source) -> None:
 
 
 def temperature(s: Source) -> None:
-    """Set how completions are sampled."""
+    """Set the sampling of completions."""
     key = f"{ROLLOUT}.temperature"
     samples = s.switch(f"{ROLLOUT}.do_sample", default=True)
     s.put("rollout.sampling.temperature", s.number(key, 1.0) if samples else 0.0, by=key)
 
 
 def top_k(s: Source) -> None:
-    """Set the number of candidates; every spelling of "no limit" is -1."""
+    """Set the number of candidates; all forms of "no limit" become -1."""
     value = s.whole(f"{ROLLOUT}.top_k", -1, least=-1)
     s.put("rollout.sampling.top_k", value if value > 0 else -1, by=f"{ROLLOUT}.top_k")
 
 
 def validation(s: Source) -> None:
-    """Describe the one way in which verl validates; a temperature that is written counts as in its agent loops, which do not
-    look at `do_sample`, unless that is written, too."""
+    """Set verl's evaluation. A written temperature applies even if `do_sample` is not written, as in verl's agent loops."""
     at = f"{ROLLOUT}.val_kwargs"
     k, samples = s.whole(f"{at}.top_k", -1, least=-1), s.switch(f"{at}.do_sample")
     samples |= f"{at}.temperature" in s.written and f"{at}.do_sample" not in s.written
@@ -200,7 +199,7 @@ def limits(s: Source) -> None:
 
 
 def turns(s: Source) -> None:
-    """Bound the text of a tool's answer if a bound was set, and the turns if anyone but the model speaks."""
+    """Set the limit on a tool's answer if written, and the limit on turns if there are tools or interactions."""
     length = f"{MULTI_TURN}.max_tool_response_length"
     s.put("rollout.tools.max_result_chars", s.get(length, NO_LIMIT_CHARS), by=length)
     partners = [
@@ -220,7 +219,7 @@ def turns(s: Source) -> None:
 
 
 def futures(s: Source) -> None:
-    """Let an agent loop of one's own fork conversations; `limits` and `turns` make room for them in the episode."""
+    """Let a user's own agent loop fork conversations; `limits` and `turns` multiply the episode's limits accordingly."""
     if s.get(FUTURES) and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
         s.refuse(
             FUTURES,
@@ -230,7 +229,7 @@ def futures(s: Source) -> None:
 
 
 def agent_loop(s: Source) -> None:
-    """Let rows choose among the loops of the file, and the default one serve those that name none."""
+    """Set the agent loops of the file, from which rows choose, and the default loop."""
     key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
     name, file = s.get(key, "single_turn_agent"), s.get(file_key)
     loops: dict[str, Any] = {}
@@ -250,7 +249,7 @@ def agent_loop(s: Source) -> None:
 
 
 def engine(s: Source) -> None:
-    """Sample where the named engine is, if it is installed beside polyturn; else with the embedded one, and say so."""
+    """Set the named engine if it is installed, else the embedded one with a note."""
     key = "actor_rollout_ref.rollout.name"
     name = s.text(key, "embedded")
     kinds = {"sglang": "sglang", "sglang_async": "sglang", "vllm": "vllm", "hf": "embedded"}
@@ -276,7 +275,7 @@ def sanity_mode(s: Source) -> None:
 
 
 def parser(s: Source) -> None:
-    """Choose what reads tool calls."""
+    """Set the parser of tool calls."""
     key = f"{MULTI_TURN}.format"
     names = {"chatml": "auto", "kimi": "kimi_k2", "minimax": "minimax-m2"}
     name = s.text(key, "auto")
@@ -289,7 +288,7 @@ def parser(s: Source) -> None:
 
 
 def advantage(s: Source) -> None:
-    """Choose the estimator by its name."""
+    """Set the estimator by name."""
     key = "algorithm.adv_estimator"
     names = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
     name = s.text(key, "grpo")
@@ -303,7 +302,7 @@ def advantage(s: Source) -> None:
 
 
 def policy_loss(s: Source) -> None:
-    """Choose the policy loss by its name; the section's other keys are its options."""
+    """Set the policy loss by name; the section's other keys are its options."""
     key = f"{ACTOR}.policy_loss.loss_mode"
     name = s.text(key, "vanilla")
     if name == "vanilla":
@@ -339,7 +338,7 @@ def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
 
 
 def _num_conversations(s: Source) -> int:
-    """Return the number of conversations in an episode: one, and those that an agent loop forks from it."""
+    """Return the number of conversations in an episode: one plus those that an agent loop forks."""
     return 1 + s.whole(FUTURES, 0, least=0)
 
 

@@ -1,6 +1,6 @@
-"""Converters of what belongs to verl's advantage estimators: discounts, the critic, and KL in the reward.
+"""Converters for verl's advantage estimators: discounts, the critic, and KL in the reward.
 
-verl computes them for some estimators and reads over them for others; so they move only where they change anything.
+verl uses these settings for some estimators and ignores them for others, so they are moved only if they have an effect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONTROL = "algorithm.kl_ctrl"
 
 
 def discount(s: Source) -> None:
-    """Set the discounts of estimators that have any, and where gae finds the reward: on the last token."""
+    """Set the discounts of estimators that use them; for gae, the reward is on the last token."""
     name = s.get("algorithm.adv_estimator")
     if name in ("gae", "reinforce_plus_plus"):
         s.put("algorithm.advantage.gamma", s.number("algorithm.gamma", 1.0), by="algorithm.gamma")
@@ -47,7 +47,7 @@ def critic(s: Source) -> None:
 
 
 def kl_in_reward(s: Source) -> None:
-    """Set the KL penalty of the rewards, beside the KL term of the loss where there is one."""
+    """Set the KL penalty of the rewards, in addition to a KL term of the loss."""
     switch = "algorithm.use_kl_in_reward"
     if not s.switch(switch):
         return

@@ -1,6 +1,6 @@
-"""Converters of what decides verl's loss: its KL term, policy loss, off-policy correction and adapter.
+"""Converters for verl's loss: the KL term, policy loss, off-policy correction and adapter.
 
-Apart from `convert.py` because these keys changed most between verl's releases: the correction alone has three spellings.
+These keys changed most between verl's releases: the correction has three forms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Rejection as earlier releases name it."""
+"""Rejection levels of earlier releases -> current names."""
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
 _LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -30,7 +30,7 @@ _LAYERS = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's layers, and those that each is made of."""
+"""Layers of Megatron -> the layers that each combines."""
 _NOTHING = (None, False, "none", "null", "")
 
 
@@ -50,7 +50,7 @@ def kl(s: Source) -> None:
 
 
 def lora(s: Source) -> None:
-    """Set the adapter, as trees of FSDP describe it, or those of Megatron."""
+    """Set the adapter, from FSDP's keys or Megatron's."""
     rank, fused = (s.whole(f"{MODEL}.{name}", 0, least=0) for name in ("lora_rank", "lora.rank"))
     adapter = s.text(f"{MODEL}.lora_adapter_path", "")
     if fused:
@@ -68,7 +68,7 @@ def lora(s: Source) -> None:
 
 
 def _lora_of_megatron(s: Source, rank: int) -> None:
-    """Set the adapter of Megatron's layers, by those that they are made of."""
+    """Set the adapter of Megatron's layers."""
     if s.get(f"{ACTOR}.strategy") != "megatron" or s.get(f"{MODEL}.lora_rank"):
         why = "it is read where actor.strategy is megatron and lora_rank is 0; else write lora_rank and lora_alpha"
         s.refuse(f"{MODEL}.lora.rank", why)
@@ -86,7 +86,7 @@ def _lora_of_megatron(s: Source, rank: int) -> None:
 
 
 def correction(s: Source) -> None:
-    """Set the off-policy correction from whichever spelling says one."""
+    """Set the off-policy correction from any of its three forms."""
     weight, reject = s.get(f"{CORRECTION}.rollout_is"), s.get(f"{CORRECTION}.rollout_rs")
     veto = s.get(f"{CORRECTION}.rollout_token_veto_threshold")
     settings: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:
 
 
 def _rejections(s: Source, names: str) -> dict[str, Any]:
-    """Return the bounds of each of the names in "token_k1,seq_mean_k3"."""
+    """Return the bounds of each name in a list such as "token_k1,seq_mean_k3"."""
     key = f"{CORRECTION}.rollout_rs_threshold"
     chosen = [_LEVELS.get(n, n) for n in (part.strip() for part in names.split(","))]
     written = s.get(key)
@@ -154,7 +154,7 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
 
 
 def _of_first_release(s: Source) -> dict[str, Any]:
-    """Return the correction that algorithm.rollout_is… describes."""
+    """Return the correction of the keys algorithm.rollout_is…."""
     upper = float(s.number("algorithm.rollout_is_threshold", 2.0))
     level = s.text("algorithm.rollout_is_level", "token")
     veto = s.get("algorithm.rollout_is_veto_threshold")

@@ -1,6 +1,6 @@
-"""Converters of what trains in verl: its backend with the sizes that it splits a model by, the optimizer, the learning rate.
+"""Converters for verl's training backend with its parallel sizes, the optimizer and the learning rate.
 
-Apart from `convert.py` because two kinds of trees say it, those of FSDP and those of Megatron.
+The keys have two forms: FSDP's and Megatron's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 
 
 def backend(s: Source) -> None:
-    """Set what holds the model that trains, and over how many ranks it splits what: at least as many as that takes."""
+    """Set the training backend and its parallel sizes, with at least as many ranks as they need."""
     is_megatron = s.get(STRATEGY) == "megatron"
     if is_megatron:
         s.put("train.backend", "megatron", by=STRATEGY)
@@ -42,7 +42,7 @@ def backend(s: Source) -> None:
 
 
 def megatron_schedule(s: Source) -> None:
-    """Set how the learning rate falls, as Megatron's trees say it: to a rate of its own, by a step of its own."""
+    """Set the decay of the learning rate from Megatron's keys: its final value and the step at which it is reached."""
     style, low, last = (f"{ACTOR}.optim.{name}" for name in ("lr_decay_style", "min_lr", "lr_decay_steps"))
     twins = [key for name in ("lr_scheduler_type", "warmup_style") if (key := f"{ACTOR}.optim.{name}") in s.written]
     if s.get(STRATEGY) != "megatron" or (twins and style in s.written):
@@ -57,7 +57,7 @@ def megatron_schedule(s: Source) -> None:
 
 
 def optimizer(s: Source) -> None:
-    """Set the bound of the gradient's norm, which has two places, and Adam's betas, which the first trees do not name."""
+    """Set the limit on the gradient's norm, which has two keys, and Adam's betas, which early releases lack."""
     keys = (f"{ACTOR}.grad_clip", f"{ACTOR}.optim.clip_grad")
     meant = next((key for key in keys if s.number(key, 1.0) != 1.0), keys[0])
     s.put("train.optim.max_grad_norm", s.number(meant, 1.0), by=meant)

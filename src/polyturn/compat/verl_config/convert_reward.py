@@ -1,4 +1,4 @@
-"""Converters of what scores in verl: the function, and what its reward manager adds."""
+"""Converters for verl's rewards: the function and the reward manager."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 MANAGER = "reward_model.reward_manager"
 SOURCE, MODULE = "reward_manager.source", "reward_manager.module.path"
 MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "limited")
-"""The managers that need no class here."""
+"""The managers that are replaced by native settings."""
 NUM_PROCESSES = 4
-"""Processes that call the function in their main threads, as verl does, so that it may use signals."""
+"""Number of processes that call the function in their main threads, as in verl, so that it may use signals."""
 MANAGER_S = 600.0
-"""Seconds that one of a project's own, which may ask other models, has for a trajectory; verl waits for ever."""
+"""Seconds that a project's own manager, which may call other models, has per trajectory; verl has no limit."""
 
 
 def reward_function(s: Source) -> None:
-    """Score with one function, whatever the data_source; step rewards of tools are recorded and weigh 0, as in verl."""
+    """Set one function for all data sources; step rewards of tools are recorded with weight 0, as in verl."""
     key = "custom_reward_function.path"
     s.put("reward.weights", {"outcome": 1.0}, by=key)
     s.put("reward.text", "turns", by=key)
@@ -45,14 +45,14 @@ def reward_function(s: Source) -> None:
 
 
 def module_of(where: str) -> str:
-    """Return the path of a file, or the name of a module, as verl writes them: `file.py`, `file://…`, `pkg://a.b`, `pkg://a/b`."""
+    """Return the path or module name of `file.py`, `file://…`, `pkg://a.b` or `pkg://a/b`."""
     if where.startswith("pkg://"):
         return where.removeprefix("pkg://").replace("/", ".")
     return str(Path(where.removeprefix("file://")).expanduser())
 
 
 def _arguments(s: Source, arguments: Mapping[str, Any], *, by: str) -> None:
-    """Set what the function is called with beside the trajectory."""
+    """Set further arguments of the function."""
     for name, value in arguments.items():
         if name == "name":
             s.refuse(by, "an argument called `name` cannot stand beside the function's; call it something else")
@@ -61,7 +61,7 @@ def _arguments(s: Source, arguments: Mapping[str, Any], *, by: str) -> None:
 
 
 def _managed(s: Source, function: str | None) -> None:
-    """Score with a manager of the project's own; it calls the function as it likes."""
+    """Set a project's own manager, which calls the function."""
     model, manager = s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", "")), s.get(MANAGER)
     if s.get(SOURCE) == "importlib":
         manager = placed(f"{module_of(str(s.get(MODULE)))}:{manager}")
@@ -79,14 +79,14 @@ def _managed(s: Source, function: str | None) -> None:
 
 
 def placed(name: str) -> str:
-    """Return a path, also in `file.py:name`, as absolute; a module or a name of the hub as it is."""
+    """Return a path, or the path in `file.py:name`, as absolute; a module or a name on the hub is unchanged."""
     file, colon, attribute = name.partition(".py:")
     path = Path(f"{file}.py" if colon else file).expanduser()
     return f"{path.absolute()}{colon[3:]}{attribute}" if name and path.exists() else name
 
 
 def reward_manager(s: Source) -> None:
-    """Set what a manager adds to the function: a penalty for length, or limits of its calls."""
+    """Set the manager's additions to the function: a length penalty, or limits on its calls."""
     key, name = MANAGER, s.text(MANAGER, "naive")
     if s.get(SOURCE) == "importlib":
         _check_imported(s, name)
@@ -115,7 +115,7 @@ def reward_manager(s: Source) -> None:
 
 
 def _check_imported(s: Source, name: str) -> None:
-    """Refuse a file of managers that is not there, or does not speak of the class; nothing is imported for the question."""
+    """Refuse a file of managers that does not exist or does not mention the class; nothing is imported."""
     if (where := s.get(MODULE)) is None:
         s.refuse(SOURCE, f"it asks for the file of the manager; set {MODULE}, and {MANAGER} to the class")
         return
@@ -129,7 +129,7 @@ def _check_imported(s: Source, name: str) -> None:
 
 
 def _check_registered(s: Source, name: str) -> None:
-    """Refuse a manager that the file of the reward function does not register; nothing is imported for the question."""
+    """Refuse a manager that the reward function's file does not register; nothing is imported."""
     where = s.get("custom_reward_function.path")
     if str(where).startswith("pkg://"):
         return

@@ -1,4 +1,4 @@
-"""Converters of verl's `trainer`: the length of a run, its devices, its folder, and its loggers."""
+"""Converters for verl's `trainer`: the length of a run, its devices, folder and loggers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TRACKERS = {
     "mlflow": ("mlflow", "experiment"),
     "trackio": ("trackio", "project"),
 }
-"""Loggers that are trackers here: the module that each needs, and its option for trainer.project_name."""
+"""Logger -> (module that its tracker needs, option for trainer.project_name)."""
 NO_TRACKERS = ("vemlp_wandb", "swanlab", "clearml", "rl_insight")
 
 
 def steps(s: Source) -> None:
-    """Set how long a run is: in steps, else in passes over the tasks."""
+    """Set the length of the run, in steps or in passes over the tasks."""
     if (total := s.get("trainer.total_training_steps")) is not None:
         s.put("train.steps", total, by="trainer.total_training_steps")
     else:
@@ -40,13 +40,13 @@ def run_folder(s: Source) -> None:
 
 
 def every(s: Source) -> None:
-    """Set how often a run saves and validates."""
+    """Set the intervals of saving and validation."""
     for key, native in (("trainer.save_freq", "train.checkpoint_every"), ("trainer.test_freq", "evaluation.every")):
         s.put(native, max(0, s.whole(key, -1, least=-1)), by=key)
 
 
 def trackers(s: Source) -> None:
-    """Name the trackers that were configured; verl's default, wandb, is not started unasked."""
+    """Set the configured trackers; verl's default, wandb, is used only if it was written."""
     key = "trainer.logger"
     if key not in s.written:
         return
@@ -73,6 +73,6 @@ def trackers(s: Source) -> None:
 
 
 def keep(s: Source) -> None:
-    """Set how many checkpoints stay."""
+    """Set the number of checkpoints to keep."""
     key = "trainer.max_actor_ckpt_to_keep"
     s.put("train.keep_checkpoints", s.get(key, KEEP_ALL), by=key)

@@ -1,4 +1,4 @@
-"""The table of keys as Markdown: of every key there is (docs/migrate/verl-keys.md), and of one translated config.
+"""Writes tables of keys as Markdown: all keys (docs/migrate/verl-keys.md), and the keys of one translated config.
 
 python -m polyturn.compat.verl_config.document > docs/migrate/verl-keys.md   (`make docs` does it)
 """
@@ -30,12 +30,12 @@ def key_table() -> str:
 
 
 def rows_as_markdown(rows: Iterable[KeyRule]) -> Iterator[str]:
-    """Yield the lines of a table of rows."""
+    """Yield the lines of a Markdown table."""
     return _markdown(["key", "becomes", ""], (_cells(r) for r in rows))
 
 
 def fate_table(translation: Translation, *, source: str) -> str:
-    """Return the table of one config: first the keys that were written, then the defaults that count."""
+    """Return the table of one config: first the written keys, then the defaults with an effect."""
     lines = [f"# What became of each key of {source}\n"]
     for title, written in (("Written", True), ("Defaults of the base", False)):
         fates = [f for f in translation.fates if bool(f.where) is written]

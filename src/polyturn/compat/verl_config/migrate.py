@@ -1,4 +1,4 @@
-"""`polyturn config migrate`: a config in verl's keys becomes a native one, with a table of what became of each key."""
+"""`polyturn config migrate`: translates a config with verl's keys to a native one, with a table of all keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from polyturn.infra.writable import check_file_writable
 
 
 def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
-    """Write the native config and, beside it, the table; print the keys that were written.
+    """Write the native config and the table next to it; print the written keys.
 
     Raises:
-        ConfigError: the config cannot be translated, or the native one would be no YAML file or take its place.
+        ConfigError: the config cannot be translated, or the output is not a YAML file or would overwrite the config.
     """
     target = path.with_suffix(".polyturn.yaml") if out is None else out
     if target.suffix != ".yaml" or target.resolve() == path.resolve():
@@ -57,13 +57,13 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
 
 
 def _without_defaults(values: dict[str, Any], defaults: Any) -> dict[str, Any]:
-    """Leave out what says the same as the default."""
+    """Return the values without those equal to the defaults."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None
         if isinstance(value, dict):
             rest = _without_defaults(value, default)
-            if rest or not isinstance(default, dict):  # an empty mapping of a plug-in's own arguments is one of them
+            if rest or not isinstance(default, dict):  # keep an empty mapping of a plug-in's arguments
                 kept[key] = rest
         elif value != default or not isinstance(defaults, dict) or key not in defaults:
             kept[key] = value

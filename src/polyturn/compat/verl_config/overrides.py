@@ -1,4 +1,4 @@
-"""One argument of a Hydra command line: its meaning, and the change that it makes in a tree.
+"""Parses an argument of a Hydra command line and applies it to a tree.
 
 Override.parse("+data.seed=1").apply(tree, origin)
 """
@@ -23,9 +23,9 @@ BACKENDS = {
     "veomni": "VeOmni's backend",
     "automodel": "AutoModel's backend",
 }
-"""Parts of verl's trees that are named after a backend which is not here."""
+"""Parts of verl's trees that belong to an unsupported backend."""
 BOOLEAN_SECTIONS = {"actor_rollout_ref.rollout.multi_turn": "actor_rollout_ref.rollout.multi_turn.enable"}
-"""Sections that may be written as a bare true or false, and the key which that sets."""
+"""Section that may be a bare true or false -> the key that this sets."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class Override:
     value: Any
     removes: bool
     is_group: bool = False
-    """Whether it chooses a file of a group."""
+    """Whether the override selects a file of a group."""
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Read one argument of the command line."""
+        """Parse one argument of the command line."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
@@ -65,10 +65,10 @@ class Override:
         return cls(text=text, key=key, value=value, removes=removes)
 
     def find_group(self, folders: Sequence[Path]) -> None:
-        """Find out whether it chooses a file of a group.
+        """Determine whether the override selects a file of a group.
 
         Raises:
-            ConfigError: it sets a section to nothing.
+            ConfigError: the override empties a section.
         """
         is_folder = not isinstance(self.value, Mapping) and any(os.path.isdir(f / self.key) for f in folders)
         self.is_group = "@" in self.key or "/" in self.key or is_folder
@@ -78,7 +78,7 @@ class Override:
             raise ConfigError(f"the override {self.text!r:.200} empties a whole section; set its keys, or leave it out")
 
     def apply(self, tree: DictConfig, origin: dict[str, str]) -> None:
-        """Change the tree, and note in `origin` what was written."""
+        """Change the tree, and record the written keys in `origin`."""
         if self.removes or not isinstance(self.value, Mapping):
             for known in [k for k in origin if k == self.key or k.startswith(f"{self.key}.")]:
                 del origin[known]
@@ -117,7 +117,7 @@ def refuse_backend(text: str, *, what: str) -> None:
 
 
 def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of everything that is not a mapping, and of empty mappings."""
+    """Yield the path and value of every leaf; empty mappings are leaves."""
     if isinstance(values, Mapping) and values:
         for key, inner in values.items():
             yield from leaves(inner, (*path, str(key)))

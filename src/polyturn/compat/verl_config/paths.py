@@ -1,4 +1,4 @@
-"""Paths in a translated configuration: verl's start from the working directory, native ones from the config's folder."""
+"""Converts the paths of a translated configuration from the working directory, as in verl, to the config's folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
     """Return the native configuration with absolute paths.
 
     Args:
-        translation: The translation, whose paths start from the working directory.
-        folder: The config's folder, tried where a path is not in the working directory.
+        translation: The translation, with paths relative to the working directory.
+        folder: The config's folder, for paths that do not exist in the working directory.
 
     Raises:
-        ConfigError: a path leads nowhere.
+        ConfigError: a path does not exist.
     """
 
     def rebase(path: str, key: str) -> str:
         near = Path(path)
         in_folder = None if folder is None else folder / near
-        # os.path.exists is also false of what can be no file's name, where a Path would raise
+        # os.path.exists returns False for invalid file names, for which a Path would raise
         if os.path.exists(near) or glob.has_magic(path):
             return str(near.absolute())
         if in_folder is not None and os.path.exists(in_folder):
@@ -39,12 +39,12 @@ def absolute(translation: Translation, *, folder: Path | None) -> dict[str, Any]
 
 
 def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict[str, Any]:
-    """Return the native configuration with the paths that are not absolute starting from `folder`.
+    """Return the native configuration with relative paths converted to start at `folder`.
 
     Args:
         translation: The translation.
-        folder: Where they start from.
-        config: The folder of the config that was translated; paths in its section `polyturn` start from there.
+        folder: The new start of relative paths.
+        config: The folder of the translated config; paths in its section `polyturn` start there.
     """
 
     def rebase(path: str, _: str) -> str:
@@ -63,7 +63,7 @@ def relative_to(translation: Translation, folder: Path, *, config: Path) -> dict
 
 
 def moved(values: Any, *, start: Path, end: Path) -> Any:
-    """Return native values with every path that leads somewhere from the folder `start` leading there from `end`."""
+    """Return native values with existing paths relative to `start` converted to paths relative to `end`."""
     if isinstance(values, dict):
         return {k: moved(v, start=start, end=end) for k, v in values.items()}
     if isinstance(values, list):
@@ -78,7 +78,7 @@ def moved(values: Any, *, start: Path, end: Path) -> Any:
 
 
 def _changed(translation: Translation, rename: Callable[[str, str], str]) -> dict[str, Any]:
-    """Return the native configuration with every path, and the key that it was made of, given to `rename`."""
+    """Return the native configuration with every path replaced by `rename(path, key)`."""
 
     def change(value: Any, key: str) -> Any:
         if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Source: another framework's configuration as a converter reads it, and the native one as it is written.
+"""Source: the input of converters, another framework's configuration, and their output, the native one.
 
-    found {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and who
+    values {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and origins
 
-Separate from the converters, which are one function a key: they see a configuration through this alone.
+Each converter is one function that reads and writes only this object.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ class Source:
     """The input and output of a converter."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Every key of the tree, other spellings resolved."""
+    """Key -> value of the whole tree, with aliases resolved."""
     written: set[str] = field(default_factory=set)
-    """Those that a file or an override wrote."""
+    """The keys that a file or an override wrote."""
     read: set[str] = field(default_factory=set)
-    """Those that decided something, or were looked at for it."""
+    """The keys that converters have read."""
     native: dict[str, Any] = field(default_factory=dict)
     origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
-    """Native key to the verl key that decided it."""
+    """Native key -> the verl key that determined it."""
     paths: list[tuple[str, ...]] = field(default_factory=list)
-    """Native keys that hold paths."""
+    """Native keys whose values are paths."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Notes about keys in the place of the table's."""
+    """Key -> note that replaces the table's."""
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; the default where there is none, or null."""
+        """Return the value of a key; the default if it is missing or null."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def polyturn(self, key: str) -> Any:
-        """Return a native key of the section `polyturn`; None where it is not set."""
+        """Return a native key of the section `polyturn`, or None."""
         at: Any = self.values.get("polyturn")
         for part in key.split("."):
             at = at.get(part) if isinstance(at, Mapping) else None
         return at
 
     def sections(self, *names: str) -> dict[str, Any]:
-        """Return whole sections of the tree as they were composed."""
+        """Return whole sections of the composed tree."""
         out: dict[str, Any] = {}
         for key, value in self.values.items():
             *above, last = key.split(".")
@@ -57,7 +57,7 @@ class Source:
         return out
 
     def number(self, key: str, default: float) -> Any:
-        """Return a value that must be a number; something else is refused."""
+        """Return a value that must be a number; other values are refused."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "it must be a number")
@@ -65,7 +65,7 @@ class Source:
         return value
 
     def whole(self, key: str, default: int, *, least: int | None = None) -> int:
-        """Return a value that must be a whole number, of at least `least`; something else is refused."""
+        """Return a value that must be a whole number of at least `least`; other values are refused."""
         value = self.number(key, default)
         if value != int(value) or (least is not None and value < least):
             self.refuse(key, "it must be a whole number" + ("" if least is None else f", {least} or more"))
@@ -73,14 +73,14 @@ class Source:
         return int(value)
 
     def switch(self, key: str, *, default: bool = False) -> bool:
-        """Return a value that must be true or false, or empty, which is false; something else is refused."""
+        """Return a value that must be true, false, or empty (false); other values are refused."""
         value = self.get(key, default) or False
         if not isinstance(value, bool):
             self.refuse(key, "it must be true or false")
         return bool(value)
 
     def text(self, key: str, default: str) -> str:
-        """Return a value that must be a text; something else is refused."""
+        """Return a value that must be a text; other values are refused."""
         value = self.get(key, default)
         if not isinstance(value, str):
             self.refuse(key, "it must be a text")
@@ -88,7 +88,7 @@ class Source:
         return value
 
     def put(self, native_key: str, value: Any, *, by: str) -> None:
-        """Set a native key, decided by the verl key `by`; the name of a part and its options in any order."""
+        """Set a native key, determined by the verl key `by`. A part's name and its options may be set in any order."""
         *above, last = native_key.split(".")
         at = self.native
         for part in above:
@@ -107,5 +107,5 @@ class Source:
         self.paths.append(tuple(native_key.split(".")))
 
     def refuse(self, key: str, why: str) -> None:
-        """Note that a key cannot be done."""
+        """Record that a key is not supported."""
         self.problems.append((key, why))

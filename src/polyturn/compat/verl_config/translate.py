@@ -1,9 +1,8 @@
-"""From a composed tree of verl's keys to a native configuration, with what became of every key.
+"""Translates a composed tree of verl's keys to a native configuration, with the fate of every key.
 
     translate(compose_file(path))  ->  Translation(native={"train": …}, fates=[KeyStatus("…rollout.n", …)], …)
 
-Separate from `compose.py`, which knows no key, and from `keys.yaml`, which knows nothing but keys. A key that a file or an
-override wrote is mapped, ignored with a reason, or an error; there is no fourth way.
+Every key that a file or an override wrote is mapped, ignored with a reason, or an error.
 """
 
 from __future__ import annotations
@@ -31,35 +30,35 @@ class KeyStatus:
     key: str
     value: Any
     kind: str
-    """mapped, ignored or native."""
+    """"mapped", "ignored" or "native"."""
     to: tuple[str, ...] = ()
     notice: str = ""
-    """The reason, if the author of the key should read it."""
+    """The reason, if the user should read it."""
     says: str = ""
-    """The reason, or the note of the table."""
+    """The reason, or the table's note."""
     where: str = ""
     """The file or override that wrote the key; empty for the shipped base."""
     written: tuple[str, ...] = ()
-    """The written keys: the key, or those of the section that it is."""
+    """The written keys: the key itself, or the keys of the section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A native configuration and how it came about."""
+    """A native configuration and its origins."""
 
     native: dict[str, Any]
     origin: Mapping[tuple[str | int, ...], str]
-    """Native key to the key that it was made of and where that was written, for messages."""
+    """Native key -> the original key and where it was written, for messages."""
     paths: tuple[tuple[str, ...], ...]
     """Native keys whose values are paths, relative to the working directory."""
     native_paths: tuple[tuple[str, ...], ...]
-    """Keys that the section `polyturn` set; paths among their values are relative to the config's folder."""
+    """Keys set by the section `polyturn`; paths in their values are relative to the config's folder."""
     fates: tuple[KeyStatus, ...]
     resumes: bool
-    """Whether the run goes on from the newest checkpoint of its folder, if there is one."""
+    """Whether the run continues from the newest checkpoint in its folder, if there is one."""
 
     def notices(self) -> list[str]:
-        """Return a line for every reason that the author of these keys should read, each reason once."""
+        """Return one line per reason that the user should read."""
         notes: dict[str, list[str]] = {}
         for fate in self.fates:
             if fate.where and fate.notice:
@@ -74,11 +73,11 @@ def translate(
 
     Args:
         tree: The tree.
-        keys: What becomes of each key; None is the table of verl's.
-        converters: The functions that the table names.
+        keys: The table of keys; None is verl's.
+        converters: Name -> function, for the table.
 
     Raises:
-        ConfigError: a key is unknown, asks for something that does not exist here, or contradicts another; one line each.
+        ConfigError: a key is unknown, unsupported, or contradicts another; one line each.
     """
     known = table() if keys is None else keys
     source = Source()
@@ -128,7 +127,7 @@ def translate(
 
 
 def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
-    """Give the number of sequences that an engine decodes at once to servers as the number of requests that each gets."""
+    """Set the number of sequences that an engine decodes concurrently as the servers' number of requests."""
     engine, slots = source.native.get("engine"), ("engine", "num_slots")
     if isinstance(engine, dict) and engine.get("kind") in ("vllm", "sglang") and slots in source.origin and slots not in own:
         by, number = source.origin.pop(slots), engine.pop("num_slots")
@@ -137,7 +136,7 @@ def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
 
 
 def _without_unread(source: Source, own: Collection[Sequence[Any]]) -> None:
-    """Leave out the arguments of an estimator and a loss that the named one has none of, and say that it reads over them."""
+    """Remove arguments that the named estimator and loss do not have, with a note."""
     algorithm = source.native.get("algorithm", {})
     for name in ("advantage", "loss") if isinstance(algorithm, dict) else ():
         part, annotation = algorithm.get(name), child(AlgorithmConfig, name)
@@ -150,7 +149,7 @@ def _without_unread(source: Source, own: Collection[Sequence[Any]]) -> None:
 
 
 def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
-    """Fill `source.values`, and yield what is unknown, unresolved or said twice."""
+    """Fill `source.values`, and yield a sentence per key that is unknown, unresolved or set twice."""
     aliases: list[tuple[str, Any, KeyRule]] = []
     for key, value in _keys(tree.values, known):
         row = known.find(key)
@@ -161,7 +160,7 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
         elif missing := list(_without_value(key, value, row, tree)):
             yield from missing
         elif isinstance(value, Unresolved):
-            continue  # a default of verl's own, which has no use here
+            continue  # one of verl's defaults, which has no effect here
         elif row.means is not None:
             aliases.append((key, value, row))
         else:
@@ -184,7 +183,7 @@ def _collect(tree: Composed, source: Source, known: Table) -> Iterator[str]:
 
 
 def _without_value(key: str, value: Any, row: KeyRule, tree: Composed) -> Iterator[str]:
-    """Yield a sentence for each unresolved value, also inside a section, that was written or that is read."""
+    """Yield a sentence for each unresolved value, also inside a section, that was written or is used."""
     for path, one in leaves(value):
         name = ".".join((key, *path))
         if isinstance(one, Unresolved) and (row.ignored is None or (one != "???" and tree.is_written(name))):
@@ -193,14 +192,14 @@ def _without_value(key: str, value: Any, row: KeyRule, tree: Composed) -> Iterat
 
 
 def _resolved(value: Any) -> Any:
-    """Return a value, a section without what leads nowhere in it."""
+    """Return a value; unresolved values in a section are left out."""
     if not isinstance(value, Mapping):
         return value
     return {name: _resolved(one) for name, one in value.items() if not isinstance(one, Unresolved)}
 
 
 def _unheard_of(key: str, value: Any, row: KeyRule, tree: Composed) -> list[str]:
-    """Return a sentence for each written key in a section without meaning here, if no release has such a key."""
+    """Return a sentence for each written key of an ignored section that no release has."""
     is_section = "**" in row.key or isinstance(value, Mapping)
     if not is_section or row.ignored is None or row.key.startswith(("hydra", "**")):
         return []
@@ -217,19 +216,19 @@ def _is_override(where: str) -> bool:
 
 
 def _keys(values: Mapping[str, Any], known: Table, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield every key with its value, at the depth at which the table knows it."""
+    """Yield every key with its value, at the depth of the table's rows."""
     for name, value in values.items():
         key = ".".join((*path, str(name)))
         row = known.find(key)
         is_section = isinstance(value, Mapping) and bool(value)
         if is_section and (row is None or row.means is not None or known.goes_deeper(key)):
             yield from _keys(value, known, (*path, str(name)))
-        elif row is not None or value or not known.knows(key):  # else it is a `section:` with nothing in it
+        elif row is not None or value or not known.knows(key):  # otherwise it is an empty `section:`
             yield key, value
 
 
 def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
-    """Return why a key cannot be done with this value; None where it can."""
+    """Return why a key with this value is not supported, or None."""
     if row.rejected is not None:
         is_nothing = any(_same(value, v) for v in row.unless) or (
             isinstance(value, Mapping)
@@ -248,7 +247,7 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
 
 
 def _wrong_kind(key: str, value: Any, row: KeyRule, tree: Composed) -> str | None:
-    """Return the fault of a written value of the wrong kind; a key that is accepted without effect also takes null."""
+    """Return an error for a written value of the wrong kind; keys without effect also accept null."""
     if row.to or row.means is not None:
         null_pairs = [] if value is None and row.may_be_null else [(key, value)]
     else:
@@ -272,7 +271,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
             notice = UNREAD
         nothing = "it asks for nothing" if row.rejected is not None else ""
         if isinstance(value, Mapping) and any(v for _, v in leaves(value)):
-            notice = notice or nothing  # of a section that names verl's class and no more
+            notice = notice or nothing  # a section that only names verl's class
         target = known.find(row.means) if row.means is not None else None
         kind = "native" if row.native else "mapped" if row.to or target is not None else "ignored"
         kind = "ignored" if notice == UNREAD else kind
@@ -290,7 +289,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
 
 
 def _sentences(refused: Sequence[tuple[str, str]], settings: Mapping[str, Any], tree: Composed) -> list[str]:
-    """Return one sentence for each reason, whatever the number of its keys."""
+    """Return one sentence per reason, which may have several keys."""
     by_reason: dict[str, list[str]] = {}
     for key, why in refused:
         by_reason.setdefault(why, []).append(f"{key} is {_show(settings.get(key))}{tree.where(key)}")

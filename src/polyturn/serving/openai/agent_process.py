@@ -1,15 +1,15 @@
-"""An agent as a command: one process for each episode, which finds its model in the environment.
+"""Runs an agent as a command: one process per episode, which finds its model through environment variables.
 
     OPENAI_BASE_URL, OPENAI_API_KEY          what openai's clients read
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    what anthropic's clients read
     standard input                           the task, one JSON object; nothing for an agent of `agents.py`
-    POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, where rewards are posted
+    POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, if rewards are posted
 
-Of the trainer's own environment it has a few names (`core.secrets.PASSED_ON`) and none of its secrets. Exit code 0 is an
-agent that has finished. It posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode.
-The key for that is not a variable, because programs that the agent starts for the model inherit those: it can be read once,
-from a pipe. However the episode ends, the process and its session are gone behind it; a program that it started and that
-left the session may live on, and holds up nothing.
+The process inherits a few of the trainer's variables (`core.secrets.PASSED_ON`) and no secrets. Exit code 0 means success.
+The agent posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode. The reward key is
+not an environment variable, because programs that the agent starts for the model would inherit it; it can be read once,
+from a pipe. When the episode ends, the process and its session are killed. A child process that left the session may
+survive, but nothing waits for it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from polyturn.serving.openai.endpoint import Address
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Between the request to end and the end by force."""
+"""Seconds between SIGTERM and SIGKILL."""
 LAST_WORDS_S = 1.0
-"""Seconds for which its output is read after its end, if another process still holds its pipe."""
+"""Seconds to keep reading the output after the process has ended, if another process still holds its pipe."""
 TAIL_BYTES = 4000
 
 
@@ -50,19 +50,19 @@ async def run_command(
     id: str,
     stdin: bytes | None = None,
 ) -> None:
-    """Run an agent's process to its end; it is ended if the call is cancelled.
+    """Run an agent's process to its end; kill it if the call is cancelled.
 
     Args:
         command: The program and its arguments.
-        address: Of its model.
-        task: Of the episode.
-        env: Variables beside those of the address.
-        cwd: The folder that it runs in.
-        id: Of the episode.
-        stdin: All that it reads; None is the task as JSON.
+        address: The address of the model.
+        task: The episode's task.
+        env: Variables in addition to those of the address.
+        cwd: The working folder.
+        id: The episode's id.
+        stdin: The whole standard input; None sends the task as JSON.
 
     Raises:
-        SchedulerError: it cannot be started, or fails; with the last of what it said.
+        SchedulerError: the process cannot be started, or fails; the message has the end of its output.
     """
     variables = address_variables(address, id)
     inherited: tuple[int, ...] = ()
@@ -89,12 +89,12 @@ async def run_command(
             for fd in (writes, *inherited):
                 os.close(fd)
         assert process.stdin is not None
-        telling = asyncio.create_task(_tell(process.stdin, task_line(task) if stdin is None else stdin))
+        writing = asyncio.create_task(_write_stdin(process.stdin, task_line(task) if stdin is None else stdin))
         try:
             while process.returncode is None:  # noqa: ASYNC110  # `process.wait` waits for other holders of its pipes, too
                 await asyncio.sleep(POLL_S)
         finally:
-            telling.cancel()
+            writing.cancel()
             await asyncio.shield(end_async(process, grace_s=GRACE_S))
         await asyncio.wait([is_read], timeout=LAST_WORDS_S)
     assert process.returncode is not None
@@ -102,7 +102,7 @@ async def run_command(
 
 
 def address_variables(address: Address, id: str) -> dict[str, str]:
-    """Return the variables in which an agent finds its model."""
+    """Return the environment variables with an agent's model address."""
     return {
         "OPENAI_BASE_URL": address.base_url,
         "OPENAI_API_KEY": address.api_key,
@@ -113,30 +113,30 @@ def address_variables(address: Address, id: str) -> dict[str, str]:
 
 
 def task_line(task: Task) -> bytes:
-    """Return a task as the line of JSON that a command reads."""
+    """Return a task as one line of JSON, as a command reads it."""
     return json.dumps(to_json(task)).encode() + b"\n"
 
 
 def check_exit(program: str, code: int, output: str) -> None:
-    """Check that an agent succeeded.
+    """Check an agent's exit code.
 
     Raises:
-        SchedulerError: it failed; with the last lines of its output.
+        SchedulerError: the code is not 0; the message has the last lines of the output.
     """
     if code != 0:
         last = " / ".join(output.strip().splitlines()[-3:])[-TAIL_BYTES:]
-        raise SchedulerError(f"the agent's command {program!r} ended with exit code {code}: {last or 'it said nothing'}")
+        raise SchedulerError(f"the agent's command {program!r} ended with exit code {code}: {last or 'no output'}")
 
 
 def _readable_once(text: bytes) -> int:
-    """Return a file descriptor from which the first reader gets `text`, and later ones nothing."""
+    """Return the readable end of a pipe that holds `text`: the first reader gets it, later ones get nothing."""
     readable, writable = os.pipe()
     os.write(writable, text)
     os.close(writable)
     return readable
 
 
-async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
+async def _write_stdin(stdin: asyncio.StreamWriter, text: bytes) -> None:
     try:
         stdin.write(text)
         await stdin.drain()
@@ -147,10 +147,10 @@ async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
 
 @asynccontextmanager
 async def _tail(output: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
-    """Keep in `output` the last of what is written to a pipe.
+    """Collect the last `TAIL_BYTES` written to a pipe in `output`.
 
-    Gives its writable end, which the caller closes, and a task that ends once no process holds it. Behind the context
-    nothing is read, even if another process still holds it.
+    Yields the writable end, which the caller closes, and a task that ends once no process holds that end. Reading stops
+    when the context closes, even if another process still holds the pipe.
     """
     reads, writes = os.pipe()
     reader = asyncio.StreamReader()
@@ -158,13 +158,13 @@ async def _tail(output: bytearray) -> AsyncIterator[tuple[int, asyncio.Task[None
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reads, "rb", buffering=0)
     )
 
-    async def keep() -> None:
+    async def collect() -> None:
         while piece := await reader.read(1 << 16):
             output[:] = (output + piece)[-TAIL_BYTES:]
 
-    keeping = asyncio.create_task(keep())
+    collecting = asyncio.create_task(collect())
     try:
-        yield writes, keeping
+        yield writes, collecting
     finally:
-        keeping.cancel()
+        collecting.cancel()
         transport.close()

@@ -1,19 +1,19 @@
-"""Command-line agents: one row each of how they are started and told where their model is.
+"""Command-line agents: how each is started, and how it gets the address of its model.
 
     scheduler_kwargs: {agent: claude_code, sandbox: {backend: podman, image: "my/image"}}
 
-An agent of your own is a value in a Python file, named as `agent: "file.py:mine"`:
+Your own agent is a value in a Python file, named as `agent: "file.py:mine"`:
 
     mine = CommandLineAgent(
         command=("my-agent", "--api", "{base_url}", "--key", "{api_key}", "--", "{instruction}"),
         install="pip install my-agent",
     )
 
-A variant of a known one is `dataclasses.replace(AGENTS["claude_code"], timeout_s=600)`. Between braces stand `instruction`
-(the text of the task's prompt), `base_url` (with /v1), `anthropic_base_url` (without), `api_key`, `model`, and `home`, an
-empty folder for the agent's own files, beside the one it works in. Any other name between braces is an error; `{{name}}`
-writes `{name}`, and braces around anything but a name stand for themselves. The episode ends with the agent; an exit code
-other than 0 is an error.
+`dataclasses.replace(AGENTS["claude_code"], timeout_s=600)` makes a variant of a known agent. The names between braces are
+`instruction` (the text of the task's prompt), `base_url` (with /v1), `anthropic_base_url` (without), `api_key`, `model`,
+and `home`, an empty folder for the agent's configuration, separate from its working folder. Any other name between braces
+is an error. `{{name}}` gives a literal `{name}`, and braces around anything but a name are left as they are. The episode
+ends when the agent exits; an exit code other than 0 is an error.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from polyturn.serving.openai.endpoint import Address
 
 NO_LIMIT_S = 7 * 86400.0
 HOME = "/tmp/polyturn-agent"
-"""`home` in a sandbox."""
+"""The `home` folder in a sandbox."""
 FIELDS = ("instruction", "base_url", "anthropic_base_url", "api_key", "model", "home")
 """The names that may stand between braces."""
 _BRACES = re.compile(r"\{\{(\w+)\}\}|\{([A-Za-z_]\w*)\}")
-"""A name between double braces, which stands for itself between single ones, or a name between single braces."""
+"""A name between double braces (group 1, a literal) or between single braces (group 2, a field)."""
 
 
 class FilledAgent(NamedTuple):
@@ -56,23 +56,23 @@ class FilledAgent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLineAgent:
-    """One agent: its command, and what that needs."""
+    """One agent: its command, variables and files."""
 
     command: tuple[str, ...]
     """The program and its arguments."""
     install: str = ""
-    """The command that installs it, for the message where it is missing."""
+    """The command that installs the agent, for the error message if it is missing."""
     check: str | None = None
-    """A shell command that succeeds where it is installed; None looks for the program on PATH."""
+    """A shell command that succeeds if the agent is installed; None looks for the program on PATH."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its environment, beside OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY."""
+    """Environment variables in addition to OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Name in `home` -> content, written before it starts."""
+    """Path inside `home` -> content, written before the agent starts."""
     timeout_s: float | None = 1800.0
-    """Seconds after which it is ended, and the episode scored as it stands; None leaves the end to
+    """Seconds after which the agent is ended and the episode scored as it is; None leaves the limit to
     `rollout.limits.timeout_s`."""
     reads_task: bool = False
-    """Whether the task stands on its standard input, as one line of JSON. Else that is empty."""
+    """Whether the agent gets the task on standard input, as one line of JSON; otherwise standard input is empty."""
 
     def __post_init__(self) -> None:
         command, limit = self.command, self.timeout_s
@@ -83,7 +83,9 @@ class CommandLineAgent:
         for where, texts in (("variables", self.variables), ("files", self.files)):
             for name, text in texts.items():
                 if not isinstance(name, str) or not isinstance(text, str):
-                    raise ConfigError(f"CommandLineAgent: {where}[{name!r}] is {text!r:.100}; names and values are texts")
+                    raise ConfigError(
+                        f"CommandLineAgent: {where}[{name!r}] is {text!r:.100}; names and values must be texts"
+                    )
         for name in self.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ConfigError(f"CommandLineAgent: files has {name!r}; give a path inside home")
@@ -92,7 +94,7 @@ class CommandLineAgent:
             self._check_braces()
 
     def _check_braces(self) -> None:
-        """Refuse a name between braces that no episode has a value for."""
+        """Refuse names between braces outside `FIELDS`."""
         texts = {f"command[{i}]": part for i, part in enumerate(self.command)}
         texts |= {f"variables[{name!r}]": text for name, text in self.variables.items()}
         texts |= {f"files[{name!r}]": text for name, text in self.files.items()}
@@ -100,12 +102,12 @@ class CommandLineAgent:
             for match in _BRACES.finditer(text):
                 if (name := match[2]) is not None and name not in FIELDS:
                     raise ConfigError(
-                        f"CommandLineAgent: {where} has {{{name}}}, and no episode has a value of that name."
-                        f"{did_you_mean(name, FIELDS)} Write {{{{{name}}}}} for {{{name}}} itself"
+                        f"CommandLineAgent: {where} has {{{name}}}, which is not a known name."
+                        f"{did_you_mean(name, FIELDS)} Write {{{{{name}}}}} for a literal {{{name}}}"
                     )
 
     def filled(self, *, address: Address, model: str, instruction: str, home: str) -> FilledAgent:
-        """Return the command, variables and files of one episode: with its values in place of the names between braces."""
+        """Return the command, variables and files of one episode, with values in place of the names between braces."""
         values = {
             "instruction": instruction,
             "base_url": address.base_url,
@@ -202,17 +204,17 @@ conversation.run()
         variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENHANDS_SUPPRESS_BANNER": "1"},
     ),
 })  # fmt: skip
-"""The agents that a configuration names without a file."""
+"""The agents that a configuration can name without a file."""
 
 
 def instruction_of(task: Task) -> str:
-    """Return the text that an agent is started with.
+    """Return the task's prompt as one text for an agent's command line.
 
     Raises:
-        DataError: the prompt has no text, or shows what a command line cannot.
+        DataError: the prompt has no text, or has media.
     """
     if any(message.media for message in task.prompt):
-        raise DataError(f"task {task.id!r} shows media, which a command-line agent cannot be told")
+        raise DataError(f"task {task.id!r} has media, which cannot be passed to a command-line agent")
     text = "\n\n".join(message.text for message in task.prompt if message.text)
     if not text:
         raise DataError(f"task {task.id!r} has a prompt without text, so a command-line agent has nothing to do")
@@ -222,10 +224,10 @@ def instruction_of(task: Task) -> str:
 async def run_here(
     agent: CommandLineAgent, *, address: Address, model: str, task: Task, env: Mapping[str, Any], id: str
 ) -> bool:
-    """Run an agent on this machine, in an empty folder that goes with it; return whether it ended within its time.
+    """Run an agent on this machine, in a temporary folder; return whether it ended within its time limit.
 
     Raises:
-        SchedulerError: it cannot be started, or fails.
+        SchedulerError: the agent cannot be started, or fails.
     """
     with tempfile.TemporaryDirectory(prefix="polyturn-agent-") as folder:
         own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=f"{folder}/home")
@@ -244,17 +246,17 @@ async def run_here(
 async def run_inside(
     box: BaseSandbox, agent: CommandLineAgent, *, address: Address, model: str, task: Task, env: Mapping[str, Any], id: str
 ) -> bool:
-    """Run an agent in a sandbox, in the folder that commands start in; return whether it ended within its time.
+    """Run an agent in a sandbox's working folder; return whether it ended within its time limit.
 
     Raises:
-        SchedulerError: it cannot be started, or fails.
+        SchedulerError: the agent cannot be started, or fails.
         SandboxError: the sandbox failed.
     """
     own = FilledAgent(agent.command, agent.variables, agent.files)
     if not agent.reads_task:
         own = agent.filled(address=address, model=model, instruction=instruction_of(task), home=HOME)
     try:
-        await box.write(f"{HOME}/.polyturn", b"")  # makes the folder
+        await box.write(f"{HOME}/.polyturn", b"")  # creates the folder
         for name, content in own.files.items():
             await box.write(f"{HOME}/{name}", content.encode())
     except SandboxFileError as problem:
@@ -272,10 +274,10 @@ async def run_inside(
 
 
 def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any], spec: SandboxSpec | None) -> None:
-    """Check that an agent is installed where its episodes run: on this machine, or in a sandbox, which is started for it.
+    """Check that an agent is installed on this machine, or in a sandbox that is started for the check.
 
     Raises:
-        ConfigError: it is not, or the sandbox does not start.
+        ConfigError: the agent is not installed, or the sandbox does not start.
     """
     check = agent.check or f"command -v {shlex.quote(agent.command[0])}"
     variables = {k: str(v) for k, v in env.items()}
@@ -291,7 +293,7 @@ def check_installed(agent: CommandLineAgent, name: str, *, env: Mapping[str, Any
 
 
 def _make_folders(folder: Path, files: Mapping[str, str]) -> Path:
-    """Make an agent's folders and write its files; return the folder that it works in."""
+    """Create an agent's folders and write its files; return its working folder."""
     for name in ("home", "work"):
         (folder / name).mkdir()
     for name, content in files.items():

@@ -1,9 +1,9 @@
 """The chat completions API: `/v1/chat/completions`.
 
-    {"messages": […], "tools": […], "n": 2}  ->  Ask  ->  {"choices": [{"message": {…}, "finish_reason": "stop"}], …}
+    {"messages": […], "tools": […], "n": 2}  ->  ChatRequest  ->  {"choices": [{"message": {…}, "finish_reason": "stop"}], …}
 
-A stream is the finished completion in pieces: the events that clients expect, not an earlier first token. Two fields are
-our own: `return_token_ids` asks for `prompt_token_ids` and each choice's `token_ids`, and `reasoning_content` has reasoning.
+A stream sends the finished completion in pieces, so the first token does not arrive earlier. Two fields are extensions:
+`return_token_ids` adds `prompt_token_ids` and each choice's `token_ids`, and `reasoning_content` has the reasoning.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 PIECE = 24
 """Characters in one event of a stream."""
 LEAST_LOGPROB = -9999.0
-"""The logprob that stands for a probability of 0, which JSON cannot write."""
+"""Sent in place of a logprob of minus infinity, which JSON cannot write."""
 
 
 def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> ChatRequest:
     """Parse a request.
 
     Raises:
-        BadRequest: it cannot be understood, or not be done.
+        BadRequest: the request is malformed, or needs something that this endpoint does not support.
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     messages = normal_messages(body.get("messages"))
     if (whole(body, "top_logprobs", low=0, high=20) or 0) > 0 and "top_logprobs" not in ignored:
         raise BadRequest(
-            f"top_logprobs is {body['top_logprobs']}, and only the logprob of the sampled token is known; use 0",
+            f"top_logprobs is {body['top_logprobs']}, but only the logprob of the sampled token is available; use 0",
             code="unsupported_parameter",
             param="top_logprobs",
         )
@@ -90,18 +90,18 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Cha
 
 
 def may_call(choice: Any, ignored: frozenset[str]) -> bool:
-    """Return whether calls are read.
+    """Return whether tool calls in the completion are parsed.
 
     Raises:
-        BadRequest: a call is demanded, which needs guided decoding.
+        BadRequest: a call is required, which would need guided decoding.
     """
     if choice in (None, "auto", "none"):
         return choice != "none"
     if "tool_choice" in ignored:
         return True
     raise BadRequest(
-        f"tool_choice is {choice!r:.80}, and a call cannot be forced here: what is sampled would not be the policy's. "
-        "Use auto, or let it be ignored (`ignore: [tool_choice]`)",
+        f"tool_choice is {choice!r:.80}, but a call cannot be forced: the tokens would not be sampled from the policy. "
+        "Use auto, or ignore the parameter (`ignore: [tool_choice]`)",
         code="unsupported_parameter",
         param="tool_choice",
     )
@@ -153,19 +153,19 @@ def events(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces."""
+    """Yield a text in pieces of `PIECE` characters."""
     for start in range(0, len(text), PIECE):
         yield text[start : start + PIECE]
 
 
 def usage(responses: Sequence[ChatResponse]) -> dict[str, Any]:
-    """Return the numbers of tokens that were read and written; the prompt counts once."""
+    """Return the token counts of prompt and completions; the prompt counts once."""
     prompt, written = len(responses[0].prompt_ids), sum(len(s.token_ids) for s in responses)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
 
 def token_logprobs(one: ChatResponse) -> list[dict[str, Any]]:
-    """Return the written tokens with their logprobs, as the chat API lists them."""
+    """Return the sampled tokens with their logprobs, as the chat API lists them."""
     values = [] if one.logprobs is None else one.logprobs.tolist()
     return [
         {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(text.encode()), "top_logprobs": []}

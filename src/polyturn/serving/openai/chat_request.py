@@ -1,10 +1,10 @@
-"""An agent's request and its answer, in no API's words; the formats translate to and from these.
+"""An agent's request and its answer, independent of any API; each format translates to and from these.
 
-    {"messages": […], "max_tokens": 64}   ->  Ask   ->  [Said, …]   ->  {"choices": […]}
-                                                    ->  BadRequest  ->  {"error": {…}} with a status
+    {"messages": […], "max_tokens": 64}   ->  ChatRequest   ->  [ChatResponse, …]   ->  {"choices": […]}
+                                                            ->  BadRequest          ->  {"error": {…}} with a status
 
-Messages stay the dictionaries of the chat API, checked and normalised: most of a request repeats what was said before, and
-is only compared, never made into anything.
+Messages stay dictionaries of the chat API, checked and normalised, because most of a request repeats earlier messages that
+only have to be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class BadRequest(Exception):
-    """A request that is answered with an error, which each format writes in the way its clients expect."""
+    """A request that gets an error; each format writes the error as its clients expect."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message)
@@ -48,11 +48,11 @@ class ChatRequest:
     """Schemas in OpenAI's function form."""
     n: int = 1
     may_call: bool = True
-    """Whether what reads as a tool call is one. Without tools it is text."""
+    """Whether tool calls in the completion are parsed; otherwise they stay text."""
     goes_on: bool = False
-    """The last message is an assistant's, and the answer continues it."""
+    """Whether the answer continues the last message, which is the assistant's."""
     wants_texts: bool = False
-    """Whether the response has the text of each token beside its logprob."""
+    """Whether the response has each token's text next to its logprob."""
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     temperature: float | None = None
@@ -70,14 +70,14 @@ class ChatResponse:
     calls: tuple[ToolCall, ...]
     finish: Finish
     stopped_by: str | None
-    """The stop string that ended it."""
+    """The stop string that ended the completion, if any."""
     prompt_ids: Ids
-    """[P] what the model was shown."""
+    """[P] prompt ids."""
     token_ids: Ids
-    """[T] what it wrote, the token that ends a turn included."""
+    """[T] sampled ids, including the token that ends the turn."""
     logprobs: Floats | None
     texts: Sequence[str] = field(default=())
-    """Each written token as text, where the request asked for logprobs."""
+    """[T] the text of each sampled token if the request asked for logprobs, else empty."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ChatResponse:
 
 
 def call_of(call: ToolCall) -> dict[str, Any]:
-    """Return a call in the form of the chat API, whose arguments are a text."""
+    """Return a call in the form of the chat API, with its arguments as JSON text."""
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -99,10 +99,10 @@ def call_of(call: ToolCall) -> dict[str, Any]:
 
 
 def normal_messages(value: Any) -> list[dict[str, Any]]:
-    """Return checked messages: roles that templates know, text as a string, media as data URIs.
+    """Return checked messages with roles that templates accept, text as a string and media as data URIs.
 
     Raises:
-        BadRequest: something is not as the chat API has it, or a medium is not a data URI.
+        BadRequest: a message does not follow the chat API, or a medium is not a data URI.
     """
     if not isinstance(value, list) or not value:
         raise BadRequest(f"messages is {_short(value)}; give a list of at least one message", param="messages")
@@ -111,7 +111,7 @@ def normal_messages(value: Any) -> list[dict[str, Any]]:
 
 def _normal_message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadRequest(f"{where} is {_short(value)}; a message is an object with a role", param=where)
+        raise BadRequest(f"{where} is {_short(value)}; a message must be an object with a role", param=where)
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         raise BadRequest(f"{where}.role is {_short(role)}; use one of {', '.join(ROLES)}", param=f"{where}.role")
@@ -128,7 +128,7 @@ def _normal_message(value: Any, where: str) -> dict[str, Any]:
             ]
     elif role == "tool":
         if not isinstance(value.get("tool_call_id"), str):
-            raise BadRequest(f"{where} answers a tool call and has no tool_call_id", param=f"{where}.tool_call_id")
+            raise BadRequest(f"{where} answers a tool call but has no tool_call_id", param=f"{where}.tool_call_id")
         message["tool_call_id"] = value["tool_call_id"]
     if isinstance(value.get("name"), str):
         message["name"] = value["name"]
@@ -136,7 +136,7 @@ def _normal_message(value: Any, where: str) -> dict[str, Any]:
 
 
 def normal_content(value: Any, *, where: str) -> str | list[dict[str, Any]]:
-    """Return a message's content: a string, or parts where it shows media."""
+    """Return a message's content: a string, or parts if it has media."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -152,7 +152,7 @@ def _normal_part(part: Any, where: str) -> dict[str, Any]:
     if kind in ("text", "input_text", "output_text", "refusal"):
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise BadRequest(f"{where}.text is {_short(text)}; it is a string", param=where)
+            raise BadRequest(f"{where}.text is {_short(text)}; use a string", param=where)
         return {"type": "text", "text": text}
     if kind in ("image_url", "input_image", "video_url"):
         value = part.get("video_url" if kind == "video_url" else "image_url")
@@ -168,10 +168,10 @@ def _normal_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _data_uri(url: Any, where: str) -> str:
-    # A path or an address here would let a request read this machine's files, or make it ask others.
+    # A path or an address would let a request read this machine's files, or make this machine send requests.
     if not isinstance(url, str) or not url.startswith("data:") or ";base64," not in url[:200]:
         raise BadRequest(
-            f"{where} is {_short(url)}; give media as data URIs (data:image/png;base64,…): nothing is fetched or opened",
+            f"{where} is {_short(url)}; give media as data URIs (data:image/png;base64,…): files and addresses are not read",
             param=where,
         )
     return url
@@ -180,7 +180,7 @@ def _data_uri(url: Any, where: str) -> str:
 def _normal_call(value: Any, where: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRequest(f"{where} is {_short(value)}; a call has a function with a name", param=where)
+        raise BadRequest(f"{where} is {_short(value)}; a call needs a function with a name", param=where)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {})
@@ -189,10 +189,10 @@ def _normal_call(value: Any, where: str) -> dict[str, Any]:
 
 
 def normal_tools(value: Any) -> list[dict[str, Any]]:
-    """Return tool schemas in OpenAI's function form, from that form or from the flat one of the responses API.
+    """Return tool schemas in OpenAI's function form, from that form or from the flat form of the responses API.
 
     Raises:
-        BadRequest: one is not a function, or two have one name.
+        BadRequest: a tool is not a function, or two tools have the same name.
     """
     if value is None:
         return []
@@ -200,14 +200,14 @@ def normal_tools(value: Any) -> list[dict[str, Any]]:
     for index, tool in enumerate(listed(value, "tools")):
         where = f"tools[{index}]"
         kind = tool.get("type", "function") if isinstance(tool, dict) else None
-        if is_of_server(tool):
-            _tell_of_left_out(str(kind))
+        if is_server_tool(tool):
+            _log_left_out(str(kind))
             continue
         if kind != "function":
             raise BadRequest(f"{where} is {_short(tool)}; only tools of the type function can be called here", param=where)
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRequest(f"{where} is {_short(tool)}; a function has a name", param=where)
+            raise BadRequest(f"{where} is {_short(tool)}; a function needs a name", param=where)
         schema: dict[str, Any] = {"name": function["name"]}
         if function.get("description"):
             schema["description"] = function["description"]
@@ -215,24 +215,24 @@ def normal_tools(value: Any) -> list[dict[str, Any]]:
         tools.append({"type": "function", "function": schema})
     names = [str(t["function"]["name"]) for t in tools]
     if len(set(names)) < len(names):
-        raise BadRequest(f"two tools have one name: {sorted(names)}", param="tools")
+        raise BadRequest(f"two tools have the same name: {sorted(names)}", param="tools")
     return tools
 
 
-def is_of_server(tool: Any) -> bool:
-    """Return whether a tool is one that a vendor's server would run or group; without it an agent does its task as well."""
+def is_server_tool(tool: Any) -> bool:
+    """Return whether a vendor's server would run or group this tool; agents work without such tools."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and (kind == "namespace" or kind.startswith("web_search"))
 
 
 @functools.lru_cache(maxsize=16)
-def _tell_of_left_out(kind: str) -> None:
-    """Log, once for each kind, that tools are left out."""
-    logger.warning("tools of the type %r are run by a vendor's server, and are left out of the agents' prompts here", kind)
+def _log_left_out(kind: str) -> None:
+    """Log once per kind that tools are left out."""
+    logger.warning("tools of the type %r are run by a vendor's server and are left out of the agents' prompts", kind)
 
 
 def key_of(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key that identifies a message. Reasoning is not part of it: most agents send a turn back without it."""
+    """Return the key that identifies a message. It excludes reasoning, because most agents send a turn back without it."""
     content, calls = message.get("content") or "", message.get("tool_calls")
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     if calls:
@@ -253,24 +253,24 @@ def _canonical(arguments: str) -> str:
 
 
 def number(body: Mapping[str, Any], name: str, *, low: float, high: float, above: bool = False) -> float | None:
-    """Return a number of a request, None where it is not given.
+    """Return a number of a request, or None if it is missing.
 
     Raises:
-        BadRequest: it is not a number, or outside the range.
+        BadRequest: the value is not a number, or outside the range.
     """
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or (above and value == low):
-        raise BadRequest(f"{name} is {_short(value)}; it is a number from {low:g} to {high:g}", param=name)
+        raise BadRequest(f"{name} is {_short(value)}; use a number from {low:g} to {high:g}", param=name)
     return float(value)
 
 
 def temperature(body: Mapping[str, Any]) -> float | None:
-    """Return the temperature of a request, None where it is not given.
+    """Return the temperature of a request, or None if it is missing.
 
     Raises:
-        BadRequest: it is none that an engine samples at.
+        BadRequest: the value is out of range, or too close to 0 for an engine.
     """
     value = number(body, "temperature", low=0, high=100)
     if value and value < MIN_TEMPERATURE:
@@ -279,47 +279,49 @@ def temperature(body: Mapping[str, Any]) -> float | None:
 
 
 def whole(body: Mapping[str, Any], *names: str, low: int = 1, high: int = 1 << 31) -> int | None:
-    """Return the first of some whole numbers of a request that is given, None where none is.
+    """Return the first integer of a request among `names`, or None if all are missing.
 
     Raises:
-        BadRequest: it is not an integer, or outside the range.
+        BadRequest: the value is not an integer, or outside the range.
     """
     for name in names:
         value = body.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise BadRequest(f"{name} is {_short(value)}; it is a whole number from {low} to {high}", param=name)
+            raise BadRequest(f"{name} is {_short(value)}; use a whole number from {low} to {high}", param=name)
         return value
     return None
 
 
 def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return one text or a list of them.
+    """Return a parameter that is one text or a list of texts.
 
     Raises:
-        BadRequest: it is neither, or one is empty.
+        BadRequest: the value has another type, too many texts, or an empty one.
     """
     value = body.get(name)
     values = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(isinstance(t, str) and t for t in values) or len(values) > 16:
-        raise BadRequest(f"{name} is {_short(value)}; it is a text or a list of at most 16, none of them empty", param=name)
+        raise BadRequest(
+            f"{name} is {_short(value)}; use a text or a list of at most 16 texts, none of them empty", param=name
+        )
     return tuple(values)
 
 
 def check_parameters(
     body: Mapping[str, Any], *, known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]], ignored: frozenset[str]
 ) -> None:
-    """Refuse what would change the answer and is not done here, and names that the API does not have.
+    """Refuse unknown parameters, and unsupported ones unless their value has no effect.
 
     Args:
         body: The request.
-        known: Names that are read, or that change nothing here.
-        neutral: Names that are not done, with the values that ask for nothing.
-        ignored: Names that the run's author lets be ignored.
+        known: Parameters that are read, or that have no effect here.
+        neutral: Unsupported parameters -> their values without effect.
+        ignored: Parameters that the configuration ignores.
 
     Raises:
-        BadRequest: the first of them.
+        BadRequest: names the first such parameter.
     """
     for name, value in body.items():
         if name in known or name in ignored or value is None:
@@ -329,20 +331,20 @@ def check_parameters(
             raise BadRequest(f"there is no parameter {name!r} here.{hint}", code="unknown_parameter", param=name)
         if value not in neutral[name]:
             raise BadRequest(
-                f"{name} is {_short(value)}, which this endpoint cannot do; leave it out, or let it be ignored (`ignore`)",
+                f"{name} is {_short(value)}, which is not supported here; leave it out, or ignore it (`ignore`)",
                 code="unsupported_parameter",
                 param=name,
             )
 
 
 def listed(value: Any, where: str) -> list[Any]:
-    """Return a list of a request.
+    """Return a value that must be a list.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the value is not a list.
     """
     if not isinstance(value, list):
-        raise BadRequest(f"{where} is {_short(value)}; it is a list", param=where)
+        raise BadRequest(f"{where} is {_short(value)}; use a list", param=where)
     return value
 
 

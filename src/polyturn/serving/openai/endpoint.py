@@ -1,13 +1,13 @@
-"""ModelEndpoint: one HTTP server in front of many episodes, each with an unguessable base URL of its own.
+"""ModelEndpoint: one HTTP server for many episodes, each with its own unguessable base URL.
 
     POST /episodes/{id}/v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
     GET  /episodes/{id}/v1/models             POST /episodes/{id}/v1/reward  {"reward": 1.0}
-    POST /v1/chat/completions, …              the same without an episode, where the server offers it
+    POST /v1/chat/completions, …              the same without an episode, if the server offers it
 
 A request needs its episode's key (`Authorization: Bearer KEY`, or `x-api-key: KEY`) and passes the rules that all servers
-share (`serving/auth.py`). The key that asks the model opens no reward, because the agent may hand it to code that the model
-wrote: rewards have a key of their own. Nothing in a request is ever a path or an address, and every error has the form that
-the client's library reads.
+share (`serving/auth.py`). Posting a reward needs a separate reward key, because the agent may pass the API key on to code
+that the model wrote. A request can never contain a path or an address, and every error has the form that the client's
+library reads.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ from polyturn.serving.openai.http import (
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0
-"""Seconds after which a connection without a whole head of a request is closed, longer than clients keep one."""
+"""Seconds without a complete request head after which a connection is closed; longer than clients keep an idle one."""
 MAX_REQUESTS = 100_000
-"""Requests that are answered at one moment: agents wait long for a completion."""
-EPISODE_KEY = "the API key is not this episode's; pass the api_key that came with the base_url"
-"""The answer to a request to an episode with another key."""
-REWARD_KEY = "a reward needs the episode's reward key, and not the API key, which asks the model and nothing else"
-"""The answer to a request that gives a reward, or takes a trajectory, without that key."""
-SERVER_TOKEN = "this server demands its token as the API key: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
-"""The answer to a request that belongs to no episode."""
+"""Largest number of concurrent requests; high because agents wait long for a completion."""
+EPISODE_KEY = "the API key does not belong to this episode; pass the api_key that came with the base_url"
+"""The error for a request to an episode with another key."""
+REWARD_KEY = "a reward needs the episode's reward key; the API key only gives access to the model"
+"""The error for a request that posts a reward or fetches a trajectory without the reward key."""
+SERVER_TOKEN = "this server requires its token as the API key: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
+"""The error for a request outside any episode without the token."""
 MAX_ENDED = 4096
-"""Ended episodes to remember, so that a late request gets the reason."""
+"""Number of ended episodes to remember, so that a late request gets the reason."""
 
 
 class Answerer(Protocol):
-    """The answerer of requests: an episode's session, or a service without episodes."""
+    """Answers requests: an episode's session, or a service without episodes."""
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request."""
         ...
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return the length of a request's prompt in tokens; called in a thread."""
+        """Return the number of tokens in a request's prompt; called in a thread."""
         ...
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
-        """Say what the episode is worth."""
+        """Set the episode's reward."""
         ...
 
 
@@ -84,24 +84,24 @@ class Address:
     """The address of an agent's episode."""
 
     base_url: str
-    """For clients of OpenAI's API: it ends with /v1."""
+    """For clients of OpenAI's API; ends with /v1."""
     anthropic_base_url: str
     """For clients of Anthropic's API, which add /v1 themselves."""
     api_key: str = field(repr=False)
-    """Asks the model, and nothing else."""
+    """Gives access to the model only."""
     reward_key: str | None = field(default=None, repr=False)
-    """Lets the judge of the agent post the episode's reward; None where no reward is posted."""
+    """Needed to post the episode's reward; None if rewards are not posted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """An episode or a service that answers requests, and the keys that open it."""
+    """An episode or a service that answers requests, with its keys."""
 
     answerer: Answerer
     keys: tuple[bytes, ...]
-    """Any of these is taken; none lets everyone ask."""
+    """Keys that give access; empty lets every request in."""
     reward_keys: tuple[bytes, ...] | None = None
-    """Any of these posts a reward; None refuses every posted reward."""
+    """Keys that allow posting a reward; None refuses every posted reward."""
     kept: responses.ResponseCache = field(default_factory=responses.ResponseCache)
 
 
@@ -111,17 +111,17 @@ class EndpointOptions:
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """0 takes a free port."""
     reach_as: str | None = None
-    """The host in the addresses that agents get, if it is not `host`: this machine as a container sees it."""
+    """The host in the addresses that agents get, if not `host`: for example this machine's name inside a container."""
     models: tuple[str, ...] = ("polyturn",)
     any_model: bool = True
-    """Whether a request may name a model that is not listed, as agents do that were written for another."""
+    """Whether a request may name a model that is not listed, as agents written for another model do."""
     ignore: frozenset[str] = frozenset()
-    """Parameters that cannot be done here and are ignored instead of refused."""
+    """Unsupported parameters to ignore instead of refusing them."""
     rules: ServerRules = field(default_factory=lambda: ServerRules(max_requests=MAX_REQUESTS))
-    """The rules of every request. Its token opens every episode, and is required for requests that belong to none; without
-    a token these are open."""
+    """Access rules of every request. The token gives access to every episode. Requests outside an episode require it; if
+    there is no token, they are open."""
 
 
 class ModelEndpoint:
@@ -129,7 +129,7 @@ class ModelEndpoint:
 
     def __init__(self, options: EndpointOptions | None = None, *, plain: Answerer | None = None) -> None:
         self.options = options or EndpointOptions()
-        # Which key opens what depends on the episode, so the gate is not told the token.
+        # The key depends on the episode, so the middleware gets rules without the token.
         names = () if self.options.reach_as is None else (self.options.reach_as.lower(),)
         rules = self.options.rules
         check_token(rules.token)
@@ -147,14 +147,14 @@ class ModelEndpoint:
 
     @asynccontextmanager
     async def serving(self, bound: socket.socket | None = None, *, more: Sequence[Route] = ()) -> AsyncIterator[str]:
-        """Serve for as long as the context lasts; enter as often as needed. Gives the origin, http://HOST:PORT.
+        """Serve while the context is open and yield the origin, http://HOST:PORT; may be entered more than once.
 
         Args:
             bound: The socket to listen on; None takes a free port.
             more: Further routes.
 
         Raises:
-            ConfigError: the address cannot be listened on.
+            ConfigError: the server cannot listen on the address.
         """
         self._num_holders += 1
         try:
@@ -163,7 +163,7 @@ class ModelEndpoint:
                 try:
                     origin.set_result(await self._start(bound, more))
                 except BaseException:
-                    origin.cancel()  # for others who wait for it
+                    origin.cancel()  # for other callers that wait for it
                     raise
             yield await asyncio.shield(self._origin)
         finally:
@@ -179,18 +179,18 @@ class ModelEndpoint:
             raise ConfigError(f"the endpoint {problem}") from problem
         host, port = bound.getsockname()[:2]
         host = self.options.reach_as or host
-        # What is not HTTP is answered with 400, and no news for the log.
+        # Input that is not HTTP gets a 400 and is not worth a log line.
         options = {"timeout_keep_alive": KEEP_ALIVE_S, "log_level": "critical"}
         await self._server.enter_async_context(serving(self._app(more), self._rules, bound, **options))
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def admit(self, answerer: Answerer, *, origin: str, posts_reward: bool) -> tuple[str, Address]:
-        """Give a session its address; returns the secret part of it, which `dismiss` takes.
+        """Add a session; return its secret name, which `dismiss` takes, and its address.
 
         Args:
             answerer: The session.
-            origin: Of the server, http://HOST:PORT.
-            posts_reward: Whether a reward may be posted there. Without, no reward key exists and every post is refused.
+            origin: The server's origin, http://HOST:PORT.
+            posts_reward: Whether a reward may be posted; otherwise there is no reward key and every post is refused.
         """
         name, key, token = secrets.token_urlsafe(18), secrets.token_urlsafe(24), self._token()
         reward_key = secrets.token_urlsafe(24) if posts_reward else None
@@ -200,7 +200,7 @@ class ModelEndpoint:
         return name, Address(base_url=f"{base}/v1", anthropic_base_url=base, api_key=key, reward_key=reward_key)
 
     def dismiss(self, name: str, why: str) -> None:
-        """Close an address; later requests get `why`."""
+        """Remove a session; later requests to it get the reason `why`."""
         if self._tenants.pop(name, None) is not None:
             self._ended[name] = why
             if len(self._ended) > MAX_ENDED:
@@ -210,15 +210,15 @@ class ModelEndpoint:
         """Refuse a request without the server's token.
 
         Raises:
-            BadRequest: it has none, or another.
+            BadRequest: the token is missing or wrong.
         """
         check_key(request, self._token(), wants=SERVER_TOKEN)
 
     def check_reward_key(self, request: Request, key: str) -> None:
-        """Refuse a request with neither an episode's reward key nor the server's token.
+        """Refuse a request that has neither the episode's reward key nor the server's token.
 
         Raises:
-            BadRequest: it has another.
+            BadRequest: both are missing or wrong.
         """
         check_key(request, (key.encode(), *self._token()), wants=REWARD_KEY)
 
@@ -238,9 +238,9 @@ class ModelEndpoint:
             ]
         for path in ("/episodes/{episode}/v1/reward", "/episodes/{episode}/reward"):
             routes.append(route(path, "POST", self._reward))
-        app = Starlette(routes=[*routes, Route("/health", _health)], exception_handlers={404: _nowhere, 405: _nowhere})
+        app = Starlette(routes=[*routes, Route("/health", _health)], exception_handlers={404: _not_found, 405: _not_found})
         app.router.redirect_slashes = False
-        guard_app(app, self._rules, say=_refusal)
+        guard_app(app, self._rules, format_refusal=_refusal)
         return app
 
     # Handlers.
@@ -280,7 +280,7 @@ class ModelEndpoint:
         self._check_model(body)
         with readable():
             ask = messages.parse(body, self.options.ignore, needs_max_tokens=False)
-        # Also of a history that is too long, which an agent asks for because it may be.
+        # A history that is too long is counted, too: agents send it to find out whether it is.
         return json_answer({"input_tokens": await asyncio.to_thread(tenant.answerer.count_tokens, ask)})
 
     async def _models(self, request: Request) -> Response:
@@ -308,7 +308,7 @@ class ModelEndpoint:
         if name is None:
             if self._plain is None:
                 raise BadRequest(
-                    "this server answers within episodes only: ask at the episode's base_url, …/episodes/ID/v1",
+                    "this server answers requests of episodes only: use the episode's base_url, …/episodes/ID/v1",
                     status=404,
                     code="not_found",
                 )
@@ -318,10 +318,12 @@ class ModelEndpoint:
         else:
             if name in self._ended:
                 raise BadRequest(f"the episode has ended: {self._ended[name]}", status=410, code="episode_ended")
-            raise BadRequest("there is no such episode; use the base_url that it was given", status=404, code="not_found")
+            raise BadRequest(
+                "there is no such episode; use the base_url that came with the API key", status=404, code="not_found"
+            )
         if gives_reward:
             if tenant.reward_keys is None:
-                why = "this episode takes no posted reward; set reward: posted in rollout.scheduler_kwargs"
+                why = "this episode does not accept posted rewards; set reward: posted in rollout.scheduler_kwargs"
                 raise BadRequest(why, status=403, code="no_reward")
             check_key(request, tenant.reward_keys, wants=REWARD_KEY)
         else:
@@ -346,7 +348,7 @@ class ModelEndpoint:
 
 
 def _refusal(path: str, refusal: Refusal) -> dict[str, Any]:
-    """The body of a refusal that the rules gave; a client may ask again."""
+    """Return the error body for a refusal by the access rules; a client may retry."""
     code = {408: "timeout", 413: "too_large", 429: "rate_limited", 503: "overloaded"}.get(refusal.status, "invalid_request")
     write = messages.error if "/messages" in path else chat.error
     return write(BadRequest(refusal.message, status=refusal.status, code=code))
@@ -361,7 +363,7 @@ async def _health(request: Request) -> Response:
     return json_answer({"status": "ok"})
 
 
-async def _nowhere(request: Request, problem: Exception) -> Response:
+async def _not_found(request: Request, problem: Exception) -> Response:
     message = BadRequest(
         f"there is nothing at {request.method} {request.scope['path'][-80:]}; a base_url ends with /v1 for OpenAI's clients "
         "and without it for Anthropic's",

@@ -1,15 +1,15 @@
-"""`polyturn serve --openai`: the endpoint by itself, in front of a checkpoint, for agents and evaluations elsewhere.
+"""`polyturn serve --openai`: serves a checkpoint to agents and evaluations outside a run.
 
-    POST   /v1/chat/completions …      without an episode: a model behind an API, each request for itself
+    POST   /v1/chat/completions …      without an episode: each request is independent
     POST   /episodes                   {"metadata": {…}, "seed": 1}  ->  {"id", "base_url", …, "api_key", "reward_key"}
     GET    /episodes/ID                ->  {"status": "live" | "ended", "num_calls": 3}
     POST   /episodes/ID/end            {"reward": 1.0} or {}  ->  the trajectory, with its tokens
     GET    /episodes/ID/trajectory     the same, later
 
-What is asked of an episode itself needs its reward key; the API key, which the agent has, asks the model alone.
+Requests about an episode need its reward key; the agent's API key gives access to the model only.
 
-An episode is one run of `run_episode`, as in training; here its agent is a client with the URL, until `end`, until nothing
-was asked for a while, or until the server stops. Ended trajectories are kept for a while, and recorded where that was asked.
+An episode is one run of `run_episode`, as in training, whose agent is an HTTP client. It ends on `/end`, after some time
+without requests, or when the server stops. The latest trajectories can be fetched after their end, and can be recorded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 256
-"""Trajectories that can be fetched after their end."""
+"""Number of ended trajectories that can still be fetched."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,21 +68,21 @@ class _CreatedEpisode:
 
 @keeps_deadlines
 class HostedEpisodes(SessionScheduler):
-    """Waits for the requests of the client that created an episode."""
+    """Hands each episode's session to the request that created it."""
 
-    never_asked = "the episode ended before any request came to its base_url"
+    no_request_error = "the episode ended before any request came to its base_url"
 
     def __init__(self, visits: Mapping[str, Callable[[AgentSession], Awaitable[None]]], *, rules: SessionRules) -> None:
         self.rules = rules
         self._visits = visits
 
-    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
+    async def run_agent(self, episode: Episode, session: AgentSession) -> None:
         """Hand the session to the waiting request."""
         await self._visits[episode.id](session)
 
 
 class OpenAIService:
-    """Episodes on demand, and requests without one."""
+    """Serves episodes that clients create, and requests without an episode."""
 
     def __init__(
         self,
@@ -94,15 +94,15 @@ class OpenAIService:
         record: Callable[[TrajectoryGroup], None] | None = None,
         has_rewards: bool = False,
     ) -> None:
-        """Serve a context's engine.
+        """Create a service for a context's engine.
 
         Args:
             context: The rollout context; its scheduler is replaced by one that waits for requests.
-            options: Of the endpoint.
-            idle_s: An episode of which nothing was asked for so long is ended.
-            max_episodes: Episodes at once; more are refused.
-            record: Called with every trajectory of an episode, as a group of one.
-            has_rewards: Whether the context's reward functions score episodes for which no reward is posted.
+            options: Options of the endpoint.
+            idle_s: Seconds without a request after which an episode is ended.
+            max_episodes: Largest number of live episodes; more are refused.
+            record: Called with the trajectory of every episode, as a group of one.
+            has_rewards: Whether the context's reward functions score episodes without a posted reward.
         """
         self._visits: dict[str, Callable[[AgentSession], Awaitable[None]]] = {}
         context.scheduler = HostedEpisodes(self._visits, rules=SessionRules(samples_as_asked=True))
@@ -121,7 +121,7 @@ class OpenAIService:
         self._origin = ""
 
     async def serve(self, bound: Any, until: asyncio.Event, *, grace_s: float = 30.0) -> None:
-        """Serve until an event is set; then running episodes get `grace_s` seconds."""
+        """Serve until an event is set; running episodes then get `grace_s` seconds to finish."""
         async with self.endpoint.serving(bound, more=self._routes()) as self._origin:
             models = ", ".join(self.endpoint.options.models)
             logger.info("listening on %s (base_url %s/v1; model: %s)", self._origin, self._origin, models)
@@ -131,7 +131,7 @@ class OpenAIService:
             await self.stop(grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Create no more episodes, give the live ones their time, and end them."""
+        """Refuse new episodes, give live ones `grace_s` seconds, and end the rest."""
         self.is_stopping = True
         running = [live.task for live in self._live.values() if live.task is not None]
         if running:
@@ -145,7 +145,7 @@ class OpenAIService:
     # Requests without an episode.
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
-        """Answer one request by itself."""
+        """Answer one request in an episode of its own."""
         name = f"plain/{next(self._numbers)}"
         answer: asyncio.Future[list[ChatResponse]] = asyncio.get_running_loop().create_future()
 
@@ -171,17 +171,17 @@ class OpenAIService:
             raise
         finally:
             del self._visits[name]
-            running.add_done_callback(_look_at)
+            running.add_done_callback(_log_failure)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return the length of a request's prompt in tokens."""
+        """Return the number of tokens in a request's prompt."""
         try:
             return len(self.context.encoder_listing(ask.tools).start(typed_messages(ask.messages)))
         except PolyturnError as problem:
             raise unrenderable(problem) from problem
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
-        """Refuse: there is nothing to reward."""
+        """Refuse a reward: there is no episode."""
         raise BadRequest("a request without an episode has no reward; create one with POST /episodes", status=404)
 
     # Episodes.
@@ -192,7 +192,7 @@ class OpenAIService:
 
         return [
             route("/episodes", "POST", self._create),
-            route("/episodes/{name}", "GET", self._look),
+            route("/episodes/{name}", "GET", self._status),
             route("/episodes/{name}/end", "POST", self._finish),
             route("/episodes/{name}/trajectory", "GET", self._fetch),
         ]
@@ -200,12 +200,12 @@ class OpenAIService:
     async def _create(self, request: Request) -> Response:
         self.endpoint.check_token(request)
         if self.is_stopping or len(self._live) >= self._max_episodes:
-            why = "the server is stopping" if self.is_stopping else f"{len(self._live)} episodes are live, as many as may be"
+            why = "the server is stopping" if self.is_stopping else f"all {len(self._live)} episodes are in use"
             raise BadRequest(f"{why}; try again later", status=503, code="overloaded")
         body = await read_object(request, may_be_empty=True)
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
-            raise BadRequest("an episode takes `metadata`, an object, and `seed`, a whole number; both may be left out")
+            raise BadRequest("an episode takes `metadata` (an object) and `seed` (a whole number); both are optional")
         live = _CreatedEpisode(name="")
         id = f"served/{next(self._numbers)}"
 
@@ -238,17 +238,17 @@ class OpenAIService:
         problem = None if done.cancelled() else done.exception()
         if done.cancelled() or problem is not None:
             self.endpoint.dismiss(live.name, "it failed" if problem is None else one_line(problem))
-            logger.error("the episode %s broke: %s", id, problem)
+            logger.error("the episode %s failed: %s", id, problem)
             return
         trajectory = done.result()
-        self.endpoint.dismiss(live.name, trajectory.error or f"its end was {trajectory.stop_reason.value}")
+        self.endpoint.dismiss(live.name, trajectory.error or f"its stop reason was {trajectory.stop_reason.value}")
         self._ended[live.name] = trajectory
         if len(self._ended) > MAX_KEPT:
             self._keys.pop(self._ended.popitem(last=False)[0], None)
         if self._record is not None:
             self._record(TrajectoryGroup(id=id, task=trajectory.task, trajectories=(trajectory,)))
 
-    async def _look(self, request: Request) -> Response:
+    async def _status(self, request: Request) -> Response:
         live = self._of(request)
         if live is None:
             trajectory = self._ended[request.path_params["name"]]
@@ -265,7 +265,7 @@ class OpenAIService:
                 live.session.give_reward(*read_reward(body))
             live.ending.set()
             await asyncio.wait({live.task})
-            await asyncio.sleep(0)  # its end is noted by a callback
+            await asyncio.sleep(0)  # a done callback records its end
         return await self._fetch(request)
 
     async def _fetch(self, request: Request) -> Response:
@@ -274,17 +274,17 @@ class OpenAIService:
         return json_answer(to_json(self._ended[request.path_params["name"]]))
 
     def _of(self, request: Request) -> _CreatedEpisode | None:
-        """Return a live episode, None for one that ended.
+        """Return the live episode of a request, or None if it has ended.
 
         Raises:
-            BadRequest: there is none, or the key is another.
+            BadRequest: there is no such episode, or the key is wrong.
         """
         name = request.path_params["name"]
         if name not in self._keys:
             raise BadRequest("there is no such episode, or it ended long ago", status=404, code="not_found")
         self.endpoint.check_reward_key(request, self._keys[name])
         if name not in self._live and name not in self._ended:
-            raise BadRequest("the episode broke and left no trajectory", status=410, code="episode_ended")
+            raise BadRequest("the episode failed and left no trajectory", status=410, code="episode_ended")
         return self._live.get(name)
 
     async def _end_idle(self) -> None:
@@ -297,16 +297,16 @@ class OpenAIService:
 
 
 def _with_fresh_ids(response: ChatResponse) -> ChatResponse:
-    """Return an answer whose calls have ids that no other request's have: here every request is an episode's first."""
+    """Return an answer with unique call ids. Each request is the first of an episode, so the original ids repeat."""
     calls = tuple(
         dataclasses.replace(c, id=f"call_{secrets.token_hex(8)}") if c.id.startswith("call_") else c for c in response.calls
     )
     return dataclasses.replace(response, calls=calls) if calls else response
 
 
-def _look_at(done: asyncio.Task[Trajectory]) -> None:
+def _log_failure(done: asyncio.Task[Trajectory]) -> None:
     if not done.cancelled() and (problem := done.exception()) is not None:
-        logger.error("a request broke its episode: %s", one_line(problem))
+        logger.error("the episode of a request failed: %s", one_line(problem))
 
 
 def _unscored(trajectory: Trajectory) -> float:

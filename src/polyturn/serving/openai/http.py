@@ -1,10 +1,8 @@
-"""Reading and writing of the endpoint's requests and answers, whatever their API.
+"""Reads requests and writes answers of the endpoint, for all of its APIs.
 
-    BadRequest                              an error in the form that the client's library reads (`guarded`)
-    a value of a type that no check knows   a sentence, and no stack trace (`readable`)
-    a client that leaves                    ends what is done for it (`while_wanted`)
-
-Separate because it knows nothing of episodes: keys, bodies and errors are the same for all that is served here.
+BadRequest                              an error in the form that the client's library reads (`guarded`)
+a value of an unexpected type           a sentence without a stack trace (`readable`)
+a client that disconnects               the work for it is cancelled (`while_wanted`)
 """
 
 from __future__ import annotations
@@ -22,44 +20,44 @@ from starlette.responses import Response
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.reward import MAX_REWARD, as_score
 from polyturn.serving import body
-from polyturn.serving.auth import given_tokens
+from polyturn.serving.auth import request_tokens
 from polyturn.serving.body import BodyError, dumps
 from polyturn.serving.openai.chat_request import BadRequest
 
 logger = logging.getLogger(__name__)
 
 MAX_VALUES = 1 << 15
-"""Lists and objects in one request: messages, parts, calls, schemas. So many are made into messages in no time."""
+"""Largest number of lists and objects in one request (messages, parts, calls, schemas); converting them stays fast."""
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> Handler:
-    """Return a handler whose errors are written as a client's library reads them."""
+    """Return a handler that writes its errors in the form that the client's library reads."""
 
     async def run(request: Request) -> Response:
         try:
             return await handler(request)
         except BadRequest as problem:
             refused = problem
-        except ClientDisconnect:  # it left, or its body was refused by the guard in front
+        except ClientDisconnect:  # the client disconnected, or the middleware refused its body
             raise
         except PolyturnError as problem:
             refused = BadRequest(one_line(problem), status=500, code="server_error")
         except Exception as problem:
-            logger.exception("a request to %s broke", request.url.path.rpartition("/")[2])
+            logger.exception("a request to %s failed", request.url.path.rpartition("/")[2])
             refused = BadRequest(f"the server failed: {type(problem).__name__}", status=500, code="server_error")
-        # A client may not repeat by itself what the episode has seen: its library asks again only where this is absent.
+        # A client's library must not retry a request that the episode has already seen; this header prevents it.
         return json_answer(error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
     return run
 
 
 async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it if the client leaves. The body must have been read.
+    """Return the result of `work`; cancel it if the client disconnects. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client left.
+        ClientDisconnect: the client disconnected.
     """
     asking, has_left = asyncio.current_task(), False
     assert asking is not None
@@ -83,10 +81,10 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
-    """Return a request's body, a JSON object.
+    """Return a request's body, which must be a JSON object.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the body is not a JSON object.
     """
     content = await request.body()
     if not content and may_be_empty:
@@ -99,24 +97,22 @@ async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[s
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Refuse a request that has a value of another type somewhere, where no check has a sentence of its own for it.
+    """Turn errors from values of an unexpected type into a `BadRequest`.
 
     Raises:
-        BadRequest: it has.
+        BadRequest: the code in the context failed on such a value.
     """
     try:
         yield
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as problem:
-        raise BadRequest(
-            f"a part of the request has another type than the API gives it ({one_line(problem):.200})"
-        ) from problem
+        raise BadRequest(f"a part of the request has the wrong type ({one_line(problem):.200})") from problem
 
 
 def read_reward(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return a reward and what is recorded beside it, from a number or a mapping with "reward" or "score".
+    """Return a reward and further info, from a number or a mapping with "reward" or "score".
 
     Raises:
-        BadRequest: there is no finite number.
+        BadRequest: the reward is missing or not a finite number.
     """
     values = dict(value) if isinstance(value, Mapping) else {"reward": value}
     score = values.pop("reward", values.pop("score", None))
@@ -131,16 +127,21 @@ def read_reward(value: Any) -> tuple[float, dict[str, Any]]:
 
 
 def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
-    """Refuse a request that has none of `keys`; without keys, every request passes.
+    """Refuse a request without one of `keys`; if `keys` is empty, every request passes.
 
     Raises:
-        BadRequest: it has none of them; `wants` is the message.
+        BadRequest: the request has none of them; `wants` is the message.
     """
     if not keys:
         return
     headers = {name: request.headers.get(name, "") for name in ("authorization", "x-api-key")}
-    offered_keys = [one.encode("utf-8", "surrogateescape") for one in given_tokens(headers)]
-    if not sum(hmac.compare_digest(one, key) for one in offered_keys for key in keys):  # all of them, whichever is right
+    offered_keys = [one.encode("utf-8", "surrogateescape") for one in request_tokens(headers)]
+    if not sum(
+        hmac.compare_digest(one, key)
+        for one in offered_keys
+        for key in keys
+        # Compares with all keys, so the time does not depend on which one matches.
+    ):
         raise BadRequest(wants, status=401, code="unauthorized")
 
 
@@ -150,5 +151,5 @@ def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | N
 
 
 def stream_answer(events: Iterator[bytes]) -> Response:
-    """Return an answer as server-sent events, which are all there already."""
+    """Return an answer as server-sent events; all events exist already."""
     return Response(b"".join(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -1,10 +1,10 @@
 """Anthropic's messages API: `/v1/messages`.
 
     {"system": "…", "messages": [{"role": "user", "content": [{"type": "tool_result", …}]}], "max_tokens": 64}
-      ->  Ask with chat messages  ->  {"content": [{"type": "text", …}, {"type": "tool_use", …}], "stop_reason": "tool_use"}
+      ->  ChatRequest  ->  {"content": [{"type": "text", …}, {"type": "tool_use", …}], "stop_reason": "tool_use"}
 
-Blocks become chat messages: a tool result is a message of its own, before the text beside it. A last message of the
-assistant is continued, as that API has it.
+Blocks become chat messages: a tool result is a separate message, before the text next to it. If the last message is the
+assistant's, the answer continues it, as in Anthropic's API.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyturn.serving.openai.chat_request import (
     ChatRequest,
     ChatResponse,
     check_parameters,
-    is_of_server,
+    is_server_tool,
     listed,
     normal_messages,
     normal_tools,
@@ -44,7 +44,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
     """Parse a request.
 
     Raises:
-        BadRequest: it cannot be understood, or not be done.
+        BadRequest: the request is malformed, or needs something that this endpoint does not support.
     """
     if _keeps_all(body.get("context_management")):
         ignored |= {"context_management"}
@@ -60,7 +60,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
         messages += _messages_of(message, f"messages[{index}]")
     messages = normal_messages(messages)
     if needs_max_tokens and body.get("max_tokens") is None:
-        raise BadRequest("max_tokens is missing; say how many tokens the answer may have", param="max_tokens")
+        raise BadRequest("max_tokens is missing; set the largest number of tokens of the answer", param="max_tokens")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     last = messages[-1]
@@ -78,7 +78,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
 
 
 def _keeps_all(value: Any) -> bool:
-    """Return whether edits of the context leave all of it: what is cleared is thinking, and all of it is kept."""
+    """Return whether a `context_management` value has no effect: it clears only thinking and keeps all of that."""
     edits = value.get("edits") if isinstance(value, dict) and value.keys() <= {"edits"} else None
     return isinstance(edits, list) and all(
         isinstance(e, dict) and str(e.get("type")).startswith("clear_thinking_") and e.get("keep") == "all" for e in edits
@@ -86,7 +86,7 @@ def _keeps_all(value: Any) -> bool:
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if is_of_server(tool):
+    if is_server_tool(tool):
         return tool
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         raise BadRequest(f"{where} is {tool!r:.80}; only tools with an input_schema can be called here", param=where)
@@ -97,7 +97,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _blocks(value: Any, where: str) -> list[dict[str, Any]]:
     """Return text and image blocks as parts of the chat API."""
     if not isinstance(value, list) or not all(isinstance(b, dict) for b in value):
-        raise BadRequest(f"{where} is {value!r:.80}; it is a text or a list of blocks", param=where)
+        raise BadRequest(f"{where} is {value!r:.80}; use a text or a list of blocks", param=where)
     return [_part(block, where) for block in value]
 
 
@@ -107,7 +107,7 @@ def _part(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "base64":
         raise BadRequest(
-            f"{where}: an image has a source of the type base64 here; nothing is fetched or opened", param=where
+            f"{where}: an image needs a source of the type base64; files and addresses are not read", param=where
         )
     return {"type": "image_url", "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"}}
 
@@ -120,7 +120,7 @@ def _messages_of(message: Any, where: str) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-        raise BadRequest(f"{where}.content is {content!r:.80}; it is a text or a list of blocks", param=f"{where}.content")
+        raise BadRequest(f"{where}.content is {content!r:.80}; use a text or a list of blocks", param=f"{where}.content")
     if role == "assistant":
         return [_turn(content, where)]
     if role == "system":
@@ -208,5 +208,5 @@ def error(refused: BadRequest) -> dict[str, Any]:
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     message = refused.message
     if refused.code == "context_full":
-        message = f"prompt is too long: {message}"  # by these words, agents of that API know that they must shorten it
+        message = f"prompt is too long: {message}"  # agents of this API recognise these words and shorten the history
     return {"type": "error", "error": {"type": kind, "message": message}}

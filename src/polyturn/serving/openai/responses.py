@@ -1,9 +1,9 @@
 """The responses API: `/v1/responses`.
 
     {"instructions": "…", "input": [{"role": "user", …}, {"type": "function_call_output", …}]}
-      ->  Ask with chat messages  ->  {"output": [{"type": "message", …}, {"type": "function_call", …}]}
+      ->  ChatRequest  ->  {"output": [{"type": "message", …}, {"type": "function_call", …}]}
 
-Items become chat messages: the reasoning, text and calls of one turn are several items and one assistant message.
+Items become chat messages: the reasoning, text and call items of one turn become one assistant message.
 `previous_response_id` is looked up among the episode's earlier responses.
 """
 
@@ -47,17 +47,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 MAX_KEPT = 256
 TEXTS = "message.output_text.logprobs"
-"""The item by which a request asks for logprobs."""
+"""The entry of `include` that requests logprobs."""
 
 
 class ResponseCache:
-    """The latest responses of an episode, for requests that continue one by its id."""
+    """The latest responses of an episode, for requests that continue one by id."""
 
     def __init__(self) -> None:
         self._messages: OrderedDict[str, list[Mapping[str, Any]]] = OrderedDict()
 
     def keep(self, id: str, messages: list[Mapping[str, Any]]) -> None:
-        """Remember the history that ends with a response."""
+        """Store the history that ends with a response."""
         self._messages[id] = messages
         if len(self._messages) > MAX_KEPT:
             self._messages.popitem(last=False)
@@ -66,7 +66,7 @@ class ResponseCache:
         """Return the history that ends with a response.
 
         Raises:
-            BadRequest: it is not known (any more).
+            BadRequest: the id is unknown, or its response is no longer stored.
         """
         if id is None:
             return []
@@ -84,7 +84,7 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
     """Parse a request.
 
     Raises:
-        BadRequest: it cannot be understood, or not be done.
+        BadRequest: the request is malformed, or needs something that this endpoint does not support.
     """
     check_parameters(body, known=READ | HARMLESS, neutral=NEUTRAL, ignored=ignored)
     before = kept.before(body.get("previous_response_id"))
@@ -108,7 +108,7 @@ def parse(body: Mapping[str, Any], kept: ResponseCache, ignored: frozenset[str] 
 
 
 def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return items as chat messages; what one turn wrote becomes one message.
+    """Return items as chat messages; the items of one turn become one message.
 
     Raises:
         BadRequest: an item has an unknown type.
@@ -119,7 +119,7 @@ def messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         is_turn = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
         if is_turn:
-            # A second text, or text behind calls, is another turn's.
+            # A second text, or text after calls, begins another turn.
             is_next = kind != "function_call" and turn is not None and (turn.get("tool_calls") or turn["content"])
             if turn is None or is_next:
                 turn = {"role": "assistant", "content": ""}

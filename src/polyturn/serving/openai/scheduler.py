@@ -1,4 +1,4 @@
-"""`rollout.scheduler: black_box`: an agent that knows nothing of polyturn drives each episode through HTTP.
+"""`rollout.scheduler: black_box`: an agent written without polyturn drives each episode over HTTP.
 
     # agent.py
     async def agent(base_url, api_key, task):
@@ -6,9 +6,9 @@
         answer = await client.chat.completions.create(model="polyturn", messages=[{"role": "user", "content": …}])
         return float(task.ground_truth in answer.choices[0].message.content)
 
-`SessionScheduler` is the common part: an episode whose turns another program asks for, still driven by the one loop.
-`BlackBox` calls that program: a coroutine function, a plain one (in a thread), a command (in a process of its own), or a
-command-line agent of `agents.py`; a sandbox holds the latter two.
+`SessionScheduler` runs an episode whose turns another program requests, with the same loop as every other scheduler.
+`BlackBox` starts that program: a coroutine function, a plain function (in a thread), a command (in its own process), or a
+command-line agent of `agents.py`. Commands and command-line agents can run in a sandbox.
 """
 
 from __future__ import annotations
@@ -47,92 +47,92 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOLD = ("base_url", "anthropic_base_url", "api_key", "reward_key", "task", "model", "episode_id")
-"""The parameters that an agent may ask for."""
+AGENT_ARGUMENTS = ("base_url", "anthropic_base_url", "api_key", "reward_key", "task", "model", "episode_id")
+"""The parameters that an agent's function may have."""
 REWARDS = ("returned", "posted", "final")
 
 
 @keeps_deadlines
 class SessionScheduler(MultiTurnScheduler):
-    """An episode that another program asks for turn by turn; a subclass says which."""
+    """Runs an episode whose turns another program requests; a subclass starts the program."""
 
     gives_reward = True
     rules = SessionRules()
-    never_asked = (
-        "the agent returned without a single request; give its client the base_url and the api_key that it is passed"
+    no_request_error = (
+        "the agent returned without a single request; give its client the base_url and api_key that the agent gets"
     )
     """The error of an episode without a request."""
     session: AgentSession
 
     async def run(self, episode: Episode) -> StopReason:
-        """Open a session on the episode and let its agent use it.
+        """Open a session on the episode and run its agent.
 
         Raises:
-            SchedulerError: the agent failed, or never asked.
+            SchedulerError: the agent failed, or sent no request.
         """
         self.session = session = AgentSession(self, episode, self.rules)
-        reason = await session.run(lambda: self.let_ask(episode, session))
+        reason = await session.run(lambda: self.run_agent(episode, session))
         if session.num_calls == 0:
-            raise SchedulerError(self.never_asked)
+            raise SchedulerError(self.no_request_error)
         return reason
 
-    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
-        """Make the session's requests, or wait until they are made."""
+    async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+        """Run the agent, or wait until its requests have been made."""
         raise NotImplementedError
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
-        """Tell the agent what was said; its next request is the answer."""
+        """Send the completion to the agent and return its next request as the reply."""
         return await self.session.answered(episode, turn)
 
     async def check_finished(self, episode: Episode, turn: OpenTurn) -> None:
-        """Let the agent decide: it learns that the completion was cut."""
+        """Do nothing: the agent sees that the completion was cut, and decides."""
 
 
 @keeps_deadlines
 @dataclass(kw_only=True, eq=False, repr=False)
 class BlackBox(SessionScheduler):
-    """Calls an agent for every episode and serves it the model under an address of its own.
+    """Runs an agent for every episode and serves the model to it under a separate address.
 
     Raises:
-        ConfigError: there is no such agent, or it asks for what it is not told.
+        ConfigError: there is no such agent, or its function has a parameter without a value.
     """
 
     agent: str | Any = None
-    """A command-line agent: a name of `agents.AGENTS`, or `file.py:value`. Or a function: `file.py:function`,
-    `package.module:function`, or itself. It is passed those of `TOLD` that it has parameters for, and returns a reward (a
-    number, or a mapping with "reward" and what else is to be recorded), or None where the run's reward functions score the
-    episode."""
+    """A command-line agent (a name of `agents.AGENTS`, or `file.py:value`) or a function (`file.py:function`,
+    `package.module:function`, or the function itself). A function gets those of `AGENT_ARGUMENTS` that it has parameters
+    for. It returns a reward (a number, or a mapping with "reward" and further values to record), or None if the run's
+    reward functions score the episode."""
     command: Sequence[str] | None = None
-    """Instead, a command of yours to start for each episode. The addresses and the key are in its environment under the
-    names that the clients read, the task is a JSON object on its standard input."""
+    """Alternative to `agent`: a command to start for each episode. Its environment has the addresses and the key under the
+    names that clients read; its standard input has the task as a JSON object."""
     kwargs: Mapping[str, Any] | None = None
-    """Further arguments of the function, or variables of the agent's or command's environment, which has beside them only
-    those of `core.secrets.PASSED_ON`, and none of this machine's in a sandbox."""
+    """Further arguments of the function, or environment variables of the agent or command. On this machine the environment
+    also has the variables of `core.secrets.PASSED_ON`; in a sandbox it has none of this machine's."""
     sandbox: Mapping[str, Any] | None = None
-    """The sandbox of each episode that the agent or command runs in (the fields of `SandboxSpec`); there, it reaches the
-    model also where `network` is false. None runs it on this machine."""
+    """The sandbox in which each episode's agent or command runs (the fields of `SandboxSpec`). The model stays reachable
+    when `network` is false. None runs the agent on this machine."""
     max_calls: int = 1000
-    """Completions that an episode may have, over all its conversations."""
+    """Largest number of completions of an episode, over all its conversations."""
     ignore: Sequence[str] = ()
-    """Parameters of requests that cannot be done here and are ignored instead of refused."""
+    """Unsupported parameters of requests to ignore instead of refusing them."""
     models: Sequence[str] = ()
-    """Names that requests may use; () lets them use any."""
+    """Model names that requests may use; empty allows any."""
     sampling: str = "run"
-    """"run": temperature, top_p and top_k are the run's, as the trainer's logprobs are; "request": those of the requests,
-    for evaluation."""
+    """"run": temperature, top_p and top_k are the run's, which the trainer's logprobs assume. "request": they are the
+    request's, for evaluation."""
     reward: str | None = None
-    """The source of an episode's reward, before the run's reward functions. "returned": the function, by what it
-    returns; "posted": also by posting one with the reward key, which a function has as a parameter and a command on a
-    file descriptor; "final": neither, the reward functions alone decide. None is "returned" for a function and "final"
-    for a command, whose environment code of the model's may read."""
+    """Source of an episode's reward; without a reward from it, the run's reward functions decide. "returned": the
+    function's return value. "posted": also a reward posted with the reward key, which a function gets as a parameter and a
+    command on a file descriptor. "final": the reward functions only. None means "returned" for a function, and "final" for
+    a command, because the model's code may read a command's environment."""
     host: str = "127.0.0.1"
-    """The address to listen on, for agents on other machines or in containers; every episode has its own key."""
+    """The address to listen on; change it for agents on other machines or in containers. Every episode has its own key."""
     port: int = 0
     """The port; 0 takes a free one."""
     reach_as: str | None = None
-    """The host in the addresses that agents get, if it is not `host`."""
+    """The host in the addresses that agents get, if not `host`."""
     base: Path | None = None
-    """The folder that relative paths start from."""
+    """The folder that relative paths are resolved against."""
 
     def __post_init__(self) -> None:
         agent, command, host = self.agent, self.command, self.host
@@ -140,14 +140,14 @@ class BlackBox(SessionScheduler):
             wrong = (
                 "needs an agent (a name, file.py:function) or a command" if agent is None else "has an agent and a command"
             )
-            raise ConfigError(f"black_box {wrong}; give one of the two in rollout.scheduler_kwargs (agent: null drops it)")
+            raise ConfigError(f"black_box {wrong}; set one of the two in rollout.scheduler_kwargs (agent: null removes it)")
         if self.sampling not in ("run", "request"):
             raise ConfigError(f"black_box: sampling is {self.sampling!r}; use 'run' or 'request'")
         if command is not None and (isinstance(command, str) or not command):
             raise ConfigError(f"black_box: command is {command!r}; write it as a list, [python, agent.py]")
         for name in ("models", "ignore"):
             if isinstance(getattr(self, name), str):
-                raise ConfigError(f"black_box: {name} is {getattr(self, name)!r}; give a list of names")
+                raise ConfigError(f"black_box: {name} is {getattr(self, name)!r}; use a list of names")
         self._kwargs = dict(self.kwargs or {})
         self._spec = None if self.sandbox is None else read_spec(self.sandbox, where="sandbox", base=self.base)
         target = _target(agent, command, base=self.base)
@@ -156,8 +156,8 @@ class BlackBox(SessionScheduler):
         self._is_checked = self._is_late = False
         if self._function is not None and self._spec is not None:
             raise ConfigError(
-                f"black_box: the agent {agent!r} is a function, which runs in this process and in no sandbox; drop "
-                "sandbox, or name a command"
+                f"black_box: the agent {agent!r} is a function, which runs in this process and not in a sandbox; remove "
+                "sandbox, or use a command"
             )
         allowed = REWARDS if self._function is not None else REWARDS[1:] if self._runs_by_base else REWARDS[2:]
         reward = self.reward
@@ -168,19 +168,19 @@ class BlackBox(SessionScheduler):
         self.gives_reward = self.reward != "final"
         if host in ("0.0.0.0", "::") and self.reach_as is None:
             raise ConfigError(
-                f"black_box: host is {host!r}, which no agent can call; say in reach_as under which name it can"
+                f"black_box: host is {host!r}, which agents cannot connect to; set reach_as to a name that they can reach"
             )
         if self.max_calls < 1:
             raise ConfigError(f"black_box: max_calls is {self.max_calls}; use at least 1")
         function = self._function
-        self._wanted = () if function is None else _wanted(function, self._kwargs, str(agent))
-        if function is not None and "reward_key" in self._wanted and self.reward != "posted":
+        self._arguments = () if function is None else _arguments_of(function, self._kwargs, str(agent))
+        if function is not None and "reward_key" in self._arguments and self.reward != "posted":
             if inspect.signature(function).parameters.get("reward_key") is not None:
                 raise ConfigError(
-                    f"black_box: the agent {agent!r} has a parameter 'reward_key', and reward is {self.reward!r}: nothing "
-                    "that is posted counts; set reward: posted in rollout.scheduler_kwargs"
+                    f"black_box: the agent {agent!r} has a parameter 'reward_key', but reward is {self.reward!r}, so "
+                    "posted rewards are refused; set reward: posted in rollout.scheduler_kwargs"
                 )
-            self._wanted = tuple(name for name in self._wanted if name != "reward_key")
+            self._arguments = tuple(name for name in self._arguments if name != "reward_key")
         self.rules = SessionRules(samples_as_asked=self.sampling == "request", max_calls=self.max_calls)
         options = EndpointOptions(
             host=host,
@@ -195,14 +195,14 @@ class BlackBox(SessionScheduler):
 
     @property
     def _runs_by_base(self) -> bool:
-        """Whether it is a user's command on this machine, in the configuration's folder."""
+        """Whether the agent is a user's command that runs on this machine, in the configuration's folder."""
         return self.command is not None and self._spec is None
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task without text for a command-line agent, and, once, an agent that is not installed.
+        """Refuse a task without text for a command-line agent; the first call also checks that the agent is installed.
 
         Raises:
-            DataError: the task has nothing that the agent can be told.
+            DataError: the task's prompt cannot be passed to the agent.
             ConfigError: the agent is not installed where it runs.
         """
         if self._program is None:
@@ -212,13 +212,13 @@ class BlackBox(SessionScheduler):
             return
         if not self._program.reads_task:
             instruction_of(task)
-        self.look_for_agent(self._spec)
+        self.check_agent_installed(self._spec)
 
-    def look_for_agent(self, spec: SandboxSpec | None) -> None:
-        """Refuse, once, a command-line agent that is not installed where it runs.
+    def check_agent_installed(self, spec: SandboxSpec | None) -> None:
+        """Check that a command-line agent is installed where it runs; only the first call does anything.
 
         Raises:
-            ConfigError: it is not, or the sandbox does not start.
+            ConfigError: the agent is not installed, or the sandbox does not start.
         """
         if self._program is not None and not self._is_checked:
             name = self.agent if isinstance(self.agent, str) else self._program.command[0]
@@ -234,16 +234,16 @@ class BlackBox(SessionScheduler):
             )
 
     async def run(self, episode: Episode) -> StopReason:
-        """Open a session on the episode and let its agent use it; a late agent ends it with a time-out.
+        """Open a session on the episode and run its agent; an agent that exceeds its time limit ends it with a timeout.
 
         Raises:
-            SchedulerError: the agent failed, or never asked.
+            SchedulerError: the agent failed, or sent no request.
         """
         reason = await super().run(episode)
         return StopReason.TIMEOUT if self._is_late and reason is StopReason.STOP else reason
 
-    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
-        """Call the agent, and keep the reward that it returns.
+    async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+        """Run the agent and store the reward that it returns.
 
         Raises:
             SchedulerError: the agent raised, or returned no reward.
@@ -255,8 +255,8 @@ class BlackBox(SessionScheduler):
         if returned is not None:
             if self.reward == "final":
                 raise SchedulerError(
-                    f"the agent returned {returned!r:.100}, and reward: final leaves what an episode is worth to the "
-                    "run's reward functions; return None, or drop the setting"
+                    f"the agent returned {returned!r:.100}, but with reward: final only the run's reward functions "
+                    "score an episode; return None, or remove the setting"
                 )
             try:
                 session.give_reward(*read_reward(returned))
@@ -265,7 +265,7 @@ class BlackBox(SessionScheduler):
 
     @asynccontextmanager
     async def address_of(self, session: AgentSession, box: BaseSandbox | None) -> AsyncIterator[Address]:
-        """Serve a session inside the block; gives the address under which its agent, here or in `box`, finds it."""
+        """Serve a session while the context is open; yield its address as seen by the agent, here or in `box`."""
         async with self._endpoint.serving() as origin, AsyncExitStack() as opened:
             if box is not None and self.reach_as is None:
                 origin = await opened.enter_async_context(reach(box, origin))
@@ -278,17 +278,17 @@ class BlackBox(SessionScheduler):
     async def run_program(
         self, box: BaseSandbox | None, task: Task, *, address: Address, id: str, timeout_s: float | None = None
     ) -> None:
-        """Run the command-line agent to its end, and note whether it was late.
+        """Run the command-line agent to its end, and record whether it exceeded its time limit.
 
         Args:
-            box: The sandbox that it runs in; None is this machine.
-            task: The task that it gets.
-            address: Of its model.
-            id: Of the episode.
-            timeout_s: Seconds after which it is ended; None is the agent's own `timeout_s`.
+            box: The sandbox to run in; None is this machine.
+            task: The task for the agent.
+            address: The address of the model.
+            id: The episode's id.
+            timeout_s: Seconds after which the agent is ended; None uses the agent's own `timeout_s`.
 
         Raises:
-            SchedulerError: it cannot be started, or fails.
+            SchedulerError: the agent cannot be started, or fails.
         """
         assert self._program is not None
         program = self._program if timeout_s is None else dataclasses.replace(self._program, timeout_s=timeout_s)
@@ -314,7 +314,7 @@ class BlackBox(SessionScheduler):
             "model": self._endpoint.options.models[0],
             "episode_id": episode.id,
         }
-        arguments = {name: body[name] for name in self._wanted} | self._kwargs
+        arguments = {name: body[name] for name in self._arguments} | self._kwargs
         try:
             return await episode.call(self, self._function, has_deadline=False, of="the agent", **arguments)
         except SchedulerError:
@@ -324,10 +324,10 @@ class BlackBox(SessionScheduler):
 
 
 def _target(agent: Any, command: Sequence[str] | None, *, base: Path | None) -> Any:
-    """Return the command-line agent, or the function, that a configuration names.
+    """Return the command-line agent or the function that a configuration names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name does not exist.
     """
     if command is not None:
         return CommandLineAgent(command=tuple(map(str, command)), reads_task=True, timeout_s=None)
@@ -337,32 +337,32 @@ def _target(agent: Any, command: Sequence[str] | None, *, base: Path | None) -> 
         return AGENTS[agent]
     if ":" not in agent and "." not in agent:
         raise UnknownNameError(
-            f"black_box: there is no command-line agent {agent!r}.{did_you_mean(agent, AGENTS)} Name a function or an "
-            "agent of yours as file.py:name"
+            f"black_box: there is no command-line agent {agent!r}.{did_you_mean(agent, AGENTS)} Name your own "
+            "function or agent as file.py:name"
         )
     return import_attr(agent, base=base)
 
 
-def _wanted(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return which of `TOLD` a function has parameters for.
+def _arguments_of(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the names of `AGENT_ARGUMENTS` that a function has parameters for.
 
     Raises:
-        ConfigError: it is not a function, or has a parameter that nothing fills.
+        ConfigError: the value is not a function, or has a parameter without a value.
     """
     if not inspect.isroutine(function):
         kind = type(function).__name__
         raise ConfigError(f"black_box: the agent {name!r} is a {kind}; name a function or a CommandLineAgent")
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return tuple(t for t in TOLD if t not in kwargs)
+        return tuple(t for t in AGENT_ARGUMENTS if t not in kwargs)
     for parameter in parameters.values():
-        is_filled = parameter.name in TOLD or parameter.name in kwargs or parameter.default is not parameter.empty
+        is_filled = parameter.name in AGENT_ARGUMENTS or parameter.name in kwargs or parameter.default is not parameter.empty
         if not is_filled or parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which nothing fills; it may take "
-                f"{', '.join(TOLD)}, and what scheduler_kwargs.kwargs names"
+                f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which gets no value; it may have "
+                f"{', '.join(AGENT_ARGUMENTS)}, and the names in scheduler_kwargs.kwargs"
             )
     for row in kwargs:
         if row not in parameters:
             raise ConfigError(f"black_box: the agent {name!r} has no parameter {row!r}, which kwargs names")
-    return tuple(t for t in TOLD if t in parameters and t not in kwargs)
+    return tuple(t for t in AGENT_ARGUMENTS if t in parameters and t not in kwargs)

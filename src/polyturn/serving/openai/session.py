@@ -1,16 +1,16 @@
-"""AgentSession: from the requests of an agent that owns its loop to the turns of one episode.
+"""AgentSession: turns the requests of an agent that owns its loop into turns of one episode.
 
-A request holds a whole history. It continues the turn whose history it repeats message for message: what is new is encoded
-behind the tokens that were sampled there, as a scheduler's reply would be. Any other history is rendered whole, and extends
-the longest segment that it continues token for token, or opens a new one. Nothing is repaired.
+A request holds a whole history. If that repeats an earlier turn's history message for message, the request continues the
+turn: only the new messages are encoded, after the sampled tokens, like a scheduler's reply. Any other history is rendered
+whole; it extends the longest segment that it repeats token for token, or opens a new one. Histories are never repaired.
 
     [s, u]                    a conversation opens              segment 0: s u | a0
-    [s, u, a0, tool]          goes on behind a0                 segment 0: s u | a0 | tool | a1
-    [s, u, a0, other tool]    goes on behind a0, once more      segment 1: s u a0 other tool | a1'     (a branch)
+    [s, u, a0, tool]          continues a0                      segment 0: s u | a0 | tool | a1
+    [s, u, a0, other tool]    continues a0 again                segment 1: s u a0 other tool | a1'     (a branch)
     [s', u']                  another agent's, or an edit       segment 2: s' u' | …
 
-Every history is driven by the one loop, `MultiTurnScheduler.run`: its `step` tells the agent what was said and waits for the
-request that goes on from there. Limits, errors and the record are the loop's; requests at the same time are forks.
+The loop `MultiTurnScheduler.run` drives every history: its `step` sends the completion to the agent and waits for the
+request that continues it. The loop also enforces limits and records turns. Concurrent requests are forks.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from polyturn.rollout.history import Mark
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse, key_of
-from polyturn.serving.openai.turns import as_told, refuse_too_long, typed_messages, unrenderable
+from polyturn.serving.openai.turns import refuse_too_long, response_of, typed_messages, unrenderable
 
 logger = logging.getLogger(__name__)
 
 
 class _Node:
-    """One message behind the messages above it."""
+    """One message in the tree of all histories; its ancestors are the messages before it."""
 
-    __slots__ = ("children", "places")
+    __slots__ = ("children", "turns")
 
     def __init__(self) -> None:
         self.children: dict[tuple[Any, ...], _Node] = {}
-        self.places: list[_AfterTurn] = []
-        """Turns that said this message."""
+        self.turns: list[_AfterTurn] = []
+        """The turns whose completion is this message."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -62,23 +62,23 @@ class _Conversation:
     """The reply that the agent waits for; None while the loop waits for the agent."""
     task: asyncio.Task[None] | None = None
     waiting_after: _AfterTurn | None = None
-    """The turn that the loop waits behind."""
-    heard: asyncio.Future[Reply] | None = None
-    """The request that the loop waits for."""
+    """The turn after which the loop waits."""
+    next_request: asyncio.Future[Reply] | None = None
+    """The agent's next request, while the loop waits for it."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _AfterTurn:
-    """Right behind a turn."""
+    """The point right after a turn, where a request can continue."""
 
     conversation: _Conversation
     mark: Mark
     calls: Mapping[str, str]
-    """Id to name of the calls that the turn made."""
+    """Call id -> tool name, of the turn's calls."""
 
 
 class _Begun(NamedTuple):
-    """A request that is being answered; the conversation may have moved on when its agent looks."""
+    """A request that is being answered. `reply` is stored here because the conversation may have moved on by then."""
 
     conversation: _Conversation
     reply: asyncio.Future[ChatResponse]
@@ -86,12 +86,12 @@ class _Begun(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRules:
-    """The limits of requests."""
+    """The limits of an agent's requests."""
 
     samples_as_asked: bool = False
-    """Whether a request's temperature, top_p and top_k are followed. A trainer needs the run's."""
+    """Whether a request's temperature, top_p and top_k are used. Training needs the run's values."""
     max_calls: int = 1000
-    """Completions of one episode, over all its histories."""
+    """Largest number of completions of one episode, over all its histories."""
 
 
 class AgentSession:
@@ -101,7 +101,7 @@ class AgentSession:
         self.id = episode.id
         self.rules = rules
         self.ended: str | None = None
-        """Why nothing more can be asked; None while it can."""
+        """Why the session has ended; None while it accepts requests."""
         self.num_calls = 0
         self.last_used = time.monotonic()
         self._scheduler = scheduler
@@ -113,22 +113,21 @@ class AgentSession:
         self._has_root = False
         self._is_ready = asyncio.Event()
         self._over: StopReason | None = None
-        """The reason that cut the latest request off; None where it was answered in full."""
+        """The limit that cut the latest completion; None if it was complete."""
         self._is_refused = False
         """Whether a limit of the run refused the latest request or cut its completion."""
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
-        """Let an agent make its requests and return why the episode ended.
+        """Run an agent and return why the episode ended. If it fails because of a limit, the episode is truncated.
 
         Raises:
-            PolyturnError: the agent, the engine or a plug-in failed. An agent that fails because a limit refused it is
-                truncated.
+            PolyturnError: the agent, the engine or a plug-in failed.
         """
         try:
             with first_error():
                 async with asyncio.TaskGroup() as self._group:
-                    await self._let(agent)
+                    await self._run_agent(agent)
                     self._end("its agent has finished")
         finally:
             self._end("it was ended")
@@ -139,16 +138,18 @@ class AgentSession:
             return StopReason.ABORTED
         return self._over or StopReason.STOP
 
-    async def _let(self, agent: Callable[[], Awaitable[None]]) -> None:
+    async def _run_agent(self, agent: Callable[[], Awaitable[None]]) -> None:
         try:
             await agent()
         except SchedulerError as problem:
             if not self._is_refused and not self._is_aborted:
                 raise
-            logger.info("%s: its agent failed behind a limit, so the episode is truncated: %s", self.id, one_line(problem))
+            logger.info(
+                "%s: its agent failed after reaching a limit, so the episode is truncated: %s", self.id, one_line(problem)
+            )
 
     def give_reward(self, score: float, info: Mapping[str, Any]) -> None:
-        """Say what the episode is worth; the last word counts.
+        """Set the episode's reward; the last call counts.
 
         Raises:
             BadRequest: the episode has ended.
@@ -157,7 +158,7 @@ class AgentSession:
         self._episode.given_reward = GivenReward(score=score, info=info)
 
     def count_tokens(self, ask: ChatRequest) -> int:
-        """Return the length of a request's prompt in tokens.
+        """Return the number of tokens in a request's prompt.
 
         Raises:
             BadRequest: the messages cannot be rendered.
@@ -171,7 +172,7 @@ class AgentSession:
     # Asking.
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
-        """Answer one request, with `ask.n` completions.
+        """Answer one request with `ask.n` completions.
 
         Raises:
             BadRequest: a limit forbids it, the messages cannot be rendered, or the episode has ended.
@@ -183,7 +184,7 @@ class AgentSession:
         if self.num_calls + ask.n > self.rules.max_calls:
             self._over, self._is_refused = StopReason.MAX_TURNS, True
             raise BadRequest(
-                f"the episode may have {self.rules.max_calls} completions and has had {self.num_calls}", code="limit"
+                f"the episode has had {self.num_calls} completions; at most {self.rules.max_calls} are allowed", code="limit"
             )
         self.num_calls += ask.n
         begun: list[_Begun] = []
@@ -207,42 +208,42 @@ class AgentSession:
 
     def _begin(self, ask: ChatRequest, choices: range) -> list[_Begun]:
         node = self._tries.setdefault(json.dumps(ask.tools, sort_keys=True) if ask.tools else "", _Node())
-        place_in_tree, depth, above = None, 0, node
+        branch, depth, above = None, 0, node
         for index, message in enumerate(ask.messages):
             key = key_of(message)
             if (following := node.children.get(key)) is None:
                 following = node.children[key] = _Node()
             node, above = following, node
-            if node.places:
-                place_in_tree, depth = _waiting(node.places), index + 1
+            if node.turns:
+                branch, depth = _waiting(node.turns), index + 1
         new = ask.messages[depth:]
         if not self._episode.shows_media and not all(isinstance(m["content"], str) for m in ask.messages):
-            raise BadRequest("a message shows media, and this model reads text only", param="messages")
+            raise BadRequest("a message has media, but this model reads text only", param="messages")
         if ask.goes_on or not new or any(m["role"] == "assistant" for m in new):
-            place_in_tree = None
-        if place_in_tree is None:
+            branch = None
+        if branch is None:
             messages = typed_messages(ask.messages)
-            node = above if ask.goes_on else node  # the answer takes the last message's place
+            node = above if ask.goes_on else node  # the answer replaces the last message
             return [self._open(ask, node, messages, choice) for choice in choices]
-        typed = typed_messages(new, place_in_tree.calls)
-        return [self._continue(ask, node, place_in_tree, typed, choice) for choice in choices]
+        typed = typed_messages(new, branch.calls)
+        return [self._continue(ask, node, branch, typed, choice) for choice in choices]
 
     def _continue(self, ask: ChatRequest, node: _Node, branch: _AfterTurn, new: tuple[Message, ...], choice: int) -> _Begun:
-        """Go on behind a turn: where its loop waits, or in a fork."""
+        """Continue after a turn: in its own loop if that waits there, else in a fork."""
         conversation = branch.conversation
-        if conversation.waiting_after is not branch or conversation.heard is None:
+        if conversation.waiting_after is not branch or conversation.next_request is None:
             episode = conversation.episode.fork(at=branch.mark)
             episode.record(episode.turns[-1], Reply(messages=new))
             return self._drive(_Conversation(episode, ask, node, None), choice)
-        heard, conversation.heard, conversation.waiting_after = conversation.heard, None, None
+        next_request, conversation.next_request, conversation.waiting_after = conversation.next_request, None, None
         conversation.ask, conversation.node = ask, node
         reply = conversation.reply = asyncio.get_running_loop().create_future()
-        self._set(conversation.episode, ask, choice)
-        heard.set_result(Reply(messages=new))
+        self._set_sampling(conversation.episode, ask, choice)
+        next_request.set_result(Reply(messages=new))
         return _Begun(conversation, reply)
 
     def _open(self, ask: ChatRequest, node: _Node, messages: tuple[Message, ...], choice: int) -> _Begun:
-        """Begin a conversation with a history that is rendered whole."""
+        """Begin a conversation by rendering its whole history."""
         episode, is_root = self._episode, not self._has_root
         if not is_root:
             episode = episode.fork(agent=episode.agent, messages=messages)
@@ -254,13 +255,14 @@ class AgentSession:
         try:
             episode.rewrite(messages, goes_on=ask.goes_on)
             if is_root:
-                episode.count_tokens(messages_before)  # before the loop, where a history that no template takes ends the run
+                # Here, because inside the loop a history that the template cannot render would end the run.
+                episode.count_tokens(messages_before)
         except (TemplateError, DataError, SchedulerError) as problem:
             raise unrenderable(problem) from problem
         self._has_root = True
         return self._drive(_Conversation(episode, ask, node, None), choice, is_root=is_root)
 
-    def _set(self, episode: Episode, ask: ChatRequest, choice: int) -> None:
+    def _set_sampling(self, episode: Episode, ask: ChatRequest, choice: int) -> None:
         own = self._sampling
         values: dict[str, Any] = {}
         if ask.max_tokens is not None:
@@ -273,12 +275,12 @@ class AgentSession:
         sampling: SamplingParams = dataclasses.replace(own, **values) if values else own
         episode.sample_as(sampling, stops=ask.stops)
 
-    # The loop, and what it tells.
+    # The loop of each history.
 
     def _drive(self, conversation: _Conversation, choice: int, *, is_root: bool = False) -> _Begun:
         assert self._group is not None  # requests are refused once it is gone
         reply = conversation.reply = asyncio.get_running_loop().create_future()
-        self._set(conversation.episode, conversation.ask, choice)
+        self._set_sampling(conversation.episode, conversation.ask, choice)
         self._conversations[conversation.episode.id] = conversation
         conversation.task = self._group.create_task(self._loop(conversation, is_root), name=conversation.episode.id)
         return _Begun(conversation, reply)
@@ -292,7 +294,7 @@ class AgentSession:
             reason = await MultiTurnScheduler.run(self._scheduler, episode)
         except (TemplateError, DataError) as problem:
             if is_root and not self._is_ready.is_set():
-                self._has_root = False  # nothing was shown, so the next request begins the episode
+                self._has_root = False  # the model saw nothing, so the next request begins the episode
                 self._is_ready.set()
                 self._is_ready = asyncio.Event()
             _fail(conversation, unrenderable(problem))
@@ -302,7 +304,7 @@ class AgentSession:
             raise
         else:
             self._is_aborted |= reason is StopReason.ABORTED
-            if conversation.reply is not None:  # the loop ended instead of an answer
+            if conversation.reply is not None:  # the loop ended before it answered
                 self._over, self._is_refused = reason, True
                 _fail(conversation, self._limit(episode, reason))
 
@@ -316,24 +318,24 @@ class AgentSession:
         }
         code = "context_full" if reason is StopReason.CONTEXT_FULL else "limit"
         return BadRequest(
-            f"{limit_fields.get(reason, f'the episode is over: {reason.value}')}; shorten the history or end", code=code
+            f"{limit_fields.get(reason, f'the episode is over: {reason.value}')}; shorten the history or stop", code=code
         )
 
     async def answered(self, episode: Episode, turn: OpenTurn) -> Reply:
-        """Tell the agent what was said and wait for what it answers: the `step` of the loop."""
+        """Send a completion to the agent and return its next request as the reply: the `step` of the loop."""
         conversation = self._conversations[episode.id]
-        response, message = as_told(episode, turn, conversation.ask)
+        response, message = response_of(episode, turn, conversation.ask)
         after_turn = _AfterTurn(conversation, episode.mark(), {c.id: c.name for c in response.calls})
         node = conversation.node.children.setdefault(key_of(message), _Node())
-        node.places.append(after_turn)
+        node.turns.append(after_turn)
         reply, conversation.reply = conversation.reply, None
         if reply is None or reply.done():
-            episode.weigh(turn, 0.0)  # the client is gone, so nothing comes of it
+            episode.weigh(turn, 0.0)  # the client has disconnected, so nothing follows from this turn
             turn.info["is_unread"] = True
         else:
             reply.set_result(response)
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
-            # A cut that the request asked for is not a limit of the run: an agent that fails behind it has failed.
+            # The request's own max_tokens is not a limit of the run: an agent that fails after such a cut has failed.
             own = conversation.ask.max_tokens
             most = min(self._sampling.max_tokens, episode.limits.max_tokens_per_turn or self._sampling.max_tokens)
             is_own = turn.cut_by is StopReason.LENGTH and own is not None and own < most
@@ -342,11 +344,11 @@ class AgentSession:
                 turn.info[CUT_BY_REQUEST] = own
         if self.ended is not None:
             return Reply()
-        conversation.waiting_after, conversation.heard = after_turn, asyncio.get_running_loop().create_future()
-        return await conversation.heard
+        conversation.waiting_after, conversation.next_request = after_turn, asyncio.get_running_loop().create_future()
+        return await conversation.next_request
 
     def _leave(self, begun: _Begun) -> None:
-        """Forget a request whose agent has gone; what is being sampled for it is aborted."""
+        """Drop a request whose client has disconnected, and abort its sampling."""
         task = begun.conversation.task
         if begun.reply.cancel() and self._is_ready.is_set() and task is not None:
             task.cancel()
@@ -357,9 +359,9 @@ class AgentSession:
         self.ended = why
         self._is_ready.set()
         for conversation in list(self._conversations.values()):
-            if conversation.heard is not None and not conversation.heard.done():
-                conversation.heard.set_result(Reply())
-                conversation.heard = None
+            if conversation.next_request is not None and not conversation.next_request.done():
+                conversation.next_request.set_result(Reply())
+                conversation.next_request = None
             elif conversation.reply is not None:
                 _fail(conversation, BadRequest(f"the episode has ended: {why}", status=410, code="episode_ended"))
                 if conversation.task is not None:
@@ -370,9 +372,9 @@ def _fail(conversation: _Conversation, problem: BadRequest) -> None:
     reply, conversation.reply = conversation.reply, None
     if reply is not None and not reply.done():
         reply.set_exception(problem)
-        reply.exception()  # an agent that has gone does not ask for it
+        reply.exception()  # marks the exception as retrieved: a disconnected client never reads it
 
 
-def _waiting(places: Sequence[_AfterTurn]) -> _AfterTurn:
-    """Return, of turns that said the same, one behind which the loop waits; else the latest."""
-    return next((p for p in places if p.conversation.waiting_after is p), places[-1])
+def _waiting(turns: Sequence[_AfterTurn]) -> _AfterTurn:
+    """Return the turn after which the loop waits, among turns with the same message; else the latest."""
+    return next((p for p in turns if p.conversation.waiting_after is p), turns[-1])

@@ -1,9 +1,7 @@
-"""An agent's messages as messages of an episode, and a turn in the form that the agent reads.
+"""Converts an agent's messages to messages of an episode, and a turn to the response that the agent reads.
 
-    {"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
-    OpenTurn  ->  ChatResponse(content, calls, …), and the message that the next request repeats if it goes on
-
-Separate from the session, which knows where a request goes on.
+{"role": "tool", "tool_call_id": "call_0_0", …}  ->  Message(role="tool", name="add", …)
+OpenTurn  ->  ChatResponse(content, calls, …), and the message that a continuing request repeats
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatRe
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
-    """Return messages as values; a tool's answer gets the name of the call that it answers.
+    """Return messages as `Message` values; a tool's answer gets the name of its call.
 
     Raises:
-        BadRequest: one cannot be read.
+        BadRequest: a message is invalid.
     """
     names = dict(calls or {})
     typed = []
@@ -43,10 +41,10 @@ def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, st
 
 
 async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
-    """Refuse a request that the context has no room for, before its messages are rendered; look at its media in a thread.
+    """Refuse a request that is too long for the context before rendering it; media are measured in a thread.
 
     Raises:
-        BadRequest: it is too long, or a message or a medium cannot be read.
+        BadRequest: the request is too long, or a message or a medium is invalid.
     """
     if _is_short(ask, episode.limits):
         return
@@ -61,7 +59,7 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
 
 
 def _is_short(ask: ChatRequest, limits: Limits) -> bool:
-    """Return whether a request holds text alone, and so little that `check_length` would count none of it."""
+    """Return whether a request is text only and too short for `check_length` to count its tokens."""
     if limits.max_context is not None and len(ask.messages) > limits.max_context:
         return False
     num_chars = len(json.dumps(ask.tools)) if ask.tools else 0
@@ -74,15 +72,15 @@ def _is_short(ask: ChatRequest, limits: Limits) -> bool:
     return num_chars <= LONG_CHARS
 
 
-def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
-    """Return a turn as the agent gets it, and the message that the agent's next request repeats if it continues."""
+def response_of(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
+    """Return a turn's response, and the message that the agent's next request repeats to continue the turn."""
     message, text = turn.message, turn.text
     if turn.stopped_by is not None:
         text = text[: text.index(turn.stopped_by)]
         message = episode.read(turn.said_before + text, turn=turn)
     may_call = ask.may_call and bool(ask.tools)
     calls = tuple(c for c in message.tool_calls if may_call and c.error is None)
-    # A call that cannot be made is what the model wrote: text.
+    # A call that cannot be parsed stays in the text, as the model wrote it.
     unread = [c.raw for c in message.tool_calls if not may_call or c.error is not None]
     content = "\n".join([t for t in (message.text, *unread) if t]) if unread else message.text
     completion, context = turn.completion, episode.context_ids
@@ -104,7 +102,7 @@ def as_told(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatRes
 
 
 def unrenderable(problem: Exception) -> BadRequest:
-    """Return the refusal of a request whose messages, or whose tools, the chat template cannot show."""
+    """Return the refusal of a request whose messages or tools the chat template cannot render."""
     if isinstance(problem, HiddenToolsError):
         return BadRequest(one_line(problem), param="tools")
-    return BadRequest(f"the messages cannot be shown to this model: {one_line(problem)}", param="messages")
+    return BadRequest(f"the messages cannot be rendered for this model: {one_line(problem)}", param="messages")

@@ -1,4 +1,4 @@
-"""Stands in for ms-swift in the processes of `polyturn run-as swift`: polyturn answers for every module below this one."""
+"""Replaces ms-swift in the processes of `polyturn run-as swift`; polyturn provides all of its submodules."""
 
 from polyturn.compat import install
 

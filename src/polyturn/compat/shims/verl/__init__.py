@@ -1,9 +1,9 @@
-"""Stands in for verl in the processes of `polyturn run-as verl`: every module below this one is answered by polyturn."""
+"""Replaces verl in the processes of `polyturn run-as verl`; polyturn provides all of its submodules."""
 
 from polyturn.compat import install
 
 install("verl")
 
-from polyturn.compat.verl.protocol import DataProto, DataProtoItem  # noqa: E402
+from polyturn.compat.verl.dataproto import DataProto, DataProtoItem  # noqa: E402
 
 __all__ = ["DataProto", "DataProtoItem"]

@@ -1,1 +1,1 @@
-"""ms-swift's training arguments, as flags or as a YAML file, translated to a native configuration."""
+"""Translates ms-swift's training arguments, from flags or a YAML file, to a native configuration."""

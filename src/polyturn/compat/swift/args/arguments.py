@@ -1,4 +1,4 @@
-"""ms-swift's command line and its YAML form, read as a flat tree of arguments, over its defaults.
+"""Reads ms-swift's command line or its YAML form as a flat tree of arguments, on top of its defaults.
 
 parse(["--model", "Qwen/Qwen3-1.7B", "--reward_funcs", "accuracy", "format", "--use_vllm", "true"])
 read(Path("grpo.yaml"), ["max_turns=3"])
@@ -58,7 +58,7 @@ DEFAULTS: Mapping[str, Any] = {
     "multi_turn_scheduler": None,
     "bf16": None,
 }
-"""ms-swift's defaults, as far as they differ from native ones."""
+"""ms-swift's defaults that differ from native ones."""
 _SAID_OTHERWISE = (
     "output_dir", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "num_train_epochs",
     "max_steps",
@@ -71,13 +71,13 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "lr_decay_style": "cosine",
     "loss_scale": "last_round",
 }
-"""The same of `megatron rlhf`."""
+"""Defaults of `megatron rlhf` that differ from native ones."""
 _TEXTS = frozenset({
     "model", "model_revision", "ref_model", "teacher_model", "system", "output_dir", "save", "api_key", "host", "adapters",
     "dataset", "val_dataset", "external_plugins", "custom_register_path", "reward_funcs", "multi_turn_scheduler", "gym_env",
     "context_manager", "stop_words", "loss_scale",
 })  # fmt: skip
-"""Arguments that are texts and lists of texts, whatever they look like: a token 0123, the stop word [/INST]."""
+"""Arguments that are always texts or lists of texts, such as a token 0123 or the stop word [/INST]."""
 
 
 @functools.cache
@@ -88,15 +88,15 @@ def table() -> Table:
 
 @functools.cache
 def megatron_table() -> Table:
-    """Return the table of the arguments of `megatron rlhf`, those of `swift rlhf` among them."""
+    """Return the table of the arguments of `megatron rlhf`, including those of `swift rlhf`."""
     return read_table(MEGATRON_KEYS, KEYS)
 
 
 def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
-    """Read flags, over `defaults`; one without a value is true, one with several is a list.
+    """Read flags on top of `defaults`. A flag without a value is true; several values form a list.
 
     Raises:
-        ConfigError: something stands before the first flag, a flag comes twice, or one for a text has none.
+        ConfigError: there is a text before the first flag, a flag occurs twice, or a text flag has no value.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
     while rest:
         head = rest.pop(0)
         if not head.startswith("--") or len(head) < 3:
-            raise ConfigError(f"the argument {head!r} belongs to no flag; write --name value")
+            raise ConfigError(f"the argument {head!r} does not belong to a flag; write --name value")
         name, equals, value = head[2:].partition("=")
         name = name.replace("-", "_") if not name.startswith("polyturn") else name
         raw = [value] if equals else []
@@ -121,10 +121,10 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
 
 
 def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
-    """Read a YAML file of arguments over `defaults`, and `name=value` over it.
+    """Read a YAML file of arguments on top of `defaults`, and overrides `name=value` on top of the file.
 
     Raises:
-        ConfigError: there is no such file, or it holds no arguments.
+        ConfigError: the file does not exist, or has no arguments.
     """
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -161,14 +161,14 @@ def read_value(text: str) -> Any:
         return int(text) if text.lstrip("+-").isdigit() and len(text) < 400 else float(text)
     if text.lstrip().startswith(("{", "[")):
         try:
-            return yaml.safe_load(text)  # of which JSON is a part
+            return yaml.safe_load(text)  # YAML includes JSON
         except (yaml.YAMLError, ValueError, RecursionError):
             return text
     return text
 
 
 def _given(name: str, text: str) -> Any:
-    """Return the value of an argument's text: the text itself or a list, which must be JSON for free texts."""
+    """Return the value of an argument's text: the text itself, or a list, which must be JSON for free texts."""
     if name not in _TEXTS or text in ("None", "null"):
         return read_value(text)
     value = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
@@ -176,7 +176,7 @@ def _given(name: str, text: str) -> Any:
 
 
 def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with native keys that are written with dots as a tree."""
+    """Return arguments with dotted native keys as a tree."""
     nested = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
     for key in (k for k in values if k.startswith("polyturn.")):
         tree: Any = values[key]
@@ -187,10 +187,10 @@ def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(one: Any, other: Any, key: str) -> Any:
-    """Return two values of a key as one.
+    """Merge two values of a key.
 
     Raises:
-        ConfigError: both say something, and one of them is not a section.
+        ConfigError: both are set, and one of them is not a section.
     """
     if one is None:
         return other
@@ -206,10 +206,10 @@ def _section(value: Any, name: str, override: str) -> dict[str, Any]:
 
 
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
-    """Return arguments with ms-swift's defaults below them; native keys that are written with dots become a tree.
+    """Return arguments on top of ms-swift's defaults; dotted native keys become a tree.
 
     Raises:
-        ConfigError: a native key is a value and a section at once, or is given twice.
+        ConfigError: a native key is both a value and a section, or is set twice.
     """
     merged = {**defaults, **_as_tree(values)}
     return Composed(values=merged, origin=dict(origin))
@@ -222,10 +222,10 @@ def rollout_table() -> Table:
 
 
 def rollout_to_native(arguments: Sequence[str]) -> Translation:
-    """Translate the flags of `swift rollout`; the native keys are those of a run, and `serve.host`, `port` and `token`.
+    """Translate the flags of `swift rollout` to the native keys of a run, and `serve.host`, `port` and `token`.
 
     Raises:
-        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
+        ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.
     """
     is_file = len(arguments) == 1 and not arguments[0].startswith("-")
     tree = read(Path(arguments[0])) if is_file else parse(arguments)
@@ -242,16 +242,16 @@ def to_native(tree: Composed, *, num_processes: int = 1) -> Translation:
 
     Args:
         tree: The arguments.
-        num_processes: How many processes ms-swift would start, each of which has a batch of its own.
+        num_processes: Number of processes that ms-swift would start, each with its own batch.
 
     Raises:
-        ConfigError: an argument is unknown, asks for what does not exist here, or contradicts another; one line each.
+        ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.
     """
     return _translated(tree.values | ({} if num_processes == 1 else {"nproc_per_node": num_processes}), tree, table())
 
 
 def megatron_to_native(tree: Composed) -> Translation:
-    """Translate the arguments of `megatron rlhf`; a batch is global, whatever the number of processes.
+    """Translate the arguments of `megatron rlhf`, whose batch is global, independently of the number of processes.
 
     Raises:
         ConfigError: as for `to_native`.

@@ -1,6 +1,6 @@
-"""Converters: the arguments of ms-swift whose native form depends on more than their own value.
+"""Converters for arguments of ms-swift whose native form depends on more than their own value.
 
-Each function reads arguments from a `Source` and writes native keys to it; `keys.yaml` says which argument needs which.
+Each function reads arguments from a `Source` and writes native keys to it; `keys.yaml` maps arguments to functions.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from polyturn.compat.verl_config.source import Source
 logger = logging.getLogger(__name__)
 
 _HUB = re.compile(r"(?:(?P<hub>hf|ms)::)?(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?P<subset>[\w.-]+))?", re.IGNORECASE)
-"""A data set of a hub, with the one of its configurations that is read."""
+"""A data set of a hub, optionally with a configuration."""
 _READ = (".jsonl", ".parquet", ".ndjson")
 _FILES = (*_READ, ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zip")
-"""Suffixes of files with rows."""
+"""Endings of files with rows."""
 
 NO_LIMIT_TURNS = 100
-"""The meaning of `max_turns: null`: an episode must end."""
+"""Number of turns for `max_turns: null`, because an episode must end."""
 REWARD_OPTIONS = (
     "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
     "cosine_max_len_value_correct", "cosine_max_len", "repetition_n_grams", "repetition_max_penalty", "soft_max_length",
@@ -45,7 +45,7 @@ REWARD_OPTIONS = (
 
 
 def model(s: Source) -> None:
-    """Set the model: a folder or a name of the hub."""
+    """Set the model: a folder or a name on the hub."""
     path = str(s.get("model", ""))
     if Path(path).expanduser().is_dir():
         s.put_path("model.path", str(Path(path).expanduser()), by="model")
@@ -59,12 +59,12 @@ def plugins(s: Source) -> None:
 
 
 def dataset(s: Source) -> None:
-    """Set the files to train on, or the data set of the hub; `file#500` takes the first 500 rows."""
+    """Set the training files, or the data set on the hub; `file#500` uses the first 500 rows."""
     _rows(s, "dataset", "data.train")
 
 
 def val_dataset(s: Source) -> None:
-    """Set what the run is judged by."""
+    """Set the evaluation data."""
     if not _rows(s, "val_dataset", "evaluation.data"):
         return
     sampling = {"temperature": s.get("temperature", 0.9)}
@@ -76,7 +76,7 @@ def val_dataset(s: Source) -> None:
 
 
 def columns(s: Source) -> None:
-    """Set the names of columns, which ms-swift writes the other way round; its `query` is a prompt."""
+    """Set the names of columns, which ms-swift maps in the other direction; its `query` is a prompt."""
     columns = s.get("columns", {})
     if not isinstance(columns, Mapping) or not all(
         isinstance(name, str) and name for pair in columns.items() for name in pair
@@ -94,7 +94,7 @@ def columns(s: Source) -> None:
 
 
 def system(s: Source) -> None:
-    """Set the system message of rows that have none: a text, or what a file holds."""
+    """Set the system message of rows without one: a text, or the content of a file."""
     text = str(s.get("system", ""))
     if text.endswith((".txt", ".md")):
         if not Path(text).is_file():
@@ -135,7 +135,7 @@ def rewards(s: Source) -> None:
 
 
 def scheduler(s: Source) -> None:
-    """Set the scheduler and how many turns it may have."""
+    """Set the scheduler and its limit on turns."""
     name, environment = s.get("multi_turn_scheduler"), s.get("gym_env")
     if name is None and (environment is not None or _uses_gym(s)):
         name = "gym_scheduler"
@@ -160,13 +160,13 @@ def scheduler(s: Source) -> None:
 
 
 def async_engine(s: Source) -> None:
-    """Refuse a scheduler with an engine that would run all its trajectories in step."""
+    """Refuse a scheduler with an engine that would run all trajectories in lockstep."""
     if s.get("multi_turn_scheduler") is not None and s.get("vllm_use_async_engine") is False:
         s.refuse("vllm_use_async_engine", "please set vllm_use_async_engine to True with multi-turn scheduler.")
 
 
 def engine_size(s: Source) -> None:
-    """Set how many vLLM servers there are, and how many GPUs each has; the embedded engine is part of one process."""
+    """Set the number of vLLM servers and of GPUs per server; the embedded engine runs in one process."""
     tensor, data = s.whole("vllm_tensor_parallel_size", 1, least=1), s.whole("vllm_data_parallel_size", 1, least=1)
     if s.polyturn("engine.kind") != "vllm" or s.polyturn("engine.urls"):
         for key, value in (("vllm_tensor_parallel_size", tensor), ("vllm_data_parallel_size", data)):
@@ -183,14 +183,14 @@ def engine_size(s: Source) -> None:
 
 
 def sequence_parallel(s: Source) -> None:
-    """Set how many ranks split the tokens of the same samples."""
+    """Set the number of ranks that split the tokens of a sample."""
     if (size := s.whole("sequence_parallel_size", 1, least=1)) > 1:
         s.put("train.distributed.context_parallel", size, by="sequence_parallel_size")
         s.put("train.distributed.ranks", size, by="sequence_parallel_size")
 
 
 def lengths(s: Source) -> None:
-    """Set how long a turn, or all of them, may be."""
+    """Set the largest number of tokens of a turn, and of all turns."""
     length = s.whole("max_completion_length", 512, least=1)
     s.put("rollout.limits.max_tokens_per_turn", length, by="max_completion_length")
     if s.get("completion_length_limit_scope") == "total":
@@ -198,7 +198,7 @@ def lengths(s: Source) -> None:
 
 
 def batches(s: Source) -> None:
-    """Set how many tasks a rollout has, and how many updates are taken on it."""
+    """Set the number of tasks per rollout and of updates on it."""
     group = s.whole("num_generations", 8, least=1)
     device = s.whole("per_device_train_batch_size", 1, least=1)
     accumulation = s.whole("gradient_accumulation_steps", 1, least=1)
@@ -237,7 +237,7 @@ def batches(s: Source) -> None:
 
 
 def steps(s: Source) -> None:
-    """Set how long the run is."""
+    """Set the length of the run."""
     updates = s.whole("max_steps", -1)
     per_rollout = updates_per_rollout(s)
     if updates > 0:
@@ -251,7 +251,7 @@ def steps(s: Source) -> None:
 
 
 def every(s: Source) -> None:
-    """Set how often a run saves and is judged."""
+    """Set the intervals of saving and evaluation."""
     per_rollout = updates_per_rollout(s)
     for key, native in (("save_steps", "train.checkpoint_every"), ("eval_steps", "evaluation.every")):
         if s.get(key) is None:
@@ -280,13 +280,13 @@ def warmup(s: Source) -> None:
     steps, ratio = s.number("warmup_steps", 0), s.number("warmup_ratio", 0.0)
     if ratio >= 1 and not steps:
         s.refuse("warmup_ratio", "a share of the run's steps is below 1")
-    if steps >= 1:  # counted in optimizer updates there
+    if steps >= 1:  # ms-swift counts optimizer updates
         steps = max(1, round(steps / updates_per_rollout(s)))
     s.put("train.optim.warmup_steps", steps or ratio, by="warmup_steps" if steps else "warmup_ratio")
 
 
 def clip(s: Source) -> None:
-    """Set the range of the ratio."""
+    """Set the clip range of the ratio."""
     low = s.number("epsilon", 0.2)
     s.put("algorithm.loss.clip_low", low, by="epsilon")
     s.put(
@@ -295,7 +295,7 @@ def clip(s: Source) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a value as a list; None is none."""
+    """Return a value as a list; None gives an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -307,7 +307,7 @@ def _uses_gym(s: Source) -> bool:
 
 
 def _rows(s: Source, key: str, to: str) -> bool:
-    """Set where rows come from, and how many are used; return whether an argument names any."""
+    """Set the source and number of rows; return whether an argument names a source."""
     entries = [str(one) for one in as_list(s.get(key))]
     files = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Converters of what decides ms-swift's loss: its kind, its off-policy correction, adapter, reference and teacher."""
+"""Converters for ms-swift's loss: its kind, off-policy correction, adapter, reference and teacher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWN_SCALE = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
 
 
 def advantage(s: Source) -> None:
-    """Set the estimator: a native one where it computes the same, else ms-swift's."""
+    """Set the estimator: a native one if it computes the same, else ms-swift's."""
     name, estimator = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
     if name not in _ESTIMATORS:
         s.refuse("advantage_estimator", f"there is no such estimator.{did_you_mean(name, _ESTIMATORS)}")
@@ -69,13 +69,13 @@ def advantage(s: Source) -> None:
 
 
 def kl_in_reward(s: Source) -> None:
-    """Move the KL term from the loss to the reward where it belongs there."""
+    """Move the KL term from the loss to the reward if configured."""
     if s.get("kl_in_reward"):
         s.put("algorithm.kl.place", "reward", by="kl_in_reward")
 
 
 def resample(s: Source) -> None:
-    """Set how often another task is tried in place of a group without any difference."""
+    """Set the number of attempts to replace a group with equal rewards by another task."""
     if s.get("dynamic_sample"):
         s.put("train.dynamic_sampling", s.whole("max_resample_times", 3, least=0), by="dynamic_sample")
         s.put("algorithm.drop_zero_variance", True, by="dynamic_sample")
@@ -97,7 +97,7 @@ def loss_type(s: Source) -> None:
         s.put("algorithm.loss.name", name, by="loss_type")
     elif (loss := _LEVELS[level]) is not None:
         s.put("algorithm.loss.name", loss, by="importance_sampling_level")
-    if name == "cispo":  # here epsilon_high is the bound of the weight itself, and there is no lower one
+    if name == "cispo":  # for cispo, epsilon_high bounds the weight itself, and there is no lower bound
         high = s.number("epsilon_high", s.number("epsilon", 0.2))
         s.put("algorithm.loss.clip_low", 1.0, by="loss_type")
         s.put("algorithm.loss.clip_high", max(high - 1.0, 0.0), by="loss_type")
@@ -155,20 +155,20 @@ def lora(s: Source) -> None:
 
 
 def ref_model(s: Source) -> None:
-    """Set the reference, where there is one."""
+    """Set the reference model, if there is one."""
     if (name := s.get("ref_model")) is not None and s.number("beta", 0.04) > 0:
         _model(s, "model.reference", str(name), by="ref_model")
 
 
 def teacher(s: Source) -> None:
-    """Set the model to distil from."""
+    """Set the teacher for distillation."""
     if (name := s.get("teacher_model")) is not None:
         _model(s, "algorithm.loss.distill.teacher", str(name), by="teacher_model")
         s.put("algorithm.loss.distill.coef", s.number("teacher_kl_coef", 1.0), by="teacher_model")
 
 
 def _model(s: Source, native: str, name: str, *, by: str) -> None:
-    """Set a key to a folder, or to a name of the hub."""
+    """Set a key to a folder or to a name on the hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         s.put_path(native, str(folder), by=by)

@@ -1,4 +1,4 @@
-"""Converters of arguments in which `megatron rlhf` differs from `swift rlhf`: parallel sizes, and the length of a run."""
+"""Converters for arguments in which `megatron rlhf` differs from `swift rlhf`: parallel sizes and the length of a run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def updates_per_rollout(s: Source) -> int:
-    """Return the number of optimizer updates for each rollout; each is a step there."""
+    """Return the number of optimizer updates per rollout; Megatron counts each as a step."""
     return int(s.native.get("train", {}).get("minibatches", 1)) * s.whole("num_iterations", 1, least=1)
 
 
 def megatron(s: Source) -> None:
-    """Set the backend, and over how many ranks it splits what: at least as many as that takes."""
+    """Set the backend and its parallel sizes, with at least as many ranks as they need."""
     s.put("train.backend", "megatron", by="tensor_model_parallel_size")
     ranks = 1
     for what in ("tensor", "pipeline", "expert", "context"):
@@ -33,7 +33,7 @@ def megatron(s: Source) -> None:
 
 
 def iterations(s: Source) -> None:
-    """Set how long the run is; passes over the tasks go before a number of updates."""
+    """Set the length of the run; a number of passes over the tasks overrides a number of updates."""
     per_rollout = updates_per_rollout(s)
     epochs, updates = s.get("num_train_epochs"), s.get("train_iters")
     if epochs is not None:
@@ -47,7 +47,7 @@ def iterations(s: Source) -> None:
 
 
 def decay(s: Source) -> None:
-    """Set how the learning rate falls: to a rate of its own, by an update of its own."""
+    """Set the decay of the learning rate: its final value and the update at which it is reached."""
     name = s.text("lr_decay_style", "cosine")
     s.put("train.optim.schedule.name", name, by="lr_decay_style")
     if name == "constant":

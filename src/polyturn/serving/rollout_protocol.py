@@ -1,10 +1,10 @@
-"""Requests and responses of a rollout server: inputs of its clients' schedulers, and results of their `run`.
+"""Requests and responses of a rollout server: the inputs of users' schedulers, and the results of their `run`.
 
     RolloutInferRequest(messages=[{"role": "user", "content": "…"}], data_dict={"solution": "4"}, uuid="g0/1")
     ChatCompletionResponse(choices=[ChatCompletionResponseChoice(message=ChatMessage(…), token_ids=[9, 2], …)])
     RolloutOutput(response=…, messages=[…], response_token_ids=[[9, 2]], response_loss_mask=[[1, 1]])
 
-Plain mutable values, because user code edits them in place. Nothing here generates or trains.
+The classes are mutable because user code edits their values in place.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from polyturn.core.media import to_source
 Messages = list[dict[str, Any]]
 Tool = dict[str, Any]
 MEDIA = {"images": "image", "audios": "audio", "videos": "video"}
-"""Side list of a request -> the kind of its items."""
+"""Media list of a request -> the kind of its items."""
 
 
 class SampledId(int):
-    """One sampled id: the object itself says where it was sampled, so it stays itself in every copy."""
+    """A sampled token id whose object identity marks where it was sampled; copying returns the same object."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class SampledId(int):
 
 
 class SampledText(str):
-    """One sampled text: the object itself says which turn it is, so it stays itself in every copy."""
+    """A sampled text whose object identity marks its turn; copying returns the same object."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class SampledText(str):
 
 @dataclass
 class InferRequest:
-    """One conversation to go on with."""
+    """One conversation to continue."""
 
     messages: Messages
     images: list[Any] = field(default_factory=list)
@@ -76,7 +76,7 @@ class InferRequest:
         return remove_response(messages)
 
     def to_printable(self) -> dict[str, Any]:
-        """Return the request as plain values; a long text that is not content, such as an image, is cut short."""
+        """Return the request as plain values; long texts outside the content, such as images, are shortened."""
         return _printable(asdict(self))
 
 
@@ -98,7 +98,7 @@ def _printable(value: Any, key: str = "") -> Any:
 
 @dataclass
 class RolloutInferRequest(InferRequest):
-    """A conversation of a rollout; `data_dict` holds the other columns of its row."""
+    """A conversation of a rollout; `data_dict` has the other columns of its row."""
 
     data_dict: dict[str, Any] = field(default_factory=dict)
     uuid: str | None = None
@@ -107,7 +107,7 @@ class RolloutInferRequest(InferRequest):
 
 @dataclass
 class RequestConfig:
-    """The sampling of a request; a value of None means the run's own."""
+    """The sampling settings of a request; None means the run's value."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -146,7 +146,7 @@ class UsageInfo:
 
 @dataclass
 class Function:
-    """Which function a call names."""
+    """The function of a tool call, and its arguments as JSON text."""
 
     name: str
     arguments: str | None
@@ -173,7 +173,7 @@ class ChatMessage:
 
 @dataclass
 class ChatCompletionResponseChoice:
-    """One reply, with the ids as they were sampled."""
+    """One reply, with its token ids as sampled."""
 
     index: int
     message: ChatMessage
@@ -181,7 +181,7 @@ class ChatCompletionResponseChoice:
     logprobs: dict[str, list[dict[str, Any]]] | None = None
     token_ids: list[int] | None = None
     messages: Messages | None = None
-    """The whole conversation; filled when the trajectory has ended."""
+    """The whole conversation; set when the trajectory has ended."""
     routed_experts: Any = None
 
 
@@ -208,7 +208,7 @@ class RolloutOutput(BaseModel):
     response: ChatCompletionResponse
     messages: list[dict[str, Any]] | None = None
     response_token_ids: list[list[int]] = []
-    """The ids of each turn; a turn that goes on in the same message extends the last list."""
+    """The token ids of each turn; a turn that continues the same message extends the last list."""
     response_loss_mask: list[list[int]] = []
     rollout_logprobs: list[list[float]] = []
     rollout_infos: dict[str, Any] = {}
@@ -217,7 +217,7 @@ class RolloutOutput(BaseModel):
     @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="wrap")
     @classmethod
     def _one_turn(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        """Read a flat list of numbers as one turn; sampled ids stay the objects that they are."""
+        """Wrap a flat list of numbers as one turn; sampled ids keep their object identity."""
         if isinstance(value, list) and value and not isinstance(value[0], list | tuple):
             value = [value]
         return [
@@ -227,7 +227,7 @@ class RolloutOutput(BaseModel):
 
     @model_validator(mode="after")
     def _media_as_text(self) -> RolloutOutput:
-        """Keep media in the infos as strings that survive JSON."""
+        """Convert media in the infos to strings that survive JSON."""
         for name, kind in MEDIA.items():
             if self.rollout_infos.get(name):
                 self.rollout_infos[name] = as_handed_over(kind, self.rollout_infos[name])
@@ -240,7 +240,7 @@ def as_sources(kind: str, items: Any) -> list[Any]:
 
 
 def as_handed_over(kind: str, items: Any) -> list[Any]:
-    """Return one medium, or a list of them, as reward functions get them: images of files, bytes or Pillow in base64."""
+    """Return one medium, or a list of them, in the form that reward functions get: images in base64."""
     if kind != "image":
         return as_sources(kind, items)
     return [_in_base64(item) for item in (items if isinstance(items, list | tuple) else [items])]
