@@ -128,11 +128,11 @@ def test_several_environments_make_one_run(tmp_path: Path) -> None:
     [
         ("texarena:Nim-v0", (), "there is no prefix 'texarena'. Did you mean 'textarena'?"),
         ("textarena:Nimm-v0", (), "there is no 'Nimm-v0'. Did you mean 'Nim-v0'"),
-        ("Nim", (), "'Nim' is not a name of an environment; write 'prefix:id'"),
+        ("Nim", (), "'Nim' is not the name of an environment; write 'prefix:id'"),
         ("'plugins.py:Lonely'", (), "has no attribute 'Lonely'. Did you mean 'Longer'?"),
         ("{name: 'plugins.py:Longer', kwargs: {turns: 3}}", (), "does not take env.kwargs {'turns': 3}"),
         ("{name: 'textarena:Nim-v0', kwargs: {num_players: 5}}", (), "does not start with 5 players"),
-        ("{name: 'textarena:Nim-v0', seats: [policy]}", (), "a game of 2 and env.seats has 1"),
+        ("{name: 'textarena:Nim-v0', seats: [policy]}", (), "has 2 seats, but env.seats names 1"),
         ("textarena:Nim-v0", ("data.train.files=tasks.jsonl",), "brings its own tasks, and data.train is set as well"),
         ("textarena:Nim-v0", ("rollout.scheduler=gym",), "env brings a scheduler and rollout.scheduler is 'gym'"),
         ("['textarena:Nim-v0', 'textarena:Nim-v0']", (), "env names 'textarena:Nim-v0' twice"),

@@ -1,10 +1,10 @@
-"""Environments of other packages, as they are: the meaning of `env: textarena:GuessTheNumber-v0` in a configuration.
+"""Adapters to environments of other packages, for example `env: textarena:GuessTheNumber-v0` in a configuration.
 
     prefix:id   ->  Adapter (once a run)  ->  tasks: a seed each        ->  the `env` scheduler makes, resets, steps, closes
                                           ->  make(): an environment, once an episode
 
-One adapter a file, thin: it makes environments of one package and words what they show. Packages are imported when an
-adapter is made, never before, and a missing one is a sentence with the line that installs it.
+Each file has one thin adapter, which makes environments of one package and turns their observations into text. A package is
+imported only when its adapter is made. If it is missing, the error has the command that installs it.
 """
 
 from polyturn.environments.base import Adapter, SeedTasks, require

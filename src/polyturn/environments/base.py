@@ -1,12 +1,11 @@
-"""Adapter: one `env:` line of a configuration, made once for a run; its environments live for an episode each.
+"""Adapter: one `env:` line of a configuration, made once per run; each of its environments lives for one episode.
 
-    class Mine(Adapter):                                   mine:Count        mine = "my_package.module:Mine" (an entry point)
+    class Mine(Adapter):                            `env: mine:Count`, with the entry point mine = "my_package.module:Mine"
         def make(self):
-            return MyEnv(**self.kwargs)                    reset(seed=…) -> what is shown   step(text) -> …   close()
+            return MyEnv(**self.kwargs)             reset(seed=…) -> observation   step(text) -> …   close()
 
-Separate from the environments because some questions come before any episode: is the package there, is the id known, which
-tasks are there. What `make` returns is a `polyturn.core.env.Env`; it is called in a thread, with a deadline, and every
-environment that it made is closed once.
+The adapter checks before any episode that the package is installed and the id exists, and lists the tasks. `make` returns a
+`polyturn.core.env.Env`; it runs in a thread, with a deadline. Every environment is closed exactly once.
 """
 
 from __future__ import annotations
@@ -34,38 +33,38 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 
 ENV = "env"
 """The key under which a task names its environment: `task.extra["env"] = {"name": "textarena:Nim-v0", "seed": 7}`.
-A run adds its `split` and how the rewards become one, its `score`."""
+A run adds its `split`, and its `score`: how the rewards become one number."""
 
 
 class Adapter:
-    """Makes the environments that one name stands for."""
+    """Makes the environments of one name."""
 
     num_seats: int = 1
-    """Number of players. With more than one, environments answer with `Seated`."""
+    """Number of players. If there are several, environments answer with `Seated`."""
     instructions: str = ""
-    """The text of a task's prompt before the first observation; what a package's own text leaves open, such as how to
-    write an action."""
+    """The text of a task's prompt before the first observation, for what the package's own text leaves out, such as how
+    to write an action."""
     reads_reasoning: bool = False
-    """Whether an action is all that the model wrote, for environments that score its form; else it has no reasoning."""
+    """Whether an action includes the model's reasoning, for environments that score its form."""
     takes_rows: bool = False
-    """Whether an environment is made of a row, so that tasks come from data.train and not from seeds."""
+    """Whether an environment is made from a row, so that tasks come from data.train and not from seeds."""
     replays: bool = False
-    """Whether the same seed and the same actions always draw the same answers, and cost nothing but time: a conversation in
-    flight then goes on after a restart, its environment reset and acted in again. An environment may say it as well."""
+    """Whether the same seed and actions always give the same answers, without side effects. A running episode can then
+    continue after a restart: its environment is reset and its actions are repeated. An environment may set this as well."""
     score: str = "sum"
-    """The reward of an episode where the config does not say: the `sum` of the rewards, or the `last` one."""
+    """The default reward of an episode: the `sum` of the rewards, or the `last` one."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
-        """Check that it can work: the package is there, the id is known, the arguments fit.
+        """Check that the package is installed, the id exists and the arguments fit.
 
         Args:
             name: The whole name, "textarena:Nim-v0", for messages and records.
-            id: What stands behind the colon.
+            id: The part of the name after the colon.
             kwargs: Arguments of the environment, from the config.
-            base: The folder that relative file paths start from.
+            base: The folder that relative file paths are resolved against.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: one of these checks fails.
         """
         self.name = name
         self.id = id
@@ -77,29 +76,29 @@ class Adapter:
         raise NotImplementedError
 
     def make_for(self, task: Task) -> Env:
-        """Return a new environment for an episode of `task`: for packages whose environments are made of a row."""
+        """Return a new environment for an episode of `task`; override it if environments are made from a row."""
         return self.make()
 
     def tools(self) -> Sequence[Tool]:
-        """Return tools that the run has because of this environment; () where it is acted on with text alone."""
+        """Return the tools that this environment adds to the run; () if its actions are plain text."""
         return ()
 
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
-        """Return the tasks of a split ("train" or "eval"); the default is one for each seed.
+        """Return the tasks of a split; the default is one per seed.
 
-        A package with rows of its own returns those of its split, at most `len(seeds)`, in whatever way it knows.
+        A package with its own rows returns those of the split, at most `len(seeds)`.
 
         Args:
-            split: Which.
-            seeds: As many as tasks are wanted; those of other splits differ.
-            prompt: The prompt's text; None for the adapter's `instructions`.
+            split: "train" or "eval".
+            seeds: One seed per task; other splits have other seeds.
+            prompt: The prompt's text; None uses the adapter's `instructions`.
         """
         return SeedTasks(self.name, seeds, prompt=self.instructions if prompt is None else prompt)
 
     def of_rows(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Return rows of the user's own as tasks of this environment, where it `takes_rows`.
+        """Return the user's rows as tasks of this environment, if it `takes_rows`.
 
-        A row keeps a data_source that it has, which leads to a reward of the run's own; without one the environment scores.
+        A row's data_source selects a reward of the run; a row without one is scored by the environment.
         """
         return [
             dataclasses.replace(
@@ -111,15 +110,15 @@ class Adapter:
         ]
 
     def scheduler(self) -> MultiTurnScheduler | None:
-        """Return the scheduler that drives the episodes, for an agent that owns its loop; None for the `env` scheduler."""
+        """Return the scheduler that drives the episodes, or None for the `env` scheduler."""
         return None
 
     def close(self) -> None:
-        """Let go of what the run shares, such as a server. Called once, when the run ends."""
+        """Release what the episodes share, such as a server. Called once, when the run ends."""
 
 
 class SeedTasks(TaskSequence):
-    """A task for each seed, made when asked for."""
+    """One task per seed, created on access."""
 
     def __init__(self, name: str, seeds: Sequence[int], *, prompt: str = "") -> None:
         self._name = name
@@ -134,16 +133,16 @@ class SeedTasks(TaskSequence):
 
 
 def env_task(name: str, *, seed: int, prompt: Sequence[Message], **fields: Any) -> Task:
-    """Return a task that is acted out in the environment `name`, reset with `seed`."""
+    """Return a task of the environment `name`, reset with `seed`."""
     extra = {**fields.pop("extra", {}), ENV: {"name": name, "seed": seed}}
     return Task(id=f"{name}-{seed}", prompt=tuple(prompt), data_source=f"env/{name}", extra=extra, **fields)
 
 
 def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
-    """Return a function that marks a task with its split and the way its rewards become one score."""
+    """Return a function that adds a split and a score (`sum` or `last`) to a task."""
 
     def mark(task: Task) -> Task:
-        if ENV not in task.extra:  # its scheduler knows it by other means
+        if ENV not in task.extra:  # the adapter's own scheduler identifies the task otherwise
             return task
         row_env = {**task.extra[ENV], "split": split, "score": score}
         return dataclasses.replace(task, extra={**task.extra, ENV: row_env})
@@ -156,11 +155,11 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
 
     Args:
         module: Its import name.
-        install: What pip installs, for instance "textarena".
+        install: The argument of pip install, for instance "textarena".
         needed_by: The whole name of the environment.
 
     Raises:
-        MissingModuleError: it is not there, or fails when it is imported; the message has the line that installs it.
+        MissingModuleError: the package is missing, or its import fails; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -173,19 +172,19 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
         raise MissingModuleError(
             f"env {needed_by!r} needs the package {module!r}, which is not installed; pip install {install}"
         ) from problem
-    except PLUGIN_RAISES as problem:  # whatever a package does when it is imported
+    except PLUGIN_RAISES as problem:  # importing a package can raise anything
         pass_interrupt(problem)
         raise MissingModuleError(
-            f"env {needed_by!r}: the package {module!r} fails when it is imported ({one_line(problem)}); install it again: "
+            f"env {needed_by!r}: importing the package {module!r} fails ({one_line(problem)}); install it again: "
             f"pip install {install}"
         ) from problem
 
 
 def known_id(id: str, known: Iterable[str], *, name: str) -> str:
-    """Return `id`, which must be among `known`.
+    """Return `id` if it is among `known`.
 
     Raises:
-        UnknownNameError: it is not; the message has the nearest.
+        UnknownNameError: `id` is unknown; the message has the closest known one.
     """
     names = list(known)
     if id not in names:
@@ -194,16 +193,16 @@ def known_id(id: str, known: Iterable[str], *, name: str) -> str:
 
 
 def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call `make`, which makes an object from the config's arguments, and return the object.
+    """Return the result of `make`, which creates an object from the config's arguments.
 
     Raises:
-        ConfigError: it raised.
+        ConfigError: `make` raised an error.
     """
     try:
         return make()
     except ConfigError:
         raise
-    except PLUGIN_RAISES as problem:  # whatever a package raises for arguments that it does not like
+    except PLUGIN_RAISES as problem:  # a package may raise anything for arguments that it does not accept
         pass_interrupt(problem)
         details = (
             f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs"
@@ -215,14 +214,14 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
 
 _GLOBAL_RANDOM = threading.Lock()
 HELD_S = 60.0
-"""Seconds that one environment waits for another's call to end."""
+"""Seconds that an environment waits for another one's call to end."""
 
 
 class OwnRandom:
-    """A random state of its own for an environment that draws from `random` or `numpy.random`, which all threads share.
+    """A separate random state for an environment that draws from `random` or `numpy.random`, which all threads share.
 
-    with self._random.held():      at most one environment at a time is in such a block, each in its own state
-        self._env.reset(seed=3)    so that episodes that run at once draw what each would draw alone
+    with self._random.held():      one environment at a time runs such a block, with its own state
+        self._env.reset(seed=3)    so concurrent episodes draw the same numbers as each would alone
     """
 
     def __init__(self) -> None:
@@ -230,15 +229,15 @@ class OwnRandom:
 
     @contextmanager
     def held(self, *, seed: int | None = None) -> Iterator[None]:
-        """Draw from the own state inside the block; `seed` begins that of the module `random`.
+        """Draw from this environment's state inside the block; `seed` seeds the module `random`.
 
         Raises:
-            SchedulerError: another environment's call has not ended.
+            SchedulerError: another environment's call does not end.
         """
         if not _GLOBAL_RANDOM.acquire(timeout=HELD_S):
             raise SchedulerError(
-                f"an environment that draws from the process's random generators has kept them for {HELD_S:g} s: its step "
-                "hangs, and no other of that kind can run beside it"
+                f"an environment has held the process's random generators for {HELD_S:g} s: its step hangs, and other "
+                "environments that draw from them cannot run"
             )
         try:
             outside = random.getstate(), np.random.get_state()

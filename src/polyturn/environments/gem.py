@@ -1,7 +1,8 @@
 """`env: gem:game:GuessTheNumber-v0-easy`: an environment of GEM (`pip install gem-llm`), by the id that `gem.make` takes.
 
-Its observation is shown between the prefix and the suffix that it asks for, and it ends where it is terminated or truncated.
-GEM seeds and draws from generators that the whole process shares, so each environment has a random state of its own.
+The model sees the observation between the prefix and the suffix that the environment asks for. The episode ends when the
+environment is terminated or truncated. GEM draws from generators that the whole process shares, so each environment gets
+its own random state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from polyturn.environments.base import Adapter, OwnRandom, check_kwargs, known_i
 
 INSTALL = "gem-llm"
 _SEEDS = 1 << 32
-"""NumPy's shared generator takes seeds below this."""
+"""Seeds of NumPy's shared generator must be below this."""
 
 
 @runtime_checkable
@@ -52,20 +53,20 @@ class GemEnv:
             self._env = make()
 
     def reset(self, *, seed: int) -> str:
-        """Begin with `seed`, modulo 2**32."""
+        """Begin with `seed` modulo 2**32."""
         with self._random.held():
             observation, info = self._env.reset(seed=seed % _SEEDS)
         return _shown(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Take what the model wrote."""
+        """Act with the model's text."""
         with self._random.held():
             observation, reward, is_terminated, is_truncated, info = self._env.step(action)
         observed = _shown(observation, {} if is_terminated or is_truncated else info)
         return observed, float(reward), bool(is_terminated), bool(is_truncated), {}
 
     def close(self) -> None:
-        """Close it, if it is of a kind that can be closed."""
+        """Close the environment if it has a `close`."""
         if isinstance(self._env, _Closes):
             self._env.close()
 
@@ -77,7 +78,7 @@ def _shown(observation: Any, info: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _same_root_logger() -> Iterator[None]:
-    """Undo what a package does to the root logger when it is imported."""
+    """Undo changes to the root logger that a package's import makes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

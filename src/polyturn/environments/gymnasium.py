@@ -1,13 +1,13 @@
 """`env: gymnasium:FrozenLake-v1`: an environment of Gymnasium, by its own id (`pip install gymnasium`).
 
-    actions        Discrete: its name where the environment has names (left, down, …), or its number; Text: the text itself
+    actions        Discrete: its name if the environment has names (left, down, …), else its number; Text: the text itself
                    MultiDiscrete, MultiBinary, Box: the numbers
-    observations   Text as it is; the picture where the environment draws one in text (render_mode "ansi"); else its value
-                   in words ("observation: 5", "[0.01, -0.2]"), with the names of its parts where they are known
+    observations   Text: as it is; if the environment draws text pictures (render_mode "ansi"): the picture; else the value
+                   in words ("observation: 5", "[0.01, -0.2]"), with the names of its parts if they are known
 
-The action is read from <action>…</action> if the model writes that, else from the last word or number that is one. An
-invalid action changes nothing: the model reads the valid ones, the turn earns `invalid_reward` (0, the adapter's kwarg), and
-after `max_invalid` (3) in a row the episode ends, truncated.
+The action is read from <action>…</action> if the model writes these tags, else from the last valid word or number. An
+invalid action changes nothing: the model reads the valid ones and the turn earns `invalid_reward` (a kwarg, default 0).
+After `max_invalid` (default 3) invalid actions in a row the episode ends, truncated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
 }
-"""Names of the actions of environments that only number them, by the id without its version."""
+"""Id without version -> names of the actions, for environments that only number them."""
 
 PARTS: Mapping[str, Sequence[str]] = {
     "Blackjack": ("your sum", "the dealer's card", "a usable ace"),
@@ -44,7 +44,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "MountainCarContinuous": ("position", "velocity"),
     "Pendulum": ("x", "y", "angular velocity"),
 }
-"""Names of the parts of observations."""
+"""Id without version -> names of the parts of an observation."""
 
 _ANSI = re.compile(r"\x1b\[([\d;]*)m")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -102,7 +102,7 @@ class Gymnasium(Adapter):
         return f"Write your action as numbers in <action> and </action>: {space}."
 
     def _show(self, env: Any, observation: Any) -> str:
-        """Return an observation as text: the environment's own picture, else its value."""
+        """Return an observation as text: the environment's picture if it draws one, else the value."""
         if isinstance(observation, str):
             return observation
         if env.render_mode == "ansi" and (drawn := env.render()) is not None:
@@ -137,12 +137,12 @@ class GymnasiumEnv:
         return self._show(self._env, observation)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Take the action that a text says."""
+        """Take the action that a text contains."""
         chosen = self._read(action)
         if chosen is None:
             self._num_invalid += 1
             is_over = self._num_invalid >= self._max_invalid
-            return f"That is no action. {self._hint}", self._invalid_reward, False, is_over, {"is_valid": False}
+            return f"That is not a valid action. {self._hint}", self._invalid_reward, False, is_over, {"is_valid": False}
         self._num_invalid = 0
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
         observed = self._show(self._env, observation)
@@ -154,10 +154,10 @@ class GymnasiumEnv:
 
 
 def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Callable[[str], Any]:
-    """Return a function that reads an action of `space` from a text, and gives None if the text holds none.
+    """Return a function that reads an action of `space` from a text and returns None if there is none.
 
     Raises:
-        ConfigError: actions of that kind cannot be written.
+        ConfigError: actions of that space cannot be written as text.
     """
     if isinstance(space, spaces.Text):
         return lambda text: text if space.contains(text) else None
@@ -174,7 +174,7 @@ def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Calla
 
 
 def uncoloured(drawn: str) -> str:
-    """Return a picture without colours: a coloured ground becomes [X], blue (X), magenta {X}.
+    """Return a picture without ANSI colours: a coloured background becomes [X], blue (X), magenta {X}.
 
     uncoloured("\\x1b[41mS\\x1b[0mFFF")  ->  "[S]FFF"
     """

@@ -1,12 +1,12 @@
-"""`env: harbor:./tasks`: Harbor's task folders, each episode in a sandbox of its own.
+"""`env: harbor:./tasks`: Harbor's task folders, each episode in its own sandbox.
 
     set-up       the sandbox is started, a step's files are copied in, its health check passes
     agent        the run's own loop with bash and file tools, or a command-line agent (`env.kwargs.agent`)
-    verifier     what the agent left running is killed, tests/ is copied to /tests, test.sh runs and writes the reward
-    next step    in the same sandbox, if the reward is enough
+    verifier     the agent's remaining processes are killed, tests/ is copied to /tests, test.sh runs and writes the reward
+    next step    in the same sandbox, if the reward is high enough
 
-Each of the first three has a deadline of its own. A late agent is verified all the same. `harbor_phases.py` has what
-surrounds the agent.
+Set-up, agent and verifier each have a deadline. An agent that exceeds its deadline is still verified. `harbor_phases.py`
+implements the phases around the agent.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from polyturn.serving.openai.session import AgentSession
 from polyturn.tools.sandbox_tools import make_tools
 
 HARBOR = "harbor"
-"""The key under which a task keeps its folder."""
+"""The key of a task's extra that has its folder."""
 _SETTINGS = (
     "agent", "eval", "host_programs", "keep_processes", "reward_key", "sandbox", "skip_unsupported", "tools",
 )  # fmt: skip
 _AGENT_SETTINGS = ("agent", "host", "ignore", "kwargs", "max_calls", "models", "port", "reach_as", "sampling")
-"""Settings of `black_box` that hold for a command-line agent in a task's sandbox, too."""
+"""Settings of `black_box` that also apply to a command-line agent in a task's sandbox."""
 
 
 class Harbor(Adapter):
-    """Folders of Harbor's tasks."""
+    """Makes tasks from Harbor's task folders."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         super().__init__(name, id, kwargs, base=base)
@@ -63,11 +63,11 @@ class Harbor(Adapter):
         self._by_folder = {str(task.folder): task for tasks in self._splits.values() for task in tasks}
 
     def make(self) -> Env:
-        """Refuse: it acts through tools; its scheduler drives it."""
-        raise SchedulerError(f"env {self.name!r} acts through tools; run it under the scheduler that it brings")
+        """Refuse: actions are tool calls, so only the adapter's own scheduler can run it."""
+        raise SchedulerError(f"env {self.name!r} acts through tools; run it with its own scheduler")
 
     def tools(self) -> Sequence[Tool]:
-        """Return bash and the file tools; none for a command-line agent, which has its own."""
+        """Return bash and the file tools; () for a command-line agent, which has its own."""
         return self._tools
 
     def scheduler(self) -> MultiTurnScheduler:
@@ -75,26 +75,26 @@ class Harbor(Adapter):
         return HarborAgentScheduler(self, self._agent) if self._agent else HarborScheduler(self)
 
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
-        """Return the first tasks of the split's folder; `prompt` stands before each instruction."""
+        """Return the first tasks of the split's folder; `prompt` goes before each instruction."""
         return [self._task(task, index, prompt) for index, task in enumerate(self._splits[split][: len(seeds)])]
 
     def task_of(self, task: Task) -> HarborTask:
-        """Return the folder of a task, read.
+        """Return the Harbor task of a task.
 
         Raises:
-            DataError: it is none of this run's.
+            DataError: the task's folder is not part of this run.
         """
         folder = task.extra.get(HARBOR)
         if folder not in self._by_folder:
-            raise DataError(f"task {task.id!r} has the Harbor folder {folder!r}, which env {self.name!r} does not hold")
+            raise DataError(f"task {task.id!r} has the Harbor folder {folder!r}, which env {self.name!r} does not contain")
         return self._by_folder[folder]
 
     def spec_of(self, task: HarborTask) -> SandboxSpec:
-        """Return the sandbox of a task's episodes."""
+        """Return the spec of the sandboxes of a task's episodes."""
         return task.spec(self.spec, host_programs=self.host_programs)
 
     def phases_of(self, task: Task) -> HarborPhases:
-        """Return the phases of a new episode of a task."""
+        """Return the phases for a new episode of a task."""
         harbor_task = self.task_of(task)
         return HarborPhases(
             harbor_task,
@@ -105,10 +105,10 @@ class Harbor(Adapter):
         )
 
     def _agent_options(self) -> dict[str, Any]:
-        """Return the settings of the command-line agent; {} where the run's own loop is the agent.
+        """Return the settings of the command-line agent; {} if the run's own loop is the agent.
 
         Raises:
-            ConfigError: a setting is unknown, or does not go with an agent.
+            ConfigError: a setting is unknown, or conflicts with a command-line agent.
         """
         agent = self.kwargs.get("agent")
         if agent is None:
@@ -123,12 +123,12 @@ class Harbor(Adapter):
         if not isinstance(options.get("agent"), str):
             raise ConfigError(
                 f"env {self.name!r}: env.kwargs.agent is {agent!r:.100}; name a command-line agent, such as claude_code, or "
-                "write {agent: claude_code} with further settings of it"
+                "write {agent: claude_code} with further settings"
             )
         if "tools" in self.kwargs:
             raise ConfigError(
-                f"env {self.name!r}: the agent {options['agent']!r} brings its own tools, so env.kwargs.tools would have no "
-                "effect; drop one of the two"
+                f"env {self.name!r}: the agent {options['agent']!r} has its own tools, so env.kwargs.tools would have no "
+                "effect; remove one of the two"
             )
         return options
 
@@ -140,10 +140,10 @@ class Harbor(Adapter):
         return dataclasses.replace(env_row, id=f"{HARBOR}-{task.name}")
 
     def _read(self, folder: str) -> list[HarborTask]:
-        """Return the tasks of a folder that this run can do.
+        """Return the tasks of a folder that this run supports.
 
         Raises:
-            ConfigError: one cannot be done, or none can.
+            ConfigError: a task is unsupported and may not be skipped, or all are unsupported.
         """
         try:
             tasks = read_tasks(self.base / folder)
@@ -152,8 +152,8 @@ class Harbor(Adapter):
             if len(kept) < len(tasks) and not (self.kwargs.get("skip_unsupported") and kept):
                 name = next(name for name, reasons in refused.items() if reasons)
                 raise ConfigError(
-                    f"env {self.name!r}: the task {name!r} cannot be done: {'; '.join(refused[name])}. "
-                    "`polyturn data harbor` lists all; env.kwargs.skip_unsupported: true leaves them out"
+                    f"env {self.name!r}: the task {name!r} is not supported: {'; '.join(refused[name])}. "
+                    "`polyturn data harbor` lists all such tasks; env.kwargs.skip_unsupported: true leaves them out"
                 )
             for task in kept:
                 check_spec(self.spec_of(task))
@@ -164,7 +164,7 @@ class Harbor(Adapter):
 
 @keeps_deadlines
 class _InPhases(MultiTurnScheduler):
-    """The common part of the two schedulers: the phases of an episode around its agent."""
+    """Runs the phases of an episode around its agent; the base of both schedulers."""
 
     _adapter: Harbor
     _phases: HarborPhases | None = None
@@ -180,7 +180,7 @@ class _InPhases(MultiTurnScheduler):
             await self._phases.end()
 
     async def _reward(self, episode: Episode, reason: StopReason) -> StopReason:
-        """Verify the current step unless it is, give the episode its reward, and return why it ended."""
+        """Verify the current step if necessary, set the episode's reward, and return the stop reason."""
         phases = self._phases
         if phases is not None and not reason.is_failure:
             if not phases.is_verified:
@@ -191,7 +191,7 @@ class _InPhases(MultiTurnScheduler):
 
 @keeps_deadlines
 class HarborScheduler(_InPhases):
-    """The run's own loop in a sandbox, verified at its end."""
+    """Runs the default loop in a sandbox and verifies the result."""
 
     gives_reward = True
 
@@ -200,14 +200,14 @@ class HarborScheduler(_InPhases):
         self._is_tried = False
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task whose folder is not of this run, and, once, a sandbox that does not start."""
+        """Refuse a task whose folder is not part of this run; the first call also checks that a sandbox starts."""
         harbor_task = self._adapter.task_of(task)
         if not self._is_tried:
             try_sandbox(self._adapter.spec_of(harbor_task), where=f"task {task.id!r}")
             self._is_tried = True
 
     async def run(self, episode: Episode) -> StopReason:
-        """Run the default loop, then verify the step that it ended in."""
+        """Run the default loop, then verify its last step."""
         assert self._phases is not None  # `on_trajectory_start` comes first
         try:
             async with asyncio.timeout(self._phases.step.agent.timeout_sec) as self._deadline:
@@ -219,7 +219,7 @@ class HarborScheduler(_InPhases):
         return await self._reward(episode, reason)
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Answer tool calls; a turn without any ends the step, and the next one's instruction follows."""
+        """Answer tool calls. A turn without calls ends the step and is answered with the next step's instruction."""
         phases = self._phases
         assert phases is not None
         if turn.message.tool_calls:
@@ -235,7 +235,7 @@ class HarborScheduler(_InPhases):
 
 @keeps_deadlines
 class HarborAgentScheduler(_InPhases, BlackBox):
-    """A command-line agent in the task's sandbox, started for each step, which is then verified."""
+    """Runs a command-line agent in the task's sandbox: once per step, followed by the verifier."""
 
     def __init__(self, adapter: Harbor, options: Mapping[str, Any]) -> None:
         super().__init__(**options, sandbox=adapter.kwargs.get("sandbox", {}), base=adapter.base)
@@ -243,15 +243,15 @@ class HarborAgentScheduler(_InPhases, BlackBox):
         self.gives_reward = True
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task whose folder is not of this run, and look for the agent in the sandbox of the first task."""
-        self.look_for_agent(self._adapter.spec_of(self._adapter.task_of(task)))
+        """Refuse a task whose folder is not part of this run; the first call checks that the agent is installed."""
+        self.check_agent_installed(self._adapter.spec_of(self._adapter.task_of(task)))
 
     async def run(self, episode: Episode) -> StopReason:
-        """Let the agent act, and verify the step that it ended in."""
+        """Run the agent, then verify its last step."""
         return await self._reward(episode, await super().run(episode))
 
-    async def let_ask(self, episode: Episode, session: AgentSession) -> None:
-        """Run the agent on each step, until it is late, earns too little, or has done the last.
+    async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+        """Run the agent on each step, until it exceeds its time limit, earns too little, or has finished the last step.
 
         Raises:
             SchedulerError: the agent failed.

@@ -1,14 +1,14 @@
-"""The phases of a Harbor task around the agent: set-up, verification of each step, the reward.
+"""The phases of a Harbor task around the agent: set-up, verification of each step, and the reward.
 
     phases = HarborPhases(task, boxes, …)
     await phases.begin(episode_id)       the sandbox is started, files are copied in, the health check passes
     …the agent acts…
     await phases.verify()                the agent's processes are killed, tests/ is copied to /tests, test.sh runs
-    await phases.next_step()             True if the reward is enough for a further step, which is then set up
+    await phases.next_step()             sets up the next step if the reward is high enough; returns whether there is one
     phases.score()                       the reward of the episode
 
-Separate from the schedulers because the agent between the phases is either the run's own loop or a command-line agent. If a
-verifier is late, leaves no reward or cannot run, the trajectory is dropped: a broken test is not a 0.
+The agent between the phases is the run's own loop or a command-line agent. If a verifier times out, cannot run or writes no
+reward, the trajectory is dropped: a broken test does not score 0.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class HarborPhases:
     def __init__(
         self, task: HarborTask, spec: SandboxSpec, boxes: EpisodeSandboxes, *, reward_key: str, keep_processes: bool
     ) -> None:
-        """Begin nothing yet.
+        """Create the phases of one episode; `begin` starts them.
 
         Args:
             task: The task.
-            spec: Its sandbox.
-            boxes: The sandboxes of live episodes, which tools share.
-            reward_key: The name of the reward among those that the verifier writes.
-            keep_processes: Whether programs that the agent started go on during the verification.
+            spec: The spec of its sandbox.
+            boxes: The sandboxes of live episodes, shared with the tools.
+            reward_key: The key of the reward in the verifier's output.
+            keep_processes: Whether the agent's processes keep running during verification.
         """
         self.task = task
         self.rewards: list[dict[str, float]] = []
-        """Of each step that was verified."""
+        """Rewards by name, one mapping per verified step."""
         self._spec, self._boxes = spec, boxes
         self._reward_key, self._keep_processes = reward_key, keep_processes
         self._index = 0
@@ -65,7 +65,7 @@ class HarborPhases:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the current step is."""
+        """Whether the current step is verified."""
         return len(self.rewards) > self._index
 
     async def box(self) -> BaseSandbox:
@@ -77,7 +77,7 @@ class HarborPhases:
         """Start the sandbox and set up the first step.
 
         Raises:
-            SandboxError: it did not start, or the task cannot be set up in it.
+            SandboxError: the sandbox did not start, or the task cannot be set up in it.
         """
         self._boxes.join(episode_id, self._spec)
         self._episode_id = episode_id
@@ -87,16 +87,16 @@ class HarborPhases:
         await self._begin_step(box, self.task.file.environment.healthcheck)
 
     async def verify(self) -> None:
-        """Run the current step's verifier and keep its rewards.
+        """Run the current step's verifier and store its rewards.
 
         Raises:
-            RewardError: it left none.
+            RewardError: the verifier wrote no reward.
         """
         box = await self.box()
         self.rewards.append(await verify(box, self.task, self.step, keep_processes=self._keep_processes))
 
     async def next_step(self) -> bool:
-        """Set up the next step if the verified one earned enough for it; return whether there is one."""
+        """Set up the next step if the verified one earned enough; return whether there is one."""
         least, rewards = self.step.min_reward, self.rewards[-1]
         if self._index + 1 == len(self.task.steps) or any(rewards.get(key, 0.0) < value for key, value in least.items()):
             return False
@@ -108,12 +108,12 @@ class HarborPhases:
         """Return the reward of the episode: the last verified step's, or the mean of all verified steps.
 
         Raises:
-            RewardError: no verifier wrote the key.
+            RewardError: the verifier's output lacks the key.
         """
         key, of = self._reward_key, self.rewards
         if not any(key in rewards for rewards in of):
             names = sorted({name for rewards in of for name in rewards})
-            raise RewardError(f"task {self.task.name!r}: the verifier gave {names} and no {key!r} (env.kwargs.reward_key)")
+            raise RewardError(f"task {self.task.name!r}: the verifier wrote {names} but not {key!r} (env.kwargs.reward_key)")
         if self.task.file.multi_step_reward_strategy == "final":
             of = of[-1:]
         return math.fsum(rewards.get(key, 0.0) for rewards in of) / len(of)
@@ -125,7 +125,7 @@ class HarborPhases:
             await self._boxes.leave(episode_id)
 
     async def _begin_step(self, box: BaseSandbox, check: HarborHealthCheck | None) -> None:
-        """Copy a step's files in, run its set-up, and wait until its health check passes."""
+        """Copy a step's files into the sandbox, run its set-up, and wait until its health check passes."""
         step = self.step
         if step.workdir is not None:
             await _set_up(box, box.upload(step.workdir, box.workdir))
@@ -139,16 +139,16 @@ class HarborPhases:
 
 
 async def verify(box: BaseSandbox, task: HarborTask, step: HarborStep, *, keep_processes: bool = False) -> dict[str, float]:
-    """Run a step's verifier in the sandbox that the agent worked in, and return the rewards by name.
+    """Run a step's verifier in the agent's sandbox and return the rewards by name.
 
     Args:
         box: The sandbox.
         task: The task.
         step: The step.
-        keep_processes: Whether programs that the agent started go on meanwhile, for tests that talk to them.
+        keep_processes: Whether the agent's processes keep running, for tests that need them.
 
-    Raises:
-        RewardError: the verifier is late, cannot be run, or leaves no reward that can be read.
+        Raises:
+        RewardError: the verifier times out, cannot run, or writes no valid reward.
         SandboxError: the sandbox failed.
     """
     verifier, where = step.verifier, f"task {task.name!r}: the verifier"
@@ -175,7 +175,7 @@ async def verify(box: BaseSandbox, task: HarborTask, step: HarborStep, *, keep_p
 
 
 async def _rewards(box: BaseSandbox, *, where: str, exit_code: int) -> dict[str, float]:
-    """Return the rewards that the verifier wrote; its own exit code says nothing."""
+    """Return the rewards that the verifier wrote; its exit code does not matter."""
     result = await box.exec(_READ, cwd=LOGS, user="root", timeout_s=CONTROL_S)
     if result.exit_code != 0:
         tail = result.stdout[-300:]
@@ -198,10 +198,10 @@ def _is_reward(value: Any) -> bool:
 
 
 async def _set_up(box: BaseSandbox, copying: Coroutine[Any, Any, None]) -> None:
-    """Wait for files that are copied in, within the deadline of the sandbox's start.
+    """Copy files into the sandbox, within the deadline of the sandbox's start.
 
     Raises:
-        SandboxSetupError: they cannot be written.
+        SandboxSetupError: the files cannot be written in time.
     """
     try:
         async with asyncio.timeout(box.spec.start_timeout_s):
@@ -212,10 +212,10 @@ async def _set_up(box: BaseSandbox, copying: Coroutine[Any, Any, None]) -> None:
 
 
 async def _await_health(box: BaseSandbox, check: HarborHealthCheck, *, task: str) -> None:
-    """Wait until a health check passes; failures of the start period do not count.
+    """Wait until a health check passes; failures during the start period do not count.
 
     Raises:
-        SandboxSetupError: it failed too often.
+        SandboxSetupError: the check failed `retries` times.
     """
     now = asyncio.get_running_loop().time
     begin, failures = now(), 0

@@ -1,13 +1,13 @@
-"""A Harbor task: a folder with an instruction, an environment and a verifier, read and checked before anything is started.
+"""A Harbor task: a folder with an instruction, an environment and a verifier, read and checked before an episode starts.
 
     my-task/instruction.md          the prompt
             task.toml               limits, deadlines, users, steps: every field below
-            environment/Dockerfile  the sandbox; or `docker_image`, or files alone
+            environment/Dockerfile  the sandbox; alternatively `docker_image`, or files only
             tests/test.sh           the verifier, which writes /logs/verifier/reward.txt or reward.json
-            steps/NAME/…            the same again for each step of a task with several
+            steps/NAME/…            the same for each step of a task with several steps
 
-Separate from the adapter because it handles files only. An unknown field is refused with the nearest known one; a field that
-needs something unsupported, such as a GPU, is refused by name.
+An unknown field is refused with the closest known one. A field that needs something unsupported, such as a GPU, is refused
+by name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Part(BaseModel):
 
 
 class HarborHealthCheck(_Part):
-    """A command that has to succeed before the agent begins."""
+    """A command that must succeed before the agent begins."""
 
     command: str
     interval_sec: float = 5.0
@@ -49,7 +49,7 @@ class HarborHealthCheck(_Part):
 
 
 class HarborArtifact(_Part):
-    """A path that Harbor copies out; nothing is copied here."""
+    """A path that Harbor copies out of the sandbox; polyturn does not copy it."""
 
     source: str
     destination: str = ""
@@ -58,7 +58,7 @@ class HarborArtifact(_Part):
 
 
 class HarborPhase(_Part):
-    """What an agent and a verifier have in common."""
+    """The common settings of agent and verifier."""
 
     user: str | int | None = None
     network_mode: NetworkMode | None = None
@@ -115,7 +115,7 @@ class HarborVerifier(HarborPhase):
 
 
 class HarborAbout(_Part):
-    """The section `task`, which is about the task and changes nothing."""
+    """The section `task`: a description without effect."""
 
     name: str | None = None
     version: str | None = None
@@ -125,7 +125,7 @@ class HarborAbout(_Part):
 
 
 class HarborSolution(_Part):
-    """The section `solution`, which an oracle reads."""
+    """The section `solution`, for an oracle agent."""
 
     env: dict[str, str] = {}
 
@@ -159,17 +159,17 @@ class HarborFile(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarborStep:
-    """An instruction and what verifies it; a task without steps is one."""
+    """An instruction and its verifier; a task without a steps section has one step."""
 
     instruction: str
     tests: Path
     workdir: Path | None
-    """Files that are copied into the sandbox before the step."""
+    """A folder whose files are copied into the sandbox before the step."""
     agent: HarborAgent
     verifier: HarborVerifier
     healthcheck: HarborHealthCheck | None
     min_reward: Mapping[str, float]
-    """The least reward by key with which the steps behind it are run."""
+    """Reward name -> smallest value with which the following steps are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,11 +189,11 @@ class HarborTask:
         """Return the sandbox of an episode.
 
         Args:
-            base: The run's; its image, if it has one, stands in place of the task's, and the task's limits go before its.
-            host_programs: Whether the machine's own programs stand in place of the task's image.
+            base: The run's sandbox. Its image, if set, replaces the task's; the task's limits replace its limits.
+            host_programs: Whether to use this machine's programs instead of the task's image.
 
         Raises:
-            DataError: a variable of this machine is missing.
+            DataError: the task needs an environment variable that is not set.
         """
         wanted, own_image = self.file.environment, base.image is None and not host_programs
         is_built = own_image and wanted.docker_image is None and (self.folder / "environment/Dockerfile").exists()
@@ -218,10 +218,10 @@ class HarborTask:
         return base.network and wanted.network_mode != "no-network" and wanted.allow_internet is not False
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return variables with `${NAME}` and `${NAME:-default}` filled from this machine's.
+        """Return variables with `${NAME}` and `${NAME:-default}` replaced from this machine's environment.
 
         Raises:
-            DataError: one is missing.
+            DataError: a variable is not set and has no default.
         """
 
         def value(match: re.Match[str]) -> str:
@@ -233,7 +233,7 @@ class HarborTask:
         return {name: _VARIABLE.sub(value, text) for name, text in env.items()}
 
     def refusals(self, spec: SandboxSpec, *, host_programs: bool = False) -> Iterator[str]:
-        """Iterate over the reasons, by field, why a run with the sandboxes `spec` cannot do it."""
+        """Yield the reasons, by field, why a run with the sandbox `spec` does not support this task."""
         wanted = self.file.environment
         if wanted.os == "windows":
             yield "environment.os is 'windows'; sandboxes are Linux"
@@ -242,12 +242,12 @@ class HarborTask:
                 yield f"environment.{name} is {value!r}; sandboxes have no accelerators"
         for name in ("mcp_servers", "skills_dir"):
             if value := getattr(wanted, name):
-                yield f"environment.{name} is {value!r:.80}; the agent has the sandbox's tools alone"
+                yield f"environment.{name} is {value!r:.80}; the agent has only the sandbox's tools"
         for name in _COMPOSE:
             if (self.folder / "environment" / name).exists():
-                yield f"environment/{name} describes several containers; a sandbox is one"
+                yield f"environment/{name} describes several containers; a sandbox is a single one"
         if (wanted.network_mode == "public" or wanted.allow_internet) and not spec.network:
-            yield "environment wants the network (network_mode, allow_internet); set network: true in the run's sandbox"
+            yield "environment needs the network (network_mode, allow_internet); set network: true in the run's sandbox"
         for env in (wanted.env, *(step.verifier.env for step in self.steps)):
             try:
                 self.variables(env)
@@ -259,12 +259,12 @@ class HarborTask:
             phases += [(f"steps[{i}].agent", step.agent), (f"steps[{i}].verifier", step.verifier)]
         for where, phase in phases:
             if phase.network_mode == "allowlist" or phase.allowed_hosts:
-                yield f"{where} limits the network to some hosts (allowed_hosts); a sandbox has all of it or none"
+                yield f"{where} limits the network to some hosts (allowed_hosts); a sandbox has the whole network or none"
             elif phase is not wanted and phase.network_mode not in (None, "public" if has_network else "no-network"):
                 yield f"{where}.network_mode is {phase.network_mode!r}, which differs from the environment's"
         for i, step in enumerate(self.steps):
             if step.verifier.environment_mode == "separate" or step.verifier.environment is not None:
-                yield f"steps[{i}].verifier has an environment of its own; it is run in the agent's sandbox only"
+                yield f"steps[{i}].verifier has a separate environment; verifiers run in the agent's sandbox only"
             if step.agent.user != self.steps[0].agent.user:
                 yield f"steps[{i}].agent.user is {step.agent.user!r}; all steps run as one user"
             if any(one.service != "main" for one in step.verifier.collect):
@@ -273,17 +273,17 @@ class HarborTask:
                 yield f"there is no {(step.tests / 'test.sh').relative_to(self.folder)}"
         for path in sorted(self.folder.rglob("trajectory.json")):
             if (path.parent / "instruction.md").exists():
-                yield f"{path.relative_to(self.folder)} is an earlier conversation; an episode begins with the instruction"
+                yield f"{path.relative_to(self.folder)} has an earlier conversation; an episode begins with the instruction"
         has_dockerfile = (self.folder / "environment/Dockerfile").exists()
         if spec.backend == "bubblewrap" and spec.image is None and not host_programs:
             if wanted.docker_image is not None or has_dockerfile:
                 image = wanted.docker_image or "environment/Dockerfile"
                 yield (
-                    f"it needs the image of {image}, which bubblewrap does not have; "
-                    "use backend: podman or docker, or set host_programs: true to run it with this machine's programs"
+                    f"the task needs the image of {image}, which bubblewrap cannot run; "
+                    "use backend: podman or docker, or set host_programs: true to use this machine's programs"
                 )
         elif spec.backend != "bubblewrap" and spec.image is None and wanted.docker_image is None and not has_dockerfile:
-            yield "it has neither environment.docker_image nor environment/Dockerfile; set image in the run's sandbox"
+            yield "the task has neither environment.docker_image nor environment/Dockerfile; set image in the run's sandbox"
         elif spec.backend in ("apptainer", "e2b") and spec.image is None and wanted.docker_image is None:
             yield (
                 f"{spec.backend} builds no image from environment/Dockerfile; build it with podman or docker, and set image "
@@ -291,7 +291,7 @@ class HarborTask:
             )
 
     def notes(self, spec: SandboxSpec) -> Iterator[str]:
-        """Iterate over the fields that are read and have no effect."""
+        """Yield the fields of the task that have no effect here."""
         if self.file.artifacts or any(step.artifacts for step in self.file.steps):
             yield "artifacts: not copied out"
         if spec.backend != "bubblewrap" and (self.file.environment.storage_mb or self.file.environment.storage):
@@ -302,16 +302,16 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     """Return the tasks of a folder.
 
     Raises:
-        DataError: there is none, or one cannot be read.
+        DataError: the folder has no task, or a task is invalid.
     """
     return [read_task(one) for one in task_folders(folder)]
 
 
 def task_folders(folder: Path) -> list[Path]:
-    """Return the folder itself, if it is a task, or those in it that are, in the order of their names.
+    """Return the folder itself if it is a task, else the task folders in it, ordered by name.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no task.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; name a Harbor task, or a folder of them")
@@ -319,7 +319,7 @@ def task_folders(folder: Path) -> list[Path]:
         return [folder]
     folders = [one for one in sorted(folder.iterdir()) if (one / "task.toml").exists()]
     if not folders:
-        raise DataError(f"{folder} holds no Harbor task: a folder with task.toml, instruction.md and tests/test.sh")
+        raise DataError(f"{folder} has no Harbor task (a folder with task.toml, instruction.md and tests/test.sh)")
     return folders
 
 
@@ -327,7 +327,7 @@ def read_task(folder: Path) -> HarborTask:
     """Read a task's folder.
 
     Raises:
-        DataError: something is missing, unknown or wrong in it.
+        DataError: a part is missing, unknown or invalid.
     """
     path = folder / "task.toml"
     try:
@@ -341,7 +341,7 @@ def read_task(folder: Path) -> HarborTask:
     _megabytes(file.environment.memory), _megabytes(file.environment.storage)
     for inside in folder.rglob("*"):
         if inside.is_symlink() and not inside.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{inside} is a link that leads out of the task")
+            raise DataError(f"{inside} is a link to a path outside the task")
     if not file.steps:
         return HarborTask(folder=folder, file=file, steps=(_step(folder, folder, file, HarborStepEntry(name=folder.name)),))
     steps = tuple(_step(folder, folder / "steps" / one.name, file, one) for one in file.steps)
@@ -356,7 +356,7 @@ def _step(task: Path, folder: Path, file: HarborFile, entry: HarborStepEntry) ->
     while lines and (_CANARY.match(lines[0].strip()) or not lines[0].strip()):
         del lines[0]
     if not lines:
-        raise DataError(f"{folder / 'instruction.md'} is empty; write what the model is asked")
+        raise DataError(f"{folder / 'instruction.md'} is empty; write the instruction for the model")
     agent, verifier = entry.agent, entry.verifier
     least = entry.min_reward
     return HarborStep(
@@ -374,7 +374,7 @@ def _megabytes(size: str | None) -> int | None:
     """Return a size such as "2G" in megabytes.
 
     Raises:
-        DataError: it is not a size.
+        DataError: the text is not a size.
     """
     if size is None:
         return None
@@ -384,7 +384,7 @@ def _megabytes(size: str | None) -> int | None:
 
 
 def _worded(problem: ValidationError) -> str:
-    """The mistakes of a task.toml, with the nearest known field for an unknown one."""
+    """Return the first error of a task.toml as text, with the closest known field for an unknown one."""
     first = problem.errors()[0]
     key, at = ".".join(map(str, first["loc"])), HarborFile
     if first["type"] != "extra_forbidden":
@@ -396,7 +396,7 @@ def _worded(problem: ValidationError) -> str:
 
 
 def _models(annotation: Any) -> Iterator[Any]:
-    """Iterate over the models in an annotation."""
+    """Yield the pydantic models in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for one in get_args(annotation):

@@ -1,12 +1,12 @@
-"""JsonSubprocess: a process that answers requests, one JSON object a line, for code that needs an interpreter of its own.
+"""JsonSubprocess: a process that answers requests, one JSON object per line, for code that needs another interpreter.
 
     worker = JsonSubprocess(("/venv/bin/python", "worker.py"), name="verifiers:my_env")
-    worker.ask("load", env="my_env")               a plain call, before a run
-    await worker.call("rollout", input={…})        many at once; a caller that is cancelled cancels it over there
+    worker.ask("load", env="my_env")               blocks; used before a run
+    await worker.call("rollout", input={…})        many at once; cancelling the call cancels the request in the process
 
-Nothing but JSON crosses over. The process starts with the first request, and again if it has died. It ends when its input
-ends or this process dies. Its output is kept for error messages. Of the trainer's environment it gets a few names
-(`core.secrets.PASSED_ON`, and the folders of caches), and none of its secrets.
+The process starts with the first request, and again after it has died. It ends when its input closes or this process dies.
+The end of its output is kept for error messages. It gets a few of the trainer's environment variables
+(`core.secrets.PASSED_ON` and the folders of caches) and no secrets.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from polyturn.infra.process import ManagedProcess
 
 _CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "XDG_CACHE_HOME")
 END_S = 5.0
-"""Between the end of its input and the end by force."""
+"""Seconds between closing the process's input and killing it."""
 _TAIL_BYTES = 2000
 
 
 class WorkerRefusal(SchedulerError):
-    """The process answered with an error in the place of a value."""
+    """The process answered a request with an error."""
 
     def __init__(self, message: str, *, is_download: bool = False) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class WorkerRefusal(SchedulerError):
 
 
 class JsonSubprocess:
-    """A process and the requests that it has not answered."""
+    """A process and its unanswered requests."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class JsonSubprocess:
         variables: Mapping[str, str] | None = None,
         greet: Callable[[Callable[..., Any]], Any] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Describe the process; the first request starts it.
 
         Args:
             command: The program and its arguments.
-            name: What to call it in messages.
-            variables: Further variables of its environment.
-            greet: Called with `ask` whenever a process has been started.
+            name: The process's name in messages.
+            variables: Further environment variables.
+            greet: Called with `ask` after each start of the process.
         """
         self._command = tuple(command)
         self._name = name
@@ -70,15 +70,15 @@ class JsonSubprocess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that runs now."""
+        """The id of the running process; None if it is not running."""
         return None if self._process is None or not self._process.is_alive else self._process.pid
 
     def ask(self, do: str, *, timeout_s: float | None = None, **arguments: Any) -> Any:
-        """Ask and wait; never on an event loop that has other work.
+        """Send a request and block until the answer; do not call it on an event loop that has other work.
 
         Raises:
-            WorkerRefusal: it answered that it cannot.
-            SchedulerError: it has died, or was late.
+            WorkerRefusal: the process answered with an error.
+            SchedulerError: the process has died, or the timeout has passed.
         """
         _, answer = self._send(do, arguments)
         try:
@@ -87,11 +87,11 @@ class JsonSubprocess:
             raise SchedulerError(f"{self._name}: took longer than {timeout_s:g} s to {do}: {self._tail()}") from problem
 
     async def call(self, do: str, **arguments: Any) -> Any:
-        """Ask, and let the event loop do other work meanwhile.
+        """Send a request and await the answer.
 
         Raises:
-            WorkerRefusal: it answered that it cannot.
-            SchedulerError: it has died.
+            WorkerRefusal: the process answered with an error.
+            SchedulerError: the process has died.
         """
         await asyncio.to_thread(self.start)
         id, answer = self._send(do, arguments)
@@ -103,7 +103,7 @@ class JsonSubprocess:
             raise
 
     def close(self) -> None:
-        """End the process, by force if it does not end by itself. Closing twice is fine."""
+        """End the process; kill it if it does not exit in time. May be called twice."""
         atexit.unregister(self.close)
         with self._lock:
             self._is_closed = True
@@ -136,11 +136,11 @@ class JsonSubprocess:
                 raise SchedulerError(f"{self._name}: its process has ended: {self._tail()}") from problem
 
     def start(self) -> None:
-        """Start the process, unless it runs.
+        """Start the process unless it is running.
 
         Raises:
-            WorkerRefusal: it was greeted and refused.
-            SchedulerError: it cannot be started.
+            WorkerRefusal: a request of `greet` was refused.
+            SchedulerError: the process cannot be started.
         """
         with self._lock:
             if self._is_closed:
@@ -167,12 +167,17 @@ class JsonSubprocess:
 
     def _read(self, process: ManagedProcess) -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # its output was closed under it
+        with contextlib.suppress(ValueError):  # the output was closed while this thread was reading
             for line in process.stdout:
                 try:
                     reply = json.loads(line)
                     answer = self._waiting.pop(reply["id"], None)
-                except (ValueError, KeyError, TypeError, RecursionError):  # no answer: code in it prints what it likes
+                except (
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                    RecursionError,
+                ):  # not an answer: code in the process may print anything
                     continue
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue

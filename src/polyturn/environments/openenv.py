@@ -1,12 +1,12 @@
-"""`env: openenv:./my_env`: an OpenEnv environment, its server started here as a process of its own.
+"""`env: openenv:./my_env`: an OpenEnv environment, with its server started as a separate process.
 
     openenv:./my_env                      a folder with an openenv.yaml, which names the application
     openenv:echo_env.server.app:app       an application in an installed package
-    openenv:http://gpu7:8000              a server that runs already
+    openenv:http://gpu7:8000              a server that is already running
 
-An episode is one WebSocket connection: JSON goes both ways, and closing it closes the environment. A server of ours takes
-`sessions` episodes at once and there are at most `servers` of them, started when they are needed and stopped when the run
-ends, however it ends. They run in the interpreter `python`, which has the environment's packages; this process needs none.
+An episode is one WebSocket connection that carries JSON; closing it closes the environment. The adapter starts up to
+`servers` servers when they are needed, each for `sessions` concurrent episodes, and stops them when the run ends, even by an
+error. They run in the interpreter `python`, which needs the environment's packages; this process does not.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 INSTALL = "openenv"
 MAX_MESSAGE_BYTES = 8 << 20
 _FENCE = {"type": "state"}
-"""Sent behind every question. Answers come in the order of what was asked, and name no question; so one that belongs to an
-earlier question stands where the answer to this is expected, and no other sign tells the two apart."""
+"""Sent after every request. Answers arrive in the order of the requests and do not name them. An answer of another type to
+this message shows that the server sent an extra answer."""
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Error codes of an action that the environment does not accept: the model reads the error, and the episode continues."""
+"""Error codes for an action that the environment does not accept. The model reads the error, and the episode continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +51,27 @@ class OpenEnvOptions:
     """`env.kwargs` of an OpenEnv environment."""
 
     python: str = sys.executable
-    """The interpreter that the server runs in."""
+    """The Python interpreter of the server."""
     sessions: int = 1
-    """Episodes that one server takes at once: its `max_concurrent_envs`."""
+    """Number of concurrent episodes of one server: its `max_concurrent_envs`."""
     servers: int = 4
-    """Servers at most; with all of them full, an episode waits."""
+    """Largest number of servers; if all are full, an episode waits."""
     start_s: float = 120.0
-    """Seconds that a server may take to answer /health."""
+    """Seconds within which a new server must answer /health."""
     timeout_s: float = 60.0
-    """Seconds that the environment may take to answer one message."""
+    """Seconds within which the environment must answer a message."""
     action: str | None = None
-    """The field of an action that what the model wrote goes into; None reads it off the environment's schema."""
+    """The field of an action that takes the model's text; None derives it from the environment's schema."""
     show: str | None = None
-    """The field of an observation that the model is shown; None shows all of it but `metadata`."""
+    """The field of an observation that the model sees; None shows everything except `metadata`."""
     reset: Mapping[str, Any] = field(default_factory=dict)
-    """Told at every reset, beside the seed."""
+    """Sent at every reset, in addition to the seed."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the server's process environment."""
+    """Environment variables of the server's process."""
 
 
 class OpenEnv(Adapter):
-    """Environments behind an OpenEnv server."""
+    """Makes environments of an OpenEnv server."""
 
     def __init__(self, name: str, id: str, kwargs: Mapping[str, Any], *, base: Path | None = None) -> None:
         super().__init__(name, id, kwargs, base=base)
@@ -85,11 +85,11 @@ class OpenEnv(Adapter):
             atexit.register(self.close)
 
     def make(self) -> Any:
-        """Return a session that is not connected yet."""
+        """Return a session; `reset` connects it."""
         return OpenEnvSession(self)
 
     def close(self) -> None:
-        """Stop the servers that were started."""
+        """Stop the servers that this adapter started."""
         self._is_closed = True
         atexit.unregister(self.close)
         slots, self._slots = self._slots, []
@@ -98,10 +98,12 @@ class OpenEnv(Adapter):
                 slot.server.end()
 
     async def take(self) -> _Slot:
-        """Return a server with room for another episode, started if need be; give it back with `give_back`.
+        """Return a slot of a server with room for another episode, starting the server if necessary.
+
+        The caller returns the slot with `give_back`.
 
         Raises:
-            SchedulerError: it cannot be started.
+            SchedulerError: the server cannot be started.
         """
         if self._url is not None:
             return _Slot(url=self._url)
@@ -124,7 +126,7 @@ class OpenEnv(Adapter):
                     assert self._spec is not None
                     free.server = await Server.start(self._spec)
                     free.url = free.server.url
-        except BaseException as problem:  # its place stays, and who takes it next starts the server again
+        except BaseException as problem:  # the slot stays; the next episode in it starts the server again
             await self.give_back(free)
             if isinstance(problem, EngineError):
                 raise SchedulerError(
@@ -134,7 +136,7 @@ class OpenEnv(Adapter):
         return free
 
     async def give_back(self, slot: _Slot) -> None:
-        """Let another episode use the place."""
+        """Return a slot, so that another episode can use it."""
         if self._url is None:
             async with (freed := self._freed()):
                 slot.num_used -= 1
@@ -147,7 +149,7 @@ class OpenEnv(Adapter):
             app = _app_of(folder, name=self.name)
         elif ":" not in self.id:
             raise ConfigError(
-                f"env {self.name!r}: {self.id!r} is not an application; write 'openenv:package.server.app:app', a folder "
+                f"env {self.name!r}: {self.id!r} is not an application; use 'openenv:package.server.app:app', a folder "
                 "such as 'openenv:./my_env', or an address 'openenv:http://…'"
             )
         if shutil.which(self.options.python) is None:
@@ -188,7 +190,7 @@ class _Slot:
 
 @keeps_deadlines
 class OpenEnvSession:
-    """One environment behind a connection, for one episode."""
+    """A connection to one environment, for one episode."""
 
     def __init__(self, adapter: OpenEnv) -> None:
         self._adapter = adapter
@@ -198,10 +200,10 @@ class OpenEnvSession:
         self._words: OpenEnvCodec | None = None
         self._reading: asyncio.Task[None] | None = None
         self._answers: asyncio.Queue[str | None] = asyncio.Queue(1)
-        """Messages of the server, as they come; None once it has hung up."""
+        """Messages from the server in order of arrival; None once it has closed the connection."""
 
     async def reset(self, *, seed: int) -> str:
-        """Connect, which makes the environment, and reset it."""
+        """Connect, which creates the environment, and reset it."""
         options = self._adapter.options
         schema = await self.connect()
         try:
@@ -212,7 +214,7 @@ class OpenEnvSession:
         return self._words.shown(answer.get("observation"))
 
     async def connect(self) -> dict[str, Any]:
-        """Connect, which makes the environment; return the server's schemas.
+        """Connect, which creates the environment; return the server's schemas.
 
         Raises:
             SchedulerError: the server cannot be reached.
@@ -237,7 +239,7 @@ class OpenEnvSession:
         return schema
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Take what comes, so that pings are answered too however long the model takes: else the server hangs up."""
+        """Receive messages all the time, so that pings are answered while the model generates."""
         import aiohttp
 
         text: str | None = ""
@@ -245,37 +247,37 @@ class OpenEnvSession:
             try:
                 while (message := await socket.receive()).type is aiohttp.WSMsgType.PING:
                     await socket.pong(message.data)
-                    await asyncio.sleep(0)  # however many come, others have their turn
+                    await asyncio.sleep(0)  # lets other tasks run between messages
                 text = message.data if message.type is aiohttp.WSMsgType.TEXT else None
             except (ConnectionError, aiohttp.ClientError):
                 text = None
             await self._answers.put(text)
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
-        """Take what the model wrote; an action that the environment does not take is answered with what is wrong."""
+        """Act with the model's text; an action that the environment refuses is answered with the error."""
         assert self._words is not None
         data = self._words.action(action)
         if isinstance(data, str):
             return data, 0.0, False, {"is_refused": True}
         answer = await self.ask("step", data)
         if "error" in answer:
-            return f"The action is refused: {answer['error']}", 0.0, False, {"is_refused": True}
+            return f"The action was refused: {answer['error']}", 0.0, False, {"is_refused": True}
         return self._words.shown(answer.get("observation")), *self.outcome(answer), {}
 
     def outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
         """Return the reward of a step, and whether the episode is over.
 
         Raises:
-            SchedulerError: the answer says no such thing.
+            SchedulerError: the answer has no valid reward or done flag.
         """
         reward, done = answer.get("reward"), answer.get("done")
         score, is_over = as_score(0 if reward is None else reward), as_flag(done)
         if score is None or is_over is None:
-            raise self._lost(f"answered a step with the reward {brief(reward)}, and {brief(done)} for whether it is over")
+            raise self._lost(f"answered a step with the reward {brief(reward)} and done {brief(done)}")
         return score, is_over
 
     async def close(self) -> None:
-        """End the connection, with which the server closes the environment, and give the place back."""
+        """Close the connection, which makes the server close the environment, and return the slot."""
         socket, self._socket = self._socket, None
         http, self._http = self._http, None
         slot, self._slot = self._slot, None
@@ -286,7 +288,7 @@ class OpenEnvSession:
                         await socket.send_json({"type": "close"})
                     await socket.close()
         except (ConnectionError, TimeoutError):
-            pass  # the server has gone, and the environment with it
+            pass  # the server is gone, and the environment with it
         finally:
             if self._reading is not None:
                 self._reading.cancel()
@@ -296,10 +298,10 @@ class OpenEnvSession:
                 await self._adapter.give_back(slot)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the environment's answer to a reset or a step; `error` says why it refuses an action.
+        """Return the environment's answer to a reset or a step; the key `error` has the reason for a refused action.
 
         Raises:
-            SchedulerError: it failed, refuses the reset, or the connection is lost.
+            SchedulerError: the environment failed or refused the reset, or the connection is lost.
         """
         import aiohttp
 
@@ -307,7 +309,7 @@ class OpenEnvSession:
         early = None if self._answers.empty() else self._answers.get_nowait()
         if early is not None:
             self._told(early, kind)
-            raise self._lost(f"answered more than it was asked, before a {kind}: {early!r:.200}")
+            raise self._lost(f"sent an extra message before a {kind}: {early!r:.200}")
         try:
             async with asyncio.timeout(self._adapter.options.timeout_s):
                 for message in ({"type": kind, "data": data}, _FENCE):
@@ -315,15 +317,15 @@ class OpenEnvSession:
                 text = await self._answers.get()
                 behind = None if text is None else await self._answers.get()
         except TimeoutError as problem:
-            self._reading.cancel()  # an end by agreement would take as long again
+            self._reading.cancel()  # a closing handshake would take as long again
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
         except (ConnectionError, aiohttp.ClientError) as problem:
-            raise self._lost(f"hung up at a {kind}") from problem
+            raise self._lost(f"closed the connection at a {kind}") from problem
         if text is None:
-            raise self._lost(f"hung up at a {kind}")
+            raise self._lost(f"closed the connection at a {kind}")
         answer = self._told(text, kind)
         if behind is not None and _kind_of(behind) not in ("state", "error"):
-            raise self._lost(f"answered more than it was asked, at a {kind}: {text!r:.200}, and behind it {behind!r:.200}")
+            raise self._lost(f"sent an extra message at a {kind}: {text!r:.200}, followed by {behind!r:.200}")
         if kind == "reset" and "error" in answer:
             raise self._lost(f"refuses the reset: {answer['error']}")
         return answer
@@ -346,7 +348,7 @@ class OpenEnvSession:
             return {"error": "; ".join(wrong) or message}
         if code == "CAPACITY_REACHED":
             raise self._lost(
-                f"has no room for another episode ({message}); set env.kwargs.sessions to its max_concurrent_envs, here "
+                f"has no room for another episode ({message}); set env.kwargs.sessions to its max_concurrent_envs, which is "
                 f"{data.get('max_sessions', '?')}"
             )
         raise self._lost(f"failed at a {kind}: {message} ({code})")
@@ -362,7 +364,7 @@ class OpenEnvSession:
 async def _refuse_redirect(*_: object) -> None:
     import aiohttp
 
-    raise aiohttp.ClientError("it answers with a redirect, and none is followed")
+    raise aiohttp.ClientError("it answers with a redirect, and redirects are not followed")
 
 
 def _kind_of(text: str) -> Any:
@@ -387,7 +389,7 @@ def _app_of(folder: Path, *, name: str) -> str:
     """Return the application that a folder's openenv.yaml names."""
     manifest = folder / "openenv.yaml"
     if not manifest.is_file():
-        raise ConfigError(f"env {name!r}: there is no {manifest}; name a folder that `openenv init` made, or an application")
+        raise ConfigError(f"env {name!r}: there is no {manifest}; name a folder made by `openenv init`, or an application")
     try:
         read = yaml.safe_load(manifest.read_text(encoding="utf-8"))
     except yaml.YAMLError as problem:

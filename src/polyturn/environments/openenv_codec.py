@@ -1,12 +1,12 @@
-"""OpenEnvCodec: between what a model writes and reads, and the JSON actions and observations of an OpenEnv environment.
+"""OpenEnvCodec: converts a model's text to JSON actions of an OpenEnv environment, and observations to text.
 
     schema {"properties": {"message": {"type": "string"}, "metadata": …}}       "hello"   ->  {"message": "hello"}
     schema {"properties": {"action_id": {"type": "integer"}, …}}                "I go 3"  ->  {"action_id": 3}
-    anything else                                                               one JSON object, wherever it stands
+    any other schema                                                            one JSON object anywhere in the text
 
     {"echoed": "hello"}  ->  "hello"         {"board": [0, 1], "turn": "x"}  ->  the same, as JSON
 
-Separate from the session because it handles text only; the model reads its errors.
+The model reads the errors of a conversion.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _BASE = frozenset({"metadata"})
-"""Fields of every action that no model writes, and of every observation that none is shown: they may hold the solution."""
+"""Fields of actions and observations that are hidden from the model, because they may contain the solution."""
 MAX_VALUES = 1 << 18
-"""Values of a message. More take seconds to parse, and no other thread runs meanwhile."""
+"""Largest number of values in a message. More would take seconds to parse, during which no other thread runs."""
 
 
 def loads(text: str) -> Any:
     """Parse a server's message.
 
     Raises:
-        ValueError: it is not JSON, or of too many values.
-        RecursionError: it is nested too deeply.
+        ValueError: the message is not JSON, or has too many values.
+        RecursionError: the message is nested too deeply.
     """
-    if sum(map(text.count, "[{,")) > MAX_VALUES:  # those in texts as well, which costs no parsing
-        raise ValueError(f"a message of more than {MAX_VALUES} values")
+    if sum(map(text.count, "[{,")) > MAX_VALUES:  # also counts brackets inside strings; exact counting would need a parse
+        raise ValueError(f"the message has more than {MAX_VALUES} values")
     return json.loads(text)
 
 
 class OpenEnvCodec:
-    """The actions and observations of one environment, as text."""
+    """Converts the actions and observations of one environment from and to text."""
 
     def __init__(self, schema: Mapping[str, Any], *, field: str | None = None, show: str | None = None) -> None:
-        """Look at the schema of the actions.
+        """Create a codec from the schema of the actions.
 
         Args:
-            schema: The JSON schema that the server gives for an action.
-            field: The field that the text goes into; None where the schema says it.
-            show: The field of an observation that is shown; None for all.
+            schema: The server's JSON schema of an action.
+            field: The field that takes the text; None derives it from the schema.
+            show: The field of an observation to show; None shows all.
         """
         self._fields = {k: v for k, v in (schema.get("properties") or {}).items() if k not in _BASE}
         required = [k for k in schema.get("required") or () if k in self._fields]
@@ -54,7 +54,7 @@ class OpenEnvCodec:
         self._show = show
 
     def action(self, text: str) -> dict[str, Any] | str:
-        """Return the action that a text means; a string is what is wrong with it, for the model."""
+        """Return the action in a text, or a string with the error for the model."""
         if self._field is None:
             return self._object(text)
         kind = self._kind(self._field)
@@ -85,7 +85,7 @@ class OpenEnvCodec:
         while at >= 0:
             try:
                 value, end = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError):  # a thousand brackets are not an object
+            except (ValueError, RecursionError):  # for example a thousand brackets
                 at = text.find("{", at + 1)
                 continue
             parsed = value

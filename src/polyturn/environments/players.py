@@ -1,16 +1,16 @@
-"""Players: the seats of a game, each the trained policy's or an opponent's.
+"""Players: each seat of a game is played by the trained policy or by an opponent.
 
-    seats: [policy, policy]                          self-play: one policy, an agent of its own in each seat
-    seats: [policy, random]                          any move that the game offers in '[brackets]'
-    seats: [policy, "opponents.py:careful"]          a function of the observation, or a class that is called with it (and
-                                                     made with a `seed`, where it takes one)
+    seats: [policy, policy]                          self-play: one policy, with a separate agent in each seat
+    seats: [policy, random]                          a random one of the moves that the game offers in '[brackets]'
+    seats: [policy, "opponents.py:careful"]          a function of the observation, or a class whose objects are called with
+                                                     it (created with a `seed`, if the constructor takes one)
     seats: [policy, opponent]                        a further policy of the run, a key of the section `policies`
     seats: [policy, {policy: opponent, temperature: 0.5, system: "Play badly."}]
     seats: [policy, {url: "http://…/v1", model: m}]  a model behind an OpenAI-compatible endpoint
     seats: [policy, [policy, past, random]]          one of these, drawn for each task: a league
 
-An opponent is made for each episode and seat, so it may remember. It is shown the same observations that the policy would be
-shown in its place; a further policy of the run also the same prompt before them, and its words are read in the same way.
+An opponent is created for each episode and seat, so it may keep state. It sees the observations that the policy would see in
+this seat. A further policy of the run also gets the same prompt, and its actions are parsed in the same way.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ RANDOM = "random"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayerSlot:
-    """A place in a game, for the length of one episode."""
+    """A seat of a game in one episode."""
 
     id: str
-    """Unique among those of live episodes."""
+    """Unique among the slots of live episodes."""
     seed: int
     prompt: tuple[Message, ...] = ()
-    """The policy's prompt there, before the game's observations."""
+    """The prompt that the policy would have in this seat, before the game's observations."""
     action_of: Callable[[str, Message], str]
-    """Finds the action in what a policy wrote: all of it, and the same read as a message."""
+    """(full text, parsed message) of a policy's turn -> its action."""
 
 
 class Player(Protocol):
     """An opponent for one episode."""
 
     def act(self, observation: str) -> str | Awaitable[str]:
-        """Return its move; plain or async."""
+        """Return the player's move; sync or async."""
         ...
 
 
 @runtime_checkable
 class Recalls(Protocol):
-    """A player that can be put back into a game."""
+    """A player that can resume a game."""
 
     def recall(self, observation: str, reply: str) -> Any:
-        """Return its move again; what it `reply` in an earlier process is to be the same. Plain or async."""
+        """Return the move for an observation again; it must equal `reply`, the move of an earlier process. Sync or async."""
         ...
 
 
 @runtime_checkable
 class Leaves(Protocol):
-    """A player that holds something until the game is over."""
+    """A player that must release something when the game is over."""
 
     async def leave(self) -> None:
         """Release it."""
@@ -81,15 +81,15 @@ class Leaves(Protocol):
 
 
 MakePlayer = Callable[[PlayerSlot], Player]
-"""From an episode's seat to its player."""
+"""Creates the player of an episode's seat."""
 Named = MakePlayer | None | tuple[MakePlayer | None, ...]
-"""The player of a seat: None is the policy that is trained; of several, one is drawn for each task."""
+"""The player of a seat: None is the trained policy; from a tuple, one is drawn for each task."""
 
 _MOVE = re.compile(r"\[([^\[\]]{1,40})\]")
 
 
 def moves_in(observation: str) -> list[str]:
-    """Return the moves that a text offers: what its last line with '[brackets]' has in brackets.
+    """Return the moves that a text offers: the bracketed texts of its last line with '[brackets]'.
 
     moves_in("Board …\\nAvailable Moves: '[0]', '[4]'")  ->  ["[0]", "[4]"]
     """
@@ -100,14 +100,14 @@ def moves_in(observation: str) -> list[str]:
 
 
 class RandomPlayer:
-    """Makes any of the moves that it was last offered."""
+    """Plays a random one of the latest moves that the game offered."""
 
     def __init__(self, seat: PlayerSlot) -> None:
         self._random = random.Random(seat.seed)
         self._offered: list[str] = ["[pass]"]
 
     def act(self, observation: str) -> str:
-        """Return a move that the observation offers, else one that an earlier one did."""
+        """Return a move that the observation offers, or one of the latest offered before."""
         self._offered = moves_in(observation) or self._offered
         return self._random.choice(self._offered)
 
@@ -117,7 +117,7 @@ class RandomPlayer:
 
 
 class WrittenPlayer:
-    """A function of the observation, or an object that is called with it."""
+    """A player written in Python: a function of the observation, or a callable object."""
 
     def __init__(self, play: Callable[[str], Any]) -> None:
         self._play = play
@@ -127,13 +127,13 @@ class WrittenPlayer:
         return self._play(observation)
 
     def recall(self, observation: str, reply: str) -> Any:
-        """Ask the function again, which may remember the game."""
+        """Call the function again, because it may keep state."""
         return self._play(observation)
 
 
 @keeps_deadlines
 class EndpointPlayer:
-    """A model behind an endpoint, which remembers the game."""
+    """A model at an endpoint; keeps the messages of the game."""
 
     def __init__(self, client: ChatClient, *, system: str | None, options: Mapping[str, Any]) -> None:
         self._client = client
@@ -141,7 +141,7 @@ class EndpointPlayer:
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
 
     async def act(self, observation: str) -> str:
-        """Ask for the next move."""
+        """Request the next move."""
         self._messages.append({"role": "user", "content": observation})
         endpoint = self._client.endpoint
         async with self._client.in_use():
@@ -149,24 +149,24 @@ class EndpointPlayer:
         try:
             reply = str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as problem:
-            raise EngineError(f"{endpoint.url} answered nothing that can be read as a move: {answer!r:.200}") from problem
+            raise EngineError(f"the answer of {endpoint.url} contains no move: {answer!r:.200}") from problem
         self._messages.append({"role": "assistant", "content": reply})
         return reply
 
     def recall(self, observation: str, reply: str) -> str:
-        """Remember the move; the model is not asked again."""
+        """Store the move without calling the model again."""
         self._messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": reply}]
         return reply
 
 
 @keeps_deadlines
 class PolicyPlayer:
-    """A further policy of the run, in the place of the one that is trained."""
+    """A further policy of the run that plays instead of the trained one."""
 
     def __init__(self, policy: FrozenPolicy, seat: PlayerSlot, *, sampling: SamplingParams, system: str | None) -> None:
         self.name = policy.name
         self.version: int | None = None
-        """The version of its weights that moved last."""
+        """Version of the weights that made the latest move."""
         self._policy = policy
         self._seat = seat
         self._sampling = sampling
@@ -175,10 +175,10 @@ class PolicyPlayer:
         self._num_moves = 0
 
     async def act(self, observation: str) -> str:
-        """Return the action in what it says next.
+        """Return the action of the policy's next turn.
 
         Raises:
-            EngineError: the game is longer than its context, or its engine is lost.
+            EngineError: the game exceeds the policy's context, or its engine is lost.
         """
         seat = self._seat
         self._see(observation)
@@ -190,7 +190,7 @@ class PolicyPlayer:
         return seat.action_of(reply.text, reply.message)
 
     def recall(self, observation: str, reply: str) -> str:
-        """Remember the move; it is not asked again."""
+        """Store the move without sampling again."""
         self._see(observation)
         self._messages.append(Message(role="assistant", content=reply, origin=Origin.MODEL))
         self._num_moves += 1
@@ -209,7 +209,7 @@ class PolicyPlayer:
         self._messages += with_text(prompt or (Message(role="user", content=""),), observation)
 
     async def leave(self) -> None:
-        """Let its engine forget the game."""
+        """Release the game in the policy's engine."""
         await self._policy.end(self._seat.id)
 
 
@@ -221,17 +221,17 @@ def seat_players(
     base: Path | None,
     policies: Policies | None = None,
 ) -> tuple[Named, ...]:
-    """Return for each seat what makes its opponent, None where the policy plays. No seats at all: the policy plays them all.
+    """Return the player of each seat; None is the policy. If `seats` is empty, the policy plays all of them.
 
     Raises:
-        ConfigError: there are more or fewer seats than the game has, the policy has none to itself, or an opponent cannot be
-            made.
+        ConfigError: the number of seats does not fit the game, the policy does not play one of them in every game, or an
+            opponent cannot be created.
     """
     if not seats:
         return (None,) * num_seats
     if len(seats) != num_seats:
         raise ConfigError(
-            f"env {name!r} is a game of {num_seats} and env.seats has {len(seats)}, {list(seats)!r:.200}; name one each"
+            f"env {name!r} has {num_seats} seats, but env.seats names {len(seats)}, {list(seats)!r:.200}; name one per seat"
         )
     make = functools.partial(_maker, name=name, base=base, policies=policies or {})
     players: list[Named] = []
@@ -241,10 +241,10 @@ def seat_players(
         elif seat:
             players.append(tuple(make(one) for one in seat))
         else:
-            raise ConfigError(f"env {name!r}: a seat is an empty list; name the players that one is to be drawn of")
+            raise ConfigError(f"env {name!r}: a seat is an empty list; name the players to draw from")
     if None not in players:
         raise ConfigError(
-            f"env {name!r}: the policy plays no seat of {list(seats)!r:.200} in every game; put 'policy' in one of them"
+            f"env {name!r}: no seat of {list(seats)!r:.200} always belongs to the policy; put 'policy' in one of them"
         )
     return tuple(players)
 
@@ -267,7 +267,7 @@ def _maker(seat: NameOrObject | Mapping[str, Any], *, name: str, base: Path | No
     play: Any = import_attr(seat, base=base)
     if not callable(play):
         raise ConfigError(
-            f"env {name!r}: the player {seat!r} is {play!r:.100}; name a function of the observation, or a class"
+            f"env {name!r}: the player {seat!r} is {play!r:.100}; use a function of the observation, or a class"
         )
     play_or_class: Any = play
     if not inspect.isclass(play):
@@ -287,7 +287,7 @@ def _policy_maker(settings: Mapping[str, Any], *, name: str, policies: Policies)
     policy = policy_named(settings["policy"], policies, who=who)
     system = settings.get("system")
     if system is not None and (not isinstance(system, str) or not system.strip()):
-        raise ConfigError(f"{who}: system is {system!r:.100}; give a text")
+        raise ConfigError(f"{who}: system is {system!r:.100}; use a text")
     sampling = sampled_with(policy, settings, who=who)
     return lambda seat: PolicyPlayer(policy, seat, sampling=sampling, system=system)
 
@@ -302,9 +302,9 @@ def _endpoint_maker(seat: Mapping[str, Any], *, name: str) -> MakePlayer:
     for key in seat:
         if key not in _ENDPOINT_KEYS:
             hint = did_you_mean(key, _ENDPOINT_KEYS)
-            raise UnknownNameError(f"env {name!r}: a player behind an endpoint has no {key!r}.{hint}")
+            raise UnknownNameError(f"env {name!r}: a player at an endpoint has no option {key!r}.{hint}")
     if "url" not in seat or "model" not in seat:
-        raise ConfigError(f"env {name!r}: a player behind an endpoint needs url and model; it has {sorted(seat)}")
+        raise ConfigError(f"env {name!r}: a player at an endpoint needs url and model; this one has {sorted(seat)}")
     passed = {k: seat[k] for k in ("max_tokens", "timeout_s", "max_concurrent", "max_tries") if k in seat}
     token = token_from({"token_env": seat.get("api_key_env")}, where=f"env {name!r}: api_key_env")
     endpoint = Endpoint(url=str(seat["url"]), model=str(seat["model"]), key=token, **passed)

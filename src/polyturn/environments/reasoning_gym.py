@@ -1,10 +1,10 @@
 """`env: reasoning_gym:chain_sum`: a data set of Reasoning Gym, by its own name (`pip install reasoning-gym`).
 
-    seed 7  ->  the entry that `create_dataset(name, seed=7, size=1)` has: its question, and its own score of an answer
+    seed 7  ->  the entry of `create_dataset(name, seed=7, size=1)`: a question, and a score for answers
 
-`kwargs` are the data set's (`max_terms: 6`), and two of the adapter's: `tries` (1) is how many answers an episode has, each
-wrong one answered by "retry", the text that asks for another. The score is the package's, in [0, 1], of the last answer.
-The answer is the text between <answer> and </answer>, or the model's whole text without these tags.
+`kwargs` are the data set's (`max_terms: 6`) and two of the adapter: `tries` (default 1) is the number of answers in an
+episode, and `retry` is the reply to a wrong one. The reward is the package's score of the last answer, in [0, 1]. The answer
+is the text between <answer> and </answer>, or the whole text if these tags are missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RETRY = "That is not right. Try again."
 
 
 class ReasoningGym(Adapter):
-    """Data sets of Reasoning Gym."""
+    """Makes environments from a data set of Reasoning Gym."""
 
     replays = True
     instructions = "Write your final answer between <answer> and </answer>."
@@ -34,23 +34,23 @@ class ReasoningGym(Adapter):
         self._create = package.create_dataset
         self._extract = require("reasoning_gym.utils", install=INSTALL, needed_by=name).extract_answer
         self.tries = self.kwargs.pop("tries", 1)
-        """Number of answers that an episode has."""
+        """Number of answers in an episode."""
         self.retry = str(self.kwargs.pop("retry", RETRY))
-        """The reply to a wrong answer that is not the last."""
+        """The reply to a wrong answer, except the last."""
         if not isinstance(self.tries, int) or self.tries < 1:
-            raise ConfigError(f"env {name!r}: tries is {self.tries!r}; give a number from 1 on")
+            raise ConfigError(f"env {name!r}: tries is {self.tries!r}; use a whole number of at least 1")
         check_kwargs(lambda: self._create(id, seed=0, size=1, **self.kwargs)[0], name=name, kwargs=kwargs)
 
     def make(self) -> ReasoningGymEnv:
-        """Return an environment that asks one question."""
+        """Return an environment with one question."""
         return ReasoningGymEnv(self)
 
     def dataset(self, seed: int) -> Any:
-        """Return the data set whose only entry is the question of a seed."""
+        """Return the data set whose only entry is a seed's question."""
         return self._create(self.id, seed=seed, size=1, **self.kwargs)
 
     def answer_in(self, text: str) -> str:
-        """Return the answer in what a model wrote."""
+        """Return the answer in a model's text."""
         answer = self._extract(text)
         return text.strip() if answer is None else str(answer)
 

@@ -1,10 +1,10 @@
-"""From the name in a config to an adapter.
+"""Finds the adapter for the name of an environment in a configuration.
 
-    textarena:GuessTheNumber-v0       a prefix: an entry point of the group `polyturn.environments`, as the shipped ones are
+    textarena:GuessTheNumber-v0       a prefix: an entry point of the group `polyturn.environments`
     my_package.module:Class           an `Adapter`, or an environment (reset, step, close), in a module
     folder/lake.py:Lake               the same in a file, relative to the config
 
-An adapter imports what its package brings, so none is imported before its prefix is named.
+An adapter imports its package, so an adapter is imported only when a configuration names its prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polyturn.core.plugins import Registry, import_attr, wrong_kind
 from polyturn.environments.base import Adapter
 
 adapters: Registry[type[Adapter]] = Registry("environments")
-"""Prefix to an `Adapter`."""
+"""Prefix -> subclass of `Adapter`."""
 
 ADAPTER = Shape(
     what="an adapter of environments",
@@ -36,23 +36,23 @@ ADAPTER = Shape(
         "close": CallShape(num=0, write="def close(self)"),
     },
 )
-"""The methods of an adapter's class."""
+"""The methods that an adapter's class needs."""
 
 
 def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:
-    """Return the adapter that a name stands for.
+    """Return the adapter for the name of an environment.
 
     Raises:
-        UnknownNameError: there is no such prefix, or the package knows no such id; the message has the nearest.
-        ConfigError: the package is missing, or it cannot be made with these arguments.
+        UnknownNameError: the prefix or the id is unknown; the message has the closest known one.
+        ConfigError: the package is missing, or an environment cannot be made with these arguments.
     """
     if isinstance(name, LiveObject):
         return _own(name, name.target, kwargs or {}, base)
     prefix, colon, id = name.partition(":")
     if not colon or not id:
         raise ConfigError(
-            f"env {name!r} is not a name of an environment; write 'prefix:id', for instance "
-            "'textarena:GuessTheNumber-v0', or 'package.module:Class' or 'file.py:Class' for one of your own"
+            f"env {name!r} is not the name of an environment; write 'prefix:id', for instance "
+            "'textarena:GuessTheNumber-v0', or 'package.module:Class' or 'file.py:Class' for your own class"
         )
     if "." in prefix or "/" in prefix:
         return _own(name, import_attr(name, base=base, key="env"), kwargs or {}, base)
@@ -66,7 +66,7 @@ def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *,
 
 
 class _Own(Adapter):
-    """A class of the user's with reset, step and close."""
+    """Makes objects of a user's class with reset, step and close."""
 
     def __init__(self, name: NameOrObject, make: Any, kwargs: Mapping[str, Any], *, base: Path | None) -> None:
         super().__init__(str(name), _id(name), kwargs, base=base)
@@ -81,7 +81,7 @@ class _Own(Adapter):
     def make(self) -> Env:
         env = self._make(**self.kwargs)
         if not isinstance(env, Env):
-            raise ConfigError(f"env {self.name!r} makes {env!r:.100}; it must make objects with reset, step and close")
+            raise ConfigError(f"env {self.name!r} made {env!r:.100}; it must make objects with reset, step and close")
         return env
 
 
@@ -97,6 +97,6 @@ def _own(name: NameOrObject, cls: Any, kwargs: Mapping[str, Any], base: Path | N
     if not callable(cls):
         kind = type(cls).__name__
         raise ConfigError(
-            f"env {name!r} is an object of {kind}; give the class, {kind}, of which each episode makes an object"
+            f"env {name!r} is an object of {kind}; pass the class {kind}, so that each episode gets its own object"
         )
     return _Own(name, cls, kwargs, base=base)

@@ -1,15 +1,15 @@
-"""EnvScheduler: every turn is an action in the environment that the task names; a game may have several seats.
+"""EnvScheduler: every turn is an action in the task's environment; a game may have several seats.
 
     one seat        reset -> prompt;  turn -> step -> observation -> turn …
-    several seats   the environment says who acts. Each seat that the policy plays is an agent with a history, a segment and
-                    a reward of its own; it reads another seat's words only if the game shows them.
+    several seats   the environment names the next seat. Each seat that the policy plays is an agent with its own history,
+                    segment and reward; it sees another seat's moves only if the game shows them.
 
     seat 0   [ prompt 0 | turn 0 | observation | turn 2 ]        one trajectory, two training samples
     seat 1   [ prompt 1 | turn 1 | observation | turn 3 ]
 
-A reward is the score "env" of its player's latest turn, also if another player's move caused it, as for the loser of a
-game. A completion that a limit cut is an action too, and ends the episode; in a game of several players, the stopped one
-has lost.
+A reward is stored as the score "env" of its player's latest turn, even if another player's move caused it, as for the loser
+of a game. A completion that a limit cut still counts as an action, and ends the episode; in a game of several players, that
+player loses.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from polyturn.rollout.open_turn import OpenTurn, Reply
 from polyturn.rollout.schedulers.environment import EnvironmentLoop, with_text
 
 SEAT = "seat"
-"""Under this key a turn's info says which seat took it."""
+"""The key of a turn's info with the number of the seat that took the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """An environment as a run uses it."""
+    """An environment of a run, with its players and rules."""
 
     adapter: Adapter
     players: tuple[Named, ...] = (None,)
-    """For each seat who plays it; None is the policy."""
+    """The player of each seat; None is the policy."""
     eval_players: tuple[Named, ...] | None = None
-    """The players in evaluation, where they differ."""
+    """The players during evaluation; None uses `players`."""
     rotates: bool = True
     """Whether the players change seats from task to task."""
     action: re.Pattern[str] | None = None
-    """Finds the action in what the model wrote: the last match, its first group if it has one. None takes all of it."""
+    """Finds the action in the model's text: the last match, or its first group if it has one. None takes the whole text."""
     forfeit: float | None = None
-    """The reward of a player whom a limit of the run stops before the environment is done. None is 0, and -1 in a game of
-    several: else a player who is about to lose would do well to talk until it is cut."""
+    """The reward of a player that a limit of the run stops before the environment is done. None is 0 for one player and -1
+    for several; otherwise a player about to lose would profit from writing until it is cut."""
 
     def players_of(self, task: Task) -> tuple[MakePlayer | None, ...]:
-        """Return who plays each seat in a task: drawn and moved on by its seed, so that all members of a group play and sit
-        alike."""
+        """Return the player of each seat in a task. The task's seed draws and rotates the players, so all episodes of a
+        group have the same seating."""
         named = self.players
         if self.eval_players is not None and task.extra[ENV].get("split") == "eval":
             named = self.eval_players
@@ -70,11 +70,11 @@ class Stage:
         return drawn[-first:] + drawn[:-first] if first else drawn
 
     def action_of(self, text: str, message: Message) -> str:
-        """Return the action that a turn is, from all that was written and from the same read as a message."""
+        """Return the action of a turn, from its full text and its parsed message."""
         return self.action_in(text if self.adapter.reads_reasoning else message.text)
 
     def action_in(self, text: str) -> str:
-        """Return the part of a text that is the action; all of it where none is found, which the environment refuses."""
+        """Return the action in a text; the whole text if there is no match, which the environment then refuses."""
         if self.action is None:
             return text
         matches = list(self.action.finditer(text))
@@ -83,24 +83,24 @@ class Stage:
 
 @keeps_deadlines
 class EnvScheduler(EnvironmentLoop):
-    """The loop over environments of a run, which a task names; a game has a history for each seat of the policy."""
+    """Runs each task in its environment; a game has one history per seat of the policy."""
 
     def __init__(self, stages: Mapping[str, Stage]) -> None:
-        """Take the environments of a run, by name."""
+        """Create a scheduler for the environments of a run, by name."""
         self._stages = stages
         self._ended: StopReason | None = None
         self._seats: dict[int, Episode] = {}
-        """The history of each seat that the policy has played so far."""
+        """Seat -> its history, for seats that the policy has played."""
         self._opponents: dict[int, Player] = {}
         self._earned: dict[int, float] = {}
-        """The reward of each seat so far."""
+        """Seat -> its reward so far."""
         self._moves: list[int | str] = []
-        """All actions: the policy's by their turns, opponents' as they said them."""
+        """All actions in order: the policy's as references to turns, opponents' as texts."""
         self._is_recorded = False
-        """Whether the latest answer is recorded with its turn already, in an earlier process."""
+        """Whether an earlier process has already recorded the latest answer with its turn."""
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that names no environment of this run."""
+        """Refuse a task whose environment is not part of this run."""
         row_env = task.extra.get(ENV)
         if not isinstance(row_env, Mapping) or not isinstance(row_env.get("seed"), int) or "name" not in row_env:
             raise DataError(f"task {task.id!r} has the env {row_env!r:.100}; it needs {{'name': …, 'seed': …}}")
@@ -109,7 +109,7 @@ class EnvScheduler(EnvironmentLoop):
             raise DataError(f"task {task.id!r}: the run's env has no {row_env['name']!r}.{hint}")
 
     async def open(self, episode: Episode, observed: Any, *, name: str) -> None:
-        """Show what the environment showed first; in a game, opponents move first who move before the policy does."""
+        """Show the first observation; in a game, first let opponents move whose turn comes before the policy's."""
         if not isinstance(observed, Seated):
             await super().open(episode, observed, name=name)
             return
@@ -122,7 +122,7 @@ class EnvScheduler(EnvironmentLoop):
             episode.rewrite(_opened(episode.task.prompt, self._answer.observation))
 
     async def run(self, episode: Episode) -> StopReason:
-        """Drive the episode, one history or one for each seat of the policy, to its end."""
+        """Run the episode to its end, with one history per seat of the policy."""
         if not self._seats and self._ended is None:
             return self._stopped(episode, await super().run(episode))
         while self._ended is None:
@@ -143,9 +143,9 @@ class EnvScheduler(EnvironmentLoop):
         return self._ended
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Act; end the episode where the environment does."""
+        """Act with the turn; end the episode if the environment ends."""
         if turn.message.tool_calls and episode.tool_schemas:
-            return None  # a tool of the run is to answer first
+            return None  # a tool of the run answers first
         acting = self._answer.seat
         self._moves.append(turn.index)
         await self.act(self._stage.action_of(turn.text, turn.message))
@@ -158,23 +158,23 @@ class EnvScheduler(EnvironmentLoop):
         return self._ended
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Show what the environment answered, or what the run's tools did."""
+        """Show the environment's observation, or the results of the run's tools."""
         if turn.message.tool_calls and episode.tool_schemas:
             return await episode.call_tools(turn)
         return await super().step(episode, turn)
 
     async def snapshot(self, episode: Episode) -> dict[str, Any]:
-        """Return the environment's own snapshot; or its trace, and the moves that lead there.
+        """Return the environment's snapshot, or a trace with the moves so far.
 
         Raises:
-            NoSnapshotError: it offers neither, or an opponent cannot be put back into the game.
+            NoSnapshotError: the environment supports neither, or an opponent cannot resume a game.
         """
         assert self._session is not None
         stuck = next((seat for seat, player in self._opponents.items() if not isinstance(player, Recalls)), None)
         if stuck is not None:
-            raise NoSnapshotError(f"the player of seat {stuck} cannot be put back into a game")
+            raise NoSnapshotError(f"the player of seat {stuck} cannot resume a game")
         if self._seats and not self._session.replays:
-            raise NoSnapshotError(f"the game {self._session.name!r} is not declared to replay")
+            raise NoSnapshotError(f"the game {self._session.name!r} does not declare that it replays")
         kept = {"trace": self._session.trace} if self._seats else await self._session.snapshot()
         return {
             **kept,
@@ -184,10 +184,10 @@ class EnvScheduler(EnvironmentLoop):
         }
 
     async def restore(self, episode: Episode, state: Mapping[str, Any]) -> None:
-        """Make the environment again, where `state` left it; one that is replayed answers as it did.
+        """Create the environment again in the given state, from its snapshot or by replaying its moves.
 
         Raises:
-            SnapshotError: it does not, or an opponent moves otherwise.
+            SnapshotError: the replayed environment answers differently, or an opponent moves differently.
         """
         if state["seat"] is None:
             await super().restore(episode, state)
@@ -199,9 +199,9 @@ class EnvScheduler(EnvironmentLoop):
         self._earned = {int(seat): earned for seat, earned in state["earned"].items()}
 
     async def _replay(self, episode: Episode, session: EnvSession, state: Mapping[str, Any], *, seed: int) -> None:
-        """Let a game be played again, up to where it stood."""
+        """Replay a game up to the given state."""
         if "trace" not in state:
-            raise SnapshotError(f"the game {session.name!r} was kept in another way; it cannot be replayed")
+            raise SnapshotError(f"the snapshot of the game {session.name!r} has no trace, so it cannot be replayed")
         self._seat_opponents(episode)
         self._answer = EnvStep.of(await session.reset(seed=seed), name=session.name)
         turns = {turn.index: turn for turn in episode.turns}
@@ -209,10 +209,12 @@ class EnvScheduler(EnvironmentLoop):
             if isinstance(move, str):
                 player, seen = self._opponents.get(self._answer.seat), "\n".join(m.text for m in self._answer.observation)
                 if not isinstance(player, Recalls):
-                    raise SnapshotError(f"the player of seat {self._answer.seat} cannot be put back into a game")
+                    raise SnapshotError(f"the player of seat {self._answer.seat} cannot resume a game")
                 reply = await episode.call(self, player.recall, seen, move, of=f"the player of seat {self._answer.seat}:")
                 if reply != move:
-                    raise SnapshotError(f"the player of seat {self._answer.seat} moves otherwise when a game is replayed")
+                    raise SnapshotError(
+                        f"the player of seat {self._answer.seat} makes another move when the game is replayed"
+                    )
                 await self.act(move)
             else:
                 await self.act(self._stage.action_of(turns[move].text, turns[move].message))
@@ -221,7 +223,7 @@ class EnvScheduler(EnvironmentLoop):
     async def on_trajectory_end(self, episode: Episode) -> None:
         """Close the environment."""
         opponents, self._seats, self._opponents = self._opponents, {}, {}
-        async with contextlib.AsyncExitStack() as ends:  # all of them, also where one fails
+        async with contextlib.AsyncExitStack() as ends:  # closes all of them, even if one fails
             if self._session is not None:
                 ends.push_async_callback(self._session.close)
             for player in opponents.values():
@@ -229,7 +231,7 @@ class EnvScheduler(EnvironmentLoop):
                     ends.push_async_callback(player.leave)
 
     def begin(self, episode: Episode) -> tuple[EnvSession, int]:
-        """Return the environment that the task names."""
+        """Return a session of the task's environment, and the seed."""
         row_env = episode.task.extra[ENV]
         stage = self._stages[row_env["name"]]
         self._stage, self._seats, self._opponents, self._earned, self._moves = stage, {}, {}, {}, []
@@ -238,7 +240,7 @@ class EnvScheduler(EnvironmentLoop):
         return EnvSession(row_env["name"], make, {}, call=call, replays=stage.adapter.replays), row_env["seed"]
 
     def actions(self, episode: Episode, state: Mapping[str, Any]) -> list[str]:
-        """Return the policy's actions, which are parts of its turns."""
+        """Return the policy's actions, read from its turns."""
         turns = {turn.index: turn for turn in episode.turns}
         return [self._stage.action_of(turns[m].text, turns[m].message) for m in state["moves"]]
 
@@ -247,7 +249,7 @@ class EnvScheduler(EnvironmentLoop):
         self._opponents = {n: make(_seat(episode, self._stage, n)) for n, make in players if make is not None}
 
     async def act(self, action: str) -> StopReason | None:
-        """Take an action, and add its rewards to each seat; the environment's own limit counts as truncation."""
+        """Take an action and add its rewards to each seat; a limit of the environment counts as truncation."""
         self._ended = await super().act(action)
         if self._ended is not None and self._answer.is_truncated:
             self._ended = StopReason.MAX_TURNS
@@ -256,7 +258,7 @@ class EnvScheduler(EnvironmentLoop):
         return self._ended
 
     async def _opponents_move(self, episode: Episode) -> None:
-        """Let opponents act until a seat of the policy is to act, or the game is over."""
+        """Let opponents move until it is the policy's turn or the game is over."""
         while self._ended is None and (player := self._opponents.get(self._answer.seat)) is not None:
             seen = "\n".join(m.text for m in self._answer.observation)
             reply = await episode.call(self, player.act, seen, of=f"the player of seat {self._answer.seat}:")
@@ -269,7 +271,7 @@ class EnvScheduler(EnvironmentLoop):
             self._credit()
 
     def _stopped(self, own: Episode, reason: StopReason) -> StopReason:
-        """Score the player whom a limit stopped, and return the reason."""
+        """Score the player that a limit stopped, and return the stop reason."""
         worth = self._stage.forfeit
         if worth is None:
             worth = -1.0 if self._seats else 0.0
@@ -280,7 +282,7 @@ class EnvScheduler(EnvironmentLoop):
         return reason
 
     def _credit(self) -> None:
-        """Give each seat of the policy what the latest step brought it, on its latest turn."""
+        """Record each policy seat's reward of the latest step on its latest turn."""
         for seat, reward in self._answer.rewards.items():
             turns = self._seats[seat].turns if seat in self._seats else []
             if turns:
@@ -290,11 +292,11 @@ class EnvScheduler(EnvironmentLoop):
             self._tell_opponents(last)
 
     def _last_turn(self) -> OpenTurn | None:
-        """Return the policy's latest turn, in whichever seat."""
+        """Return the policy's latest turn, over all seats."""
         return max((e.turns[-1] for e in self._seats.values() if e.turns), key=lambda t: t.index, default=None)
 
     def _tell_opponents(self, turn: OpenTurn) -> None:
-        """Record with a game's last turn which further policies played, and which version of each."""
+        """Record in the game's last turn the further policies that played, with their versions."""
         others = {s: p for s, p in sorted(self._opponents.items()) if isinstance(p, PolicyPlayer)}
         if others:
             turn.info["opponents"] = {str(s): {"policy": p.name, "version": p.version} for s, p in others.items()}
@@ -314,7 +316,7 @@ def _agent(seat: int) -> str:
 
 
 def _opened(prompt: tuple[Message, ...], observed: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return a seat's first prompt: the task's, and what the environment shows this player."""
+    """Return a seat's first prompt: the task's messages and the player's first observation."""
     if len(observed) == 1 and observed[0].role == "user" and isinstance(observed[0].content, str):
         return with_text(prompt, observed[0].content)
-    return (*(m for m in prompt if m.text.strip()), *observed)  # tasks that are seeds may have a prompt that says nothing
+    return (*(m for m in prompt if m.text.strip()), *observed)  # tasks made from seeds may have an empty prompt

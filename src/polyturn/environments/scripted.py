@@ -1,9 +1,9 @@
-"""Play an environment with actions that are written down: a real episode in which only the model is a script.
+"""Plays an environment with scripted actions: a real episode in which only the model is replaced.
 
     played = await play(find_adapter("textarena:Nim-v0"), seed=3, actions=["[0 3]", "[1 4]", "[2 5]"])
     played.earned          {"seat 0": 1.0, "seat 1": -1.0}
 
-So it can be checked that an episode earns what the package itself gives for the same seed and actions.
+Tests use it to compare an episode's reward with the package's own for the same seed and actions.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Played:
 
     @property
     def earned(self) -> Mapping[str, float]:
-        """The reward of each agent; the one agent of a game for one, under its name."""
+        """Agent -> its reward; a game for one player has one agent."""
         assert self.trajectory.reward is not None, self.trajectory.error
         agents = {s.agent for s in self.trajectory.segments}
         return dict(self.trajectory.reward.agents) or dict.fromkeys(agents, self.reward)
 
     @property
     def is_done(self) -> bool:
-        """Whether the environment ended it."""
+        """Whether the environment ended the episode."""
         return not self.trajectory.stop_reason.is_truncation
 
 
@@ -58,15 +58,15 @@ async def play(
     limits: Limits | None = None,
     **options: Any,
 ) -> Played:
-    """Run an episode in which the policy says `actions` in their order, whichever seat it acts in.
+    """Run an episode in which the policy writes `actions` in order, over all of its seats.
 
     Args:
-        adapter: What makes the environment.
-        seed: What it is reset with.
-        actions: What the policy says; it ends where they end, as at a limit of turns.
-        seats: Who plays each seat; empty is the policy in all of them.
-        score: "sum" or "last" of the rewards; None for the adapter's own.
-        limits: Of the episode; None lets it have as many turns as there are actions.
+        adapter: Makes the environment.
+        seed: The seed of the environment's reset.
+        actions: The policy's turns. After the last one the episode ends as at a limit of turns.
+        seats: The player of each seat; if empty, the policy plays all of them.
+        score: "sum" or "last" of the rewards; None uses the adapter's default.
+        limits: Limits of the episode; None allows one turn per action.
         options: Further arguments of `Stage`.
     """
     replies: Iterator[str] = iter(actions)

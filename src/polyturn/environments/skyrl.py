@@ -1,10 +1,10 @@
 """`env: skyrl:gsm8k_multi_turn`: an environment of skyrl-gym (`pip install skyrl-gym`), by the id that its `make` takes.
 
-    {"prompt": […], "reward_spec": {"method": "rule", "ground_truth": "72"}, "max_turns": 3}        a row, as it is there
+    {"prompt": […], "reward_spec": {"method": "rule", "ground_truth": "72"}, "max_turns": 3}        a row of skyrl-gym
 
-Its constructor gets the row as `extras`, its `init` the row's prompt, its `step` the model's text. So it needs rows
-(`data.train.files`), not seeds. Its configuration (the address of a search service, the folder of the databases) is
-`env.kwargs.env_config`; all other kwargs join the row's columns.
+The environment's constructor gets the row as `extras`, its `init` the row's prompt, and its `step` the model's text, so it
+needs rows (`data.train.files`) instead of seeds. `env.kwargs.env_config` is the environment's configuration (the address of
+a search service, the folder of the databases); all other kwargs are added to the row's columns.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Skyrl(Adapter):
         self._config = require("omegaconf", install="omegaconf", needed_by=name).OmegaConf.create(dict(config))
 
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
-        """Refuse: its tasks are rows."""
+        """Refuse: tasks of this environment are rows."""
         raise ConfigError(
-            f"env {self.name!r} is made of a row (its prompt, its reward_spec), so it needs rows: set data.train.files"
+            f"env {self.name!r} is made from a row (prompt, reward_spec), so it needs rows: set data.train.files"
         )
 
     def of_rows(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Return rows as tasks that the environment scores, whatever their data_source; it gets the data_source."""
+        """Return rows as tasks scored by the environment, which also gets their data_source."""
         rows = [dataclasses.replace(t, data_source=None, extra={"data_source": t.data_source, **t.extra}) for t in tasks]
         return super().of_rows(rows)
 
@@ -52,14 +52,14 @@ class Skyrl(Adapter):
         """Return a new environment for a row.
 
         Raises:
-            DataError: the row, or `env_config`, lacks what the environment wants.
+            DataError: the environment cannot be made from the row and `env_config`.
         """
         try:
             env = self._gym.make(self.id, env_config=self._config, extras={**_row(task), **self.kwargs})
-        except Exception as problem:  # whatever its constructor asserts
+        except Exception as problem:  # a constructor may raise anything
             raise DataError(
-                f"task {task.id!r}: env {self.name!r} cannot be made of this row: {one_line(problem)}; give the row what "
-                "skyrl-gym's own rows have, and env.kwargs.env_config what the environment is configured with"
+                f"task {task.id!r}: env {self.name!r} cannot be made from this row: {one_line(problem)}; the row needs the "
+                "columns of skyrl-gym's own rows, and env.kwargs.env_config the environment's configuration"
             ) from problem
         return SkyrlEnv(env, [message.to_openai() for message in task.prompt])
 
@@ -72,12 +72,12 @@ class SkyrlEnv:
         self._prompt = prompt
 
     def reset(self, *, seed: int) -> list[dict[str, Any]]:
-        """Return the prompt as the environment wants it shown. It knows no seed: the row says everything."""
+        """Return the prompt of the environment's `init`. The seed is not used, because the row determines everything."""
         prompt, _ = self._env.init(self._prompt)
         return list(prompt)
 
     def step(self, action: str) -> tuple[list[dict[str, Any]], float, bool, Mapping[str, Any]]:
-        """Take what the model wrote."""
+        """Act with the model's text."""
         answer = self._env.step(action)
         return list(answer["observations"] or ()), float(answer["reward"]), bool(answer["done"]), answer["metadata"] or {}
 

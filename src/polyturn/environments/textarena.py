@@ -1,13 +1,13 @@
 """`env: textarena:GuessTheNumber-v0`: a game of TextArena, by its own id (`pip install textarena`).
 
-    seats   as many as the smallest game of that id has; `kwargs: {num_players: 4}` asks for more
-    shown   what the game has told a player since it last acted, without the player's own words, which the history holds
-    scored  by the game, at its end and for every player: 1 for a win, -1 for a loss, 0 for a draw, or what it says
+    seats         the smallest number of players that the game allows; `kwargs: {num_players: 4}` sets another number
+    observations  the game's messages to a player since its last move, without that move, which the history already has
+    rewards       from the game, at its end, for every player: usually 1 for a win, -1 for a loss, 0 for a draw
 
-A move that the game does not take is answered by the game: it says why and asks again, and ends the game against a player
-who goes on. A move that makes the game itself raise counts as such a move: the game is over, the player who made it has -1
-(0 where it plays alone), and the turn's info says `crashed`. Games draw from the module `random`, so each has a state of its
-own. Ids that end in "-train" show what the package's own wrappers show.
+The game answers an invalid move with the reason and lets the player try again; a player who continues loses. If a move makes
+the game raise, the game is over: the player who made the move gets -1 (0 in a game for one), and the turn's info has
+`crashed`. Games draw from the module `random`, so each has its own random state. Ids that end in "-train" show the
+observations of the package's own wrappers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TextArena(Adapter):
         known_id(id, require("textarena.envs.registration", install=INSTALL, needed_by=name).ENV_REGISTRY, name=name)
         num_players = self.kwargs.pop("num_players", None)
         if num_players is not None and not isinstance(num_players, int):
-            raise ConfigError(f"env {name!r}: num_players is {num_players!r}; give a number")
-        with contextlib.redirect_stdout(io.StringIO()):  # some games talk while they are made
+            raise ConfigError(f"env {name!r}: num_players is {num_players!r}; use a whole number")
+        with contextlib.redirect_stdout(io.StringIO()):  # some games print while they are created
             check_kwargs(self._game, name=name, kwargs=kwargs)
             self.num_seats = self._smallest() if num_players is None else self._fits(num_players, or_raise=True)
 
@@ -58,20 +58,22 @@ class TextArena(Adapter):
             if self._fits(number, or_raise=False):
                 return number
         self._fits(2, or_raise=True)
-        raise ConfigError(f"env {self.name!r} starts with no number of players up to {MAX_PLAYERS}; give kwargs.num_players")
+        raise ConfigError(
+            f"env {self.name!r} does not start with any number of players up to {MAX_PLAYERS}; set kwargs.num_players"
+        )
 
     def _fits(self, number: int, *, or_raise: bool) -> int:
-        """Return `number` if that many can play, else 0."""
+        """Return `number` if the game starts with that many players, else 0 (or raise)."""
         game = self._game()
         try:
             with OwnRandom().held(seed=0):
                 game.reset(num_players=number, seed=0)
-        except Exception as problem:  # whatever a game asserts
+        except Exception as problem:  # a game may raise anything
             if not or_raise:
                 return 0
             raise ConfigError(
-                f"env {self.name!r} does not start with {number} players: {one_line(problem)}; what it needs may be "
-                "missing, or give kwargs.num_players"
+                f"env {self.name!r} does not start with {number} players: {one_line(problem)}; install what the game "
+                "needs, or set kwargs.num_players"
             ) from problem
         is_alone = isinstance(game.state, self._package.SinglePlayerState)
         return number if number > 1 or is_alone else 0
@@ -88,20 +90,20 @@ class TextArenaEnv:
         self._random = OwnRandom()
 
     def reset(self, *, seed: int) -> Any:
-        """Begin; return the first player's first observation."""
+        """Begin the game and return the first player's observation."""
         with self._random.held(seed=seed):
             self._game.reset(num_players=self._num_players, seed=seed)
             seat, observed = self._observation()
         return observed if self._num_players == 1 else Seated(seat=seat, observation=observed)
 
     def step(self, action: str) -> Any:
-        """Let the player whose turn it is act."""
+        """Make a move for the player whose turn it is."""
         acting = self._inner.state.current_player_id
         crashed: dict[str, Any] = {}
         with self._random.held():
             try:
                 is_done, info = self._game.step(action=action)
-            except Exception as problem:  # a move that the game's author did not think of
+            except Exception as problem:  # a move that the game does not handle
                 is_done, info, crashed = True, {}, {"crashed": one_line(problem)}
                 logger.warning("textarena: a game raised at the move %r: %s", action[:100], one_line(problem))
             seat, observed = (acting, "") if crashed else self._observation()
@@ -115,7 +117,7 @@ class TextArenaEnv:
         return Seated(seat=seat, observation=observed, rewards=rewards, terminated=bool(is_done), info=info)
 
     def close(self) -> None:
-        """Nothing is held: a game's `close` only reads its rewards."""
+        """Do nothing: a game's `close` only reads its rewards."""
 
     def _rewards(self, acting: int, *, has_crashed: bool) -> dict[int, float]:
         if has_crashed:
@@ -124,7 +126,7 @@ class TextArenaEnv:
         return {int(seat): float(reward) for seat, reward in (rewards or {}).items()}
 
     def _observation(self) -> tuple[int, str]:
-        """Return whose turn it is, and what that player has not been shown yet."""
+        """Return the player whose turn it is, and the messages that this player has not seen yet."""
         if self._shows_own:
             seat, text = self._game.get_observation()
             return int(seat), str(text)

@@ -1,17 +1,17 @@
-"""`env: trl:game.py:Game`: a class as TRL's `environment_factory` takes it; its public methods are the model's tools.
+"""`env: trl:game.py:Game`: a class for TRL's `environment_factory`; its public methods are the model's tools.
 
     class Game:
-        def reset(self, **row): return "Guess."          before the first turn; a text is added to the last message
+        def reset(self, **row): return "Guess."          before the first turn; the text is added to the last message
         def guess(self, letter: str) -> str:             a tool, whose schema is its signature and its docstring
             \"\"\"Guess a letter.
 
             Args:
                 letter: The letter.
             \"\"\"
-        def get_reward(self) -> float: ...               optional: once, behind the last turn
+        def get_reward(self) -> float: ...               optional: called once, after the last turn
 
-One object for each episode; its methods run one after another, in the order in which the model wrote the calls. A class
-without `get_reward` leaves the reward to the run's reward functions.
+Each episode has one object. Its methods run one after another, in the order of the model's calls. If the class has no
+`get_reward`, the run's reward functions score the episode.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _NO_TOOLS = ("reset", "get_reward")
 
 @dataclass(slots=True, eq=False)
 class _LiveEnv:
-    """An environment in its episode."""
+    """The environment of a running episode."""
 
     env: Any
     turn_taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Trl(Adapter):
-    """A class with `reset` and methods that are tools."""
+    """Makes objects of a class with `reset`, whose other public methods are tools."""
 
     takes_rows = True
 
@@ -60,20 +60,20 @@ class Trl(Adapter):
         super().__init__(name, id, kwargs, base=base)
         factory = import_attr(id, base=base)
         if not callable(factory):
-            raise ConfigError(f"env {name!r} is {factory!r:.100}; name a class, or a function that makes an environment")
+            raise ConfigError(f"env {name!r} is {factory!r:.100}; use a class, or a function that returns an environment")
         self._factory: Callable[..., Any] = factory
         self.live: dict[str, _LiveEnv] = {}
-        """The environments of the episodes that are running, by the id that their tools know."""
+        """Tool instance id -> the environment of a running episode."""
         probe = check_kwargs(self.new, name=name, kwargs=self.kwargs)
         methods = dict(inspect.getmembers(type(probe), inspect.isfunction))
         if "reset" not in methods:
-            raise ConfigError(f"env {name!r}: {type(probe).__name__} has no method reset; it begins every episode")
+            raise ConfigError(f"env {name!r}: {type(probe).__name__} has no method reset, which begins every episode")
         self.has_reward = "get_reward" in methods
         self._tools = [self._tool(probe, m) for m in methods if m not in _NO_TOOLS and not m.startswith("_")]
         if not self._tools:
             raise ConfigError(
-                f"env {name!r}: {type(probe).__name__} has no public method beside reset, so the model could do nothing; "
-                "its public methods are the model's tools"
+                f"env {name!r}: {type(probe).__name__} has no public method besides reset, so the model has no tools; "
+                "add public methods"
             )
 
     def new(self) -> Any:
@@ -81,15 +81,15 @@ class Trl(Adapter):
         return self._factory(**self.kwargs)
 
     def make(self) -> Env:
-        """Refuse: it has no `step`; its scheduler makes its objects."""
-        raise SchedulerError(f"env {self.name!r} acts through tools; run it under the scheduler that it brings")
+        """Refuse: actions are tool calls, so only the adapter's own scheduler can run it."""
+        raise SchedulerError(f"env {self.name!r} acts through tools; run it with its own scheduler")
 
     def tools(self) -> Sequence[Tool]:
-        """Return its public methods."""
+        """Return the public methods of the class as tools."""
         return self._tools
 
     def scheduler(self) -> MultiTurnScheduler:
-        """Return the default loop, with an object of the class behind the tools."""
+        """Return a scheduler that runs the default loop with an object of the class."""
         return TrlScheduler(self)
 
     def _tool(self, probe: Any, name: str) -> _MethodTool:
@@ -101,7 +101,7 @@ class Trl(Adapter):
 
 
 class _MethodTool(FunctionTool):
-    """A method as a tool: called on the object of the episode."""
+    """A tool that calls a method of the episode's object."""
 
     def __init__(self, method: Callable[..., Any], live: Mapping[str, _LiveEnv]) -> None:
         super().__init__(method)
@@ -109,7 +109,7 @@ class _MethodTool(FunctionTool):
         self._live = live
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolOutcome:
-        """Call the method, behind the calls that were made before it."""
+        """Call the method, after earlier calls of the episode have finished."""
         if instance_id not in self._live:
             raise SchedulerError(f"tool {self.name!r}: there is no environment for the episode {instance_id!r}")
         arguments, of = self.read_arguments(parameters), self._live[instance_id]
@@ -123,14 +123,14 @@ class _MethodTool(FunctionTool):
 
 @keeps_deadlines
 class TrlScheduler(MultiTurnScheduler):
-    """The default loop, around an object of a class with tools."""
+    """Runs the default loop with an object of the class."""
 
     def __init__(self, adapter: Trl) -> None:
         self._adapter = adapter
         self.gives_reward = adapter.has_reward
 
     async def on_trajectory_start(self, episode: Episode) -> None:
-        """Make the object, reset it with the row, and show what it shows."""
+        """Create the object, reset it with the row, and show its first observation."""
         of = f"the environment {self._adapter.name!r}:"
         env = await episode.call(self, self._adapter.new, of=of)
         self._adapter.live[episode.id] = _LiveEnv(env)
@@ -139,7 +139,7 @@ class TrlScheduler(MultiTurnScheduler):
             episode.rewrite(_with(episode.messages[-1].to_openai(), observed, before=episode.messages[:-1], of=of))
 
     async def run(self, episode: Episode) -> StopReason:
-        """Run the default loop, then ask the object what the episode is worth."""
+        """Run the default loop, then get the reward from the object."""
         reason = await super().run(episode)
         if self._adapter.has_reward and episode.id in self._adapter.live:
             of = f"the environment {self._adapter.name!r}:"
@@ -148,12 +148,12 @@ class TrlScheduler(MultiTurnScheduler):
         return reason
 
     async def on_trajectory_end(self, episode: Episode) -> None:
-        """Let go of the object."""
+        """Release the object."""
         self._adapter.live.pop(episode.id, None)
 
 
 def _row(task: Task, reset: Callable[..., Any]) -> dict[str, Any]:
-    """Return the row's columns, as far as `reset` takes them."""
+    """Return the row's columns that `reset` has parameters for."""
     row = {k: v for k, v in task.extra.items() if k != ENV}
     row["prompt"] = [message.to_openai() for message in task.prompt]
     row.update({k: v for k, v in (("ground_truth", task.ground_truth), ("data_source", task.data_source)) if v is not None})
@@ -165,7 +165,7 @@ def _row(task: Task, reset: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _with(last: Mapping[str, Any], observed: Any, *, before: Sequence[Any], of: str) -> list[Any]:
-    """Return the prompt with what `reset` returned behind its last message."""
+    """Return the prompt with the result of `reset` added to its last message."""
     content = last["content"]
     if isinstance(observed, str) and isinstance(content, str):
         joined: Any = f"{content}\n{observed}" if content.strip() else observed

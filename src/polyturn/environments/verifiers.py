@@ -1,12 +1,11 @@
-"""`env: verifiers:my_env`: an environment of verifiers, whose own rollouts ask our endpoint.
+"""`env: verifiers:my_env`: an environment of verifiers, whose own rollouts call polyturn's endpoint.
 
-    verifiers before 0.4   my_env.load_environment(**env.kwargs); its dataset, its loop and its rubric
-    verifiers from 0.4 on  the taskset that my_env exports, with env.kwargs; its tasks, its agent's harness and its rewards
+    verifiers before 0.4   my_env.load_environment(**env.kwargs): a dataset, a loop and a rubric
+    verifiers since 0.4    the taskset that my_env exports, with env.kwargs: tasks, an agent's harness and rewards
 
-It is loaded once a run, in a process of its own. Its tasks are used where the config names none; each episode asks the
-endpoint, which keeps the tokens. So the loop, the tools and the reward are the environment's, and the sampled tokens are the
-ones that are trained. The process runs in the interpreter `env.kwargs.python`, which needs verifiers and the environment's
-module; `path` is a folder to find it in.
+The environment is loaded once per run, in a separate process. Its tasks are used if the config names none. The loop, the
+tools and the reward are the environment's; the endpoint keeps the sampled tokens for training. The process runs in the
+interpreter `env.kwargs.python`, which needs verifiers and the environment's module; `path` is a folder with that module.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from polyturn.serving.openai.scheduler import BlackBox
 INSTALL = "verifiers"
 LEGACY = "'verifiers<0.4'"
 START_S = 300.0
-"""Seconds that the environment may take to load, its dataset included."""
+"""Seconds within which the environment and its dataset must load."""
 ROLLOUT_S = 1800.0
-"""Seconds that a rollout may take in all, where `env.kwargs.timeout_s` does not say."""
+"""Default of `env.kwargs.timeout_s`: seconds that a whole rollout may take."""
 INPUT = "verifiers_input"
-"""The key under which a task keeps the row of the environment's dataset."""
+"""The key of a task's extra that has the row of the environment's dataset."""
 
 
 class Verifiers(Adapter):
-    """An environment of verifiers, in a process of its own."""
+    """Runs an environment of verifiers in a separate process."""
 
     takes_rows = True
 
@@ -48,13 +47,15 @@ class Verifiers(Adapter):
         python = os.path.expanduser(str(self.kwargs.pop("python", sys.executable)))
         self._timeout_s = self.kwargs.pop("timeout_s", ROLLOUT_S)
         if not isinstance(self._timeout_s, int | float) or self._timeout_s <= 0:
-            raise ConfigError(f"env {name!r}: timeout_s is {self._timeout_s!r}; give seconds")
+            raise ConfigError(f"env {name!r}: timeout_s is {self._timeout_s!r}; use a positive number of seconds")
         path = str((self.base / self.kwargs.pop("path", ".")).resolve())
         names = self.kwargs.pop("variables", [])
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise ConfigError(f"env {name!r}: variables is {names!r}; list the names of variables of this environment")
+            raise ConfigError(f"env {name!r}: variables is {names!r}; use a list of names of environment variables")
         if missing := [n for n in names if n not in os.environ]:
-            raise ConfigError(f"env {name!r}: the variable {missing[0]!r} is to be passed on and is not set; set it")
+            raise ConfigError(
+                f"env {name!r}: the environment variable {missing[0]!r} of env.kwargs.variables is not set; set it"
+            )
         if shutil.which(python) is None:
             raise ConfigError(f"env {name!r}: there is no interpreter {python!r}; see env.kwargs.python")
         arguments = self.kwargs
@@ -75,15 +76,15 @@ class Verifiers(Adapter):
 
     @property
     def pid(self) -> int | None:
-        """The id of its process; None while there is none."""
+        """The id of the process; None if it is not running."""
         return self._worker.pid
 
     def make(self) -> Env:
-        """Refuse: it runs its own loop; its scheduler drives it."""
-        raise SchedulerError(f"env {self.name!r} runs its own loop; run it under the scheduler that it brings")
+        """Refuse: the environment runs its own loop, so only the adapter's own scheduler can run it."""
+        raise SchedulerError(f"env {self.name!r} runs its own loop; run it with its own scheduler")
 
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
-        """Return the first rows of its dataset, or of the one that it keeps for evaluation."""
+        """Return the first rows of the environment's dataset for the split."""
         try:
             rows = self._worker.ask("rows", split=split, num=len(seeds), timeout_s=START_S)
         except WorkerRefusal as problem:
@@ -91,14 +92,14 @@ class Verifiers(Adapter):
         return [self._task(row, split, index) for index, row in enumerate(rows)]
 
     def scheduler(self) -> MultiTurnScheduler:
-        """Return the scheduler that lets the environment run its own loop."""
+        """Return the scheduler that runs the environment's own loop."""
         return BlackBox(agent=self.rollout)
 
     async def rollout(self, base_url: str, api_key: str, task: Task, model: str) -> dict[str, Any]:
-        """Let the environment run and score one rollout, on the model behind `base_url`.
+        """Let the environment run and score one rollout with the model at `base_url`.
 
         Raises:
-            SchedulerError: it failed, and not by what the model wrote.
+            SchedulerError: the rollout failed for a reason other than the model's text.
         """
         row = task.extra.get(INPUT) or _row(task)
         try:
@@ -125,7 +126,7 @@ class Verifiers(Adapter):
 
 
 def _row(task: Task) -> dict[str, Any]:
-    """Return a row of the config's own data as the environment's rows are."""
+    """Return a task of the config's data as a row in the environment's form."""
     own = {k: v for k, v in task.extra.items() if k != ENV}
     prompt = [message.to_openai() for message in task.prompt]
     return {"example_id": 0, "answer": "" if task.ground_truth is None else str(task.ground_truth), **own, "prompt": prompt}
@@ -134,12 +135,12 @@ def _row(task: Task) -> dict[str, Any]:
 def _advice(problem: WorkerRefusal, python: str, path: str) -> str:
     reason = str(problem)
     if problem.is_download:
-        return f"{reason}; it downloads something, so run it once where there is a network, or give it data of your own"
+        return f"{reason}; it downloads something, so run it once with network access, or use your own data"
     if "'verifiers' is not installed" in reason:
-        return f"{reason}; pip install {INSTALL} there, or name an interpreter that has it in env.kwargs.python"
+        return f"{reason}; pip install {INSTALL} there, or set env.kwargs.python to an interpreter that has it"
     if "tried to import" in reason:
-        where = f"It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
+        where = f"The module was looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
         return f"{reason} {where}; a module with load_environment needs {LEGACY} there"
     if "Could not import" in reason:
-        return f"{reason} It is looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
+        return f"{reason} The module was looked for in {path} (env.kwargs.path) and in {python} (env.kwargs.python)"
     return reason

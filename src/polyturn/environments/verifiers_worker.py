@@ -1,12 +1,12 @@
-"""The process in which verifiers' environments run: this file alone, in an interpreter that has verifiers and not polyturn.
+"""The process in which verifiers' environments run: this file alone, in an interpreter that has verifiers but not polyturn.
 
     -> {"id": 1, "do": "load", "env": "my_env", "arguments": {…}, "path": "/project"}  <- {"id": 1, "value": {…}}
     -> {"id": 2, "do": "rollout", "input": {…}, "base_url": …, "api_key": …}           <- {"id": 2, "value": {"reward": 1.0}}
     -> {"cancel": 2}
 
-One JSON object a line, requests on standard input, answers on standard output, which the environment's own prints do not
-reach. Rollouts run side by side on one event loop. The environment installs signal handlers and an exit hook, and wants the
-main thread, which is one reason why it does not run in the trainer's process.
+Requests arrive on standard input and answers leave on standard output, one JSON object per line; the environment's own
+prints go to the log. Rollouts run concurrently on one event loop. The environment installs signal handlers and an exit hook
+and needs the main thread, so it cannot run in the trainer's process.
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:] = [
     p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent
-]  # it has a file verifiers.py
+]  # this folder has a file verifiers.py
 
 import asyncio  # noqa: E402
 import inspect  # noqa: E402
@@ -26,25 +26,27 @@ import traceback  # noqa: E402
 from typing import Any  # noqa: E402
 
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)  # whatever is printed goes to the log
+os.dup2(2, 1)  # prints go to the log
 
 ANSWERED_ALL_THE_SAME = ("EmptyModelResponseError", "InvalidModelResponseError")
-"""Errors that the model's text brings about: the environment's own score stands."""
+"""Errors caused by the model's text: the environment's score counts."""
 LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
-"""Codes of the endpoint where a limit of the run ended the episode: what the environment scores then, stands."""
+"""Error codes of the endpoint if a limit of the run ended the episode: the environment's score counts."""
 
 
 class RefusedRequest(Exception):
-    """A request that cannot be answered, with a sentence."""
+    """A request that cannot be answered; the message is the reason."""
 
 
 class LegacyEnvironment:
-    """An environment of `load_environment`, with a dataset and a rubric; verifiers before 0.4."""
+    """An environment of verifiers before 0.4: from `load_environment`, with a dataset and a rubric."""
 
     def __init__(self, verifiers, env, arguments):
         self._env = verifiers.load_environment(env, **arguments)
         if self._env.requires_group_rollouts:
-            raise RefusedRequest("it scores the rollouts of a group together, and here each episode is scored by itself")
+            raise RefusedRequest(
+                "the environment scores the rollouts of a group together, but polyturn scores each episode separately"
+            )
 
     async def rows(self, split, num):
         dataset = self._env.get_eval_dataset(n=num) if split == "eval" else self._env.get_dataset(n=num)
@@ -84,15 +86,17 @@ class LegacyEnvironment:
 
 
 class TasksetEnvironment:
-    """A taskset and an agent, whose harness is a program; verifiers from 0.4 on.
+    """An environment of verifiers since 0.4: a taskset and an agent, whose harness is a program.
 
-    Each episode serves an environment of its own, because one keeps a client of 1 MB for every address that it has asked.
+    Each episode serves a separate environment, because an environment keeps a client of 1 MB for every address it has used.
     """
 
     def __init__(self, env, arguments):
         import verifiers.v1 as vf
 
-        os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # for uv, beside python
+        os.environ["PATH"] = (
+            f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # for uv, which is next to python
+        )
         agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **arguments.pop("agent", {})}
         self._vf = vf
         self._config = vf.resolve_env_config({"id": "", "taskset": {"id": env, **arguments}, "agent": agent})
@@ -105,7 +109,9 @@ class TasksetEnvironment:
     async def rollout(self, input, base_url, api_key, model):
         vf, kind = self._vf, type(self._taskset).task_type()
         task = kind(kind.data_type().model_validate(input), self._config.taskset.task)
-        variable = f"POLYTURN_{next(self._numbers)}_API_KEY"  # programs that verifiers starts do not inherit such names
+        variable = (
+            f"POLYTURN_{next(self._numbers)}_API_KEY"  # programs started by verifiers do not inherit names of this form
+        )
         os.environ[variable] = api_key
         try:
             served = vf.load_environment(self._config)
@@ -117,11 +123,11 @@ class TasksetEnvironment:
             del os.environ[variable]
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         errors = [f"{e.type}: {e.message}" for e in (*episode.errors, *(e for t in traces for e in t.errors))]
-        error = None if episode.ok else "; ".join(dict.fromkeys(errors))[:600] or "it gives no reason"
+        error = None if episode.ok else "; ".join(dict.fromkeys(errors))[:600] or "no reason given"
         if error is not None and any(f"{code!r}" in error.replace('"', "'") for code in LIMITS):
             error = None
         if len(traces) != 1:
-            return {"error": error or f"its episode has {len(traces)} trainable agents, and here an episode has one"}
+            return {"error": error or f"the episode has {len(traces)} trainable agents; polyturn supports one"}
         rewards = {name: reward.score for name, reward in traces[0].rewards.items()}
         return {
             "reward": float(traces[0].reward),
@@ -185,7 +191,7 @@ class Worker:
 
 
 def what_failed(error):
-    """Return the message for the error that a rollout ended with; None if the model caused it."""
+    """Return the message of a rollout's error, or None if the model caused it."""
     if error is None:
         return None
     text = str(error.get("error_chain_repr") or error) if isinstance(error, dict) else repr(error)
@@ -193,7 +199,7 @@ def what_failed(error):
 
 
 def is_download(problem):
-    """Return whether it failed because something could not be fetched."""
+    """Return whether an error came from a failed download."""
     while problem is not None:
         names = {c.__name__ for c in type(problem).__mro__}
         if names & {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "HfHubHTTPError"}:

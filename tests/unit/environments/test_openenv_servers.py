@@ -232,10 +232,10 @@ async def test_episode_is_played_as_the_protocol_allows(serve: Serve, options: d
 @pytest.mark.parametrize(
     ("serve", "message"),
     [
-        (answers_late, "answered more than it was asked"),
-        pytest.param(floods, "answered more than it was asked", marks=pytest.mark.slow),
+        (answers_late, "sent an extra message"),
+        pytest.param(floods, "sent an extra message", marks=pytest.mark.slow),
         (is_full, "set env.kwargs.sessions"),
-        (speaks_without_end, "hung up at a reset"),
+        (speaks_without_end, "closed the connection at a reset"),
         (lists_without_end, "answered a reset with "),
         (drips, ""),
     ],

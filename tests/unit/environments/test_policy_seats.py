@@ -208,8 +208,8 @@ URL = {"url": "http://x/v1", "model": "m"}
 @pytest.mark.parametrize(
     ("seats", "error", "message"),
     [
-        (["policy"], ConfigError, "a game of 2 and env.seats has 1"),
-        (["random", "random"], ConfigError, "the policy plays no seat"),
+        (["policy"], ConfigError, "has 2 seats, but env.seats names 1"),
+        (["random", "random"], ConfigError, "always belongs to the policy"),
         (["policy", []], ConfigError, "a seat is an empty list"),
         (["policy", ["past", "pst"]], UnknownNameError, "there is no player 'pst'"),
         (["policy", "pst"], UnknownNameError, "there is no player 'pst'. Did you mean 'past'?"),
@@ -220,7 +220,7 @@ URL = {"url": "http://x/v1", "model": "m"}
         (["policy", {"policy": "past", "temprature": 1}], UnknownNameError, "Did you mean 'temperature'?"),
         (["policy", {"policy": "past", "temperature": -1}], ConfigError, "temperature is -1"),
         (["policy", {"policy": "past", "system": 5}], ConfigError, "system is 5"),
-        (["past", ["policy", "past"]], ConfigError, "in every game; put 'policy' in one of them"),
+        (["past", ["policy", "past"]], ConfigError, "always belongs to the policy; put 'policy' in one of them"),
     ],
 )
 def test_seats_that_cannot_be_played_are_refused(seats: Any, error: type[Exception], message: str) -> None:
