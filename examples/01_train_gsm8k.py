@@ -1,5 +1,7 @@
-"""Train Qwen3-0.6B on GSM8K with a calculator, on one GPU. `--tiny`: on a laptop, with a small model of random weights. Its
-rewards may all be 0, here and in the next examples, so that it learns nothing: it shows that everything fits together.
+"""Train Qwen3-0.6B on GSM8K with a calculator, on one GPU.
+
+`--tiny` runs on a laptop, with a small model of random weights, here and in the next examples. Its rewards may all be 0, so
+the model learns nothing; the run only shows that everything works together.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""Tools of your own: a function, and one that the task's row tells what the model must not see. `--tiny` for a laptop."""
+"""Write your own tools: a function, and one with an argument from the task's row that the model does not see.
+
+`--tiny` runs on a laptop.
+"""
 
 import sys
 from typing import Annotated
@@ -16,7 +19,7 @@ async def price(item: str) -> str:
         item: The item's name.
     """
     if item not in PRICES:
-        raise polyturn.ToolError(f"no item {item!r}; there are {sorted(PRICES)}")  # the model reads this, and goes on
+        raise polyturn.ToolError(f"no item {item!r}; there are {sorted(PRICES)}")  # the model reads this and continues
     return str(PRICES[item])
 
 
@@ -31,14 +34,14 @@ def can_afford(item: str, purse: Annotated[int, polyturn.FromTask]) -> str:
 
 
 def told_the_truth(trajectory: polyturn.Trajectory) -> float:
-    """Return 1 for a right answer, and a tenth for each call that went well on the way to it."""
+    """Return 1 for a right answer, plus a tenth for each successful call before it."""
     said = trajectory.turns[-1].message.text.lower()
     calls = [result for turn in trajectory.turns for result in turn.tool_results]
     return float(str(trajectory.task.ground_truth) in said) + 0.1 * sum(result.error is None for result in calls)
 
 
 def row(item: str, purse: int) -> dict:
-    """Return a task: who asks, what is in the purse, and the right answer."""
+    """Return a task: the question, the amount of money in the purse, and the right answer."""
     kwargs = {"price": {}, "can_afford": {"create_kwargs": {"purse": purse}}}
     answer = "yes" if PRICES[item] <= purse else "no"
     return {"prompt": f"Can I afford the {item}? Say yes or no.", "ground_truth": answer, "tools_kwargs": kwargs}

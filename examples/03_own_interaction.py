@@ -1,4 +1,7 @@
-"""A partner of your own: it answers each turn of the model, scores it, and says when it is done. `--tiny` for a laptop."""
+"""Write your own interaction: a user that answers and scores each turn of the model, and ends the conversation.
+
+`--tiny` runs on a laptop.
+"""
 
 import sys
 
@@ -8,10 +11,10 @@ PRICES = {"lamp": 40, "chair": 75}
 
 
 class Customer(polyturn.BaseInteraction):
-    """Wants to hear the right price, and says so until it does."""
+    """A customer who keeps asking until the model gives the right price."""
 
     async def generate_response(self, instance_id, messages, **kwargs):
-        """Return whether the conversation is over, what is said, the turn's score, and what else is recorded."""
+        """Return whether the conversation is over, the reply, the turn's score, and further values for the record."""
         said = messages[-1]["content"]
         if str(PRICES[kwargs["item"]]) in said:
             return True, "Thank you!", 1.0, {}

@@ -1,4 +1,4 @@
-"""An environment of your own: `reset`, `step` and `close`, as games have them. `--tiny` runs on a laptop."""
+"""Write your own environment with `reset`, `step` and `close`, as in Gymnasium. `--tiny` runs on a laptop."""
 
 import random
 import re
@@ -8,15 +8,15 @@ import polyturn
 
 
 class Game:
-    """A number from 1 to 9 to be found from hints."""
+    """A game: find a number from 1 to 9 from hints."""
 
     def reset(self, *, seed):
-        """Begin an episode; the same seed is the same number. What is returned is shown to the model."""
+        """Start an episode and return the first observation; the same seed gives the same number."""
         self.number = random.Random(seed).randint(1, 9)
         return "Which number is it?"
 
     def step(self, action):
-        """Take what the model wrote; return what it is shown, its reward, whether the episode is over, and anything else."""
+        """Apply the model's text; return the observation, the reward, whether the episode is over, and further info."""
         found = re.search(r"\d+", action)
         if found is None:
             return "That is no number.", 0.0, False, {}
@@ -24,7 +24,7 @@ class Game:
         return "lower" if guess > self.number else "higher", float(guess == self.number), guess == self.number, {}
 
     def close(self):
-        """Free what the episode took; called once, whatever ended it."""
+        """Release the episode's resources; called once, however the episode ended."""
 
 
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}

@@ -1,7 +1,7 @@
-"""An agent that owns its loop and knows nothing of polyturn: it asks OpenAI's API, served here. `--tiny` for a laptop.
+"""Train an agent that has its own loop and only uses OpenAI's API, which polyturn serves. `--tiny` runs on a laptop.
 
-Every token that the server sampled is trained, with the reward that the agent returns; where the agent edits its history, a
-new segment starts. Frameworks work as they are: give them the address (docs/guides/openai.md has the OpenAI Agents SDK).
+Every token that the server sampled is trained with the reward that the agent returns. A new segment starts when the agent
+edits its history. Agent frameworks need only the server's address (docs/guides/openai.md shows the OpenAI Agents SDK).
 """
 
 import sys
@@ -12,7 +12,7 @@ import polyturn
 
 
 async def agent(base_url, api_key, task):
-    """Solve one task, and return its reward."""
+    """Solve one task and return its reward."""
     history = [{"role": "user", "content": task.prompt[0].text}]
     said = ""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

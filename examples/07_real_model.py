@@ -1,7 +1,7 @@
-"""Teach SmolLM2-135M, a real instruction-tuned model, to add: a teacher says "That is wrong. Try again."
+"""Teach SmolLM2-135M, a real instruction-tuned model, to add, with a teacher who says "That is wrong. Try again."
 
-The model comes from the package index (93 MB), so this needs no model hub. Two CPU cores are enough. The sums of the
-evaluation are never trained on. `--tiny`: two steps of a small model with random weights, to see that everything fits.
+The model comes from the package index (93 MB), so no model hub is needed. Two CPU cores are enough. The sums of the
+evaluation are never trained on. `--tiny` takes two steps with a small model of random weights, as a check of the setup.
 """
 
 import random
@@ -15,7 +15,7 @@ class Teacher(polyturn.BaseInteraction):
     """Compares the last number of a reply with the sum."""
 
     async def generate_response(self, instance_id, messages, **kwargs):
-        """Whether the dialogue is over, the teacher's reply, the turn's score, and what else is recorded."""
+        """Return whether the dialogue is over, the teacher's reply, the turn's score, and further values for the record."""
         numbers = re.findall(r"\d+", messages[-1]["content"])
         if numbers and numbers[-1] == kwargs["ground_truth"]:
             return True, "", 1.0, {}

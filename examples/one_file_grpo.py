@@ -1,12 +1,12 @@
 """Multi-turn GRPO in one file: a guessing game, from random weights, in about three minutes on a laptop.
 
-The user thinks of a number from 1 to 5; the model guesses, hears "higher" or "lower", and may guess three times. At first it
-guesses much at random (a short supervised start taught it the format). Reinforcement teaches it to listen: games won rise
-from about a half to nine in ten (perfect play would win them all).
+The user thinks of a number from 1 to 5; the model may guess three times, and is told "higher" or "lower". At first its
+guesses are mostly random (a short supervised start taught it the format). Reinforcement learning teaches it to use the
+hints: the share of won games rises from about a half to nine in ten (perfect play would win them all).
 
     user: Guess.   assistant: 2   user: higher   assistant: 4   user: lower   assistant: 3   -> reward 1
 
-Everything that happens is on this page: task -> episode -> trajectory -> training sample -> loss -> new weights -> again.
+The whole loop is in this file: task -> episode -> trajectory -> training sample -> loss -> new weights -> again.
 Run it:  python examples/one_file_grpo.py
 """
 
@@ -35,18 +35,18 @@ NUMBERS = range(1, 6)
 PROMPT = (polyturn.Message(role="user", content="Guess."),)
 
 
-# 1. The environment: one object serves every episode, each with a state of its own under its id.
+# 1. The environment: one object serves all episodes and keeps the state of each under its id.
 
 
 class GuessingGame(polyturn.BaseInteraction):
-    """Thinks of a number; answers a guess with "higher" or "lower"."""
+    """A user who thinks of a number and answers a guess with "higher" or "lower"."""
 
     def __init__(self, config: dict) -> None:
         super().__init__(config)
         self.secrets: dict[str, int] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: object) -> str:
-        """Remember the number that the task's row names."""
+        """Store the number of the task's row."""
         assert instance_id is not None
         self.secrets[instance_id] = int(kwargs["secret"])
         return instance_id
@@ -73,11 +73,11 @@ def task(secret: int) -> polyturn.Task:
     return polyturn.Task(id=f"number-{secret}", prompt=PROMPT, interaction=ref)
 
 
-# 2. A supervised start: the format of the game, played by someone who listens every other time.
+# 2. A supervised start: it teaches the format, with a player who uses the hints every other time.
 
 
 def demonstration(rng: random.Random) -> polyturn.Conversation:
-    """Return a game; it shows how to speak, and only half of the time how to listen."""
+    """Return a game in the right format, whose player uses the hints only half of the time."""
     secret, messages, possible = rng.choice(NUMBERS), list(PROMPT), list(NUMBERS)
     for turn in range(MAX_TURNS):
         guess = rng.choice(possible if rng.random() < 0.5 else NUMBERS)
@@ -97,11 +97,11 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     torch.manual_seed(seed)
     rng = random.Random(seed)
 
-    # A tokenizer and a model, made here; any causal language model of transformers would do.
+    # Create a tokenizer and a model; any causal language model of transformers would do.
     codec = polyturn.Codec(polyturn.train_tokenizer(["Guess.", "higher", "lower", "right"], vocab_size=300))
     model = polyturn.build_model({**ARCHITECTURE, "vocab_size": codec.vocab_size}, seed=seed)
 
-    # The engine samples from the very same parameters that the policy trains: a weight sync copies nothing.
+    # The engine samples from the same parameters that the policy trains, so a weight sync copies nothing.
     engine = polyturn.EmbeddedEngine(model, num_slots=groups_per_step * group_size, max_context=128)
     context = polyturn.RolloutContext(
         engine=engine,
@@ -115,7 +115,7 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     )
     pool = polyturn.RolloutPool(context)
 
-    # Supervised start, through the same tokens and the same loss weights.
+    # Supervised start, with the same encoding and the same loss weights.
     encoder = context.encoder_for(task(1))
     games = [polyturn.encode_conversation(demonstration(rng), encoder, id=str(i)) for i in range(32 * sft_steps)]
     sft = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=3e-3, warmup_steps=5))
@@ -124,13 +124,15 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     policy = polyturn.local_policy(model, optim=polyturn.OptimSettings(lr=5e-4, warmup_steps=5))
     history: list[float] = []
     for step in range(steps):
-        # Rollout: groups of episodes of one task, all at once.
+        # Rollout: groups of episodes of one task, all concurrently.
         specs = [
             polyturn.GroupSpec(
                 id=f"g{step}-{i}",
                 task=task(rng.choice(NUMBERS)),
                 size=group_size,
-                seed=rng.getrandbits(32),  # episodes follow from the seed and the task, so each group needs its own
+                seed=rng.getrandbits(
+                    32
+                ),  # an episode depends only on the seed and the task, so each group needs another seed
             )
             for i in range(groups_per_step)
         ]
@@ -143,7 +145,7 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
         samples = [s for g in kept for s in polyturn.to_samples(g, temperature=1.0)]
         samples = polyturn.assign_advantages(kept, samples, estimator=polyturn.grpo)
 
-        # Update: the loss is on sampled tokens only, and the next episode sees the new weights.
+        # Update: the loss uses sampled tokens only, and the next episodes use the new weights.
         if samples:
             policy.forward_backward(samples)
             policy.optim_step()

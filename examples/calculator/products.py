@@ -1,12 +1,12 @@
-"""Products of two three-digit numbers: too hard for a small model's head, and easy with a calculator.
+"""Products of two three-digit numbers: too hard for a small model alone, and easy with a calculator.
 
     What is 412 * 367?
     ->  calculate({"expression": "412 * 367"})
     <-  151204
     ->  151204
 
-The demonstrations mostly guess. Reinforcement learning has to find out that the calculator pays. A quarter of all products
-appear only in the evaluation: neither the demonstrations nor the training tasks have them.
+The demonstrations mostly guess, so reinforcement learning has to discover that the calculator helps. A quarter of all
+products appear only in the evaluation, not in the demonstrations or the training tasks.
 
     polyturn train config.yaml
 """
@@ -36,13 +36,13 @@ def calculate(expression: str) -> str:
 
 
 def is_right(trajectory: polyturn.Trajectory) -> float:
-    """1 if the last number of the last reply is the product, else 0."""
+    """Return 1 if the last number of the last reply is the product, else 0."""
     numbers = re.findall(r"\d+", trajectory.turns[-1].message.text.replace(",", ""))
     return float(bool(numbers) and numbers[-1] == trajectory.task.ground_truth)
 
 
 def factors(rng: random.Random, *, is_held_out: bool) -> tuple[int, int]:
-    """Two three-digit numbers whose product belongs to the evaluation, or to the training."""
+    """Draw two three-digit numbers whose product belongs to the evaluation or to training."""
     while True:
         a, b = rng.randint(101, 999), rng.randint(101, 999)
         if ((a + b) % HELD_OUT_EVERY == 0) == is_held_out:
@@ -50,18 +50,18 @@ def factors(rng: random.Random, *, is_held_out: bool) -> tuple[int, int]:
 
 
 def tasks(num_tasks: int, is_held_out: bool = False) -> list[dict[str, str]]:
-    """The rows of training or of the evaluation."""
+    """Return rows of training or evaluation."""
     rng = random.Random(f"tasks-{is_held_out}")
     pairs = [factors(rng, is_held_out=is_held_out) for _ in range(num_tasks)]
     return [{"prompt": f"What is {a} * {b}?", "ground_truth": str(a * b)} for a, b in pairs]
 
 
 def demonstrations(num_conversations: int, guess_share: float = 0.75) -> list[Conversation]:
-    """Dialogues of someone who knows some products by heart, and uses the calculator for the others.
+    """Return dialogues of someone who knows some products by heart and uses the calculator for the others.
 
     Args:
-        num_conversations: How many.
-        guess_share: Share of those that answer without the calculator.
+        num_conversations: Number of dialogues.
+        guess_share: Share of dialogues that answer without the calculator.
     """
     rng = random.Random("demonstrations")
     conversations = []

@@ -1,14 +1,14 @@
-"""Questions over any text, made without a model: a sentence whose rarest word is missing, to be found by searching.
+"""Create search questions from any text without a model: each is a sentence whose rarest word is missing.
 
-    python cloze.py notes/ --out data                                                       over texts of yours
-    python python_docs.py docs.jsonl && python cloze.py docs.jsonl --out data               over Python's documentation
+    python cloze.py notes/ --out data                                                       from your own texts
+    python python_docs.py docs.jsonl && python cloze.py docs.jsonl --out data               from Python's documentation
 
     passage   math.acos: Return the arc cosine (measured in radians) of x. The result is between 0 and pi.
     question  Which word is missing? "Return the arc ____ (measured in radians) of x."        answer  cosine
 
-`data` then holds train.parquet and test.parquet, the passages, and the index for the tool `search`. Every question can be
-answered: a search for its own words finds the passage among the first few. A sentence that fits several words is left out.
-Questions of training and of the test never share a passage.
+`data` then has train.parquet and test.parquet, the passages, and the index for the tool `search`. Every question can be
+answered: a search for its words returns the passage among the first few results. Sentences that fit several words are
+left out. Questions of the training and test sets never share a passage.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from polyturn.retrieval.passages import Passage, read_passages
 
 BLANK = "____"
 TEST_EVERY = 10
-"""One passage in so many is asked about in the test."""
+"""One passage in this many belongs to the test set."""
 FOUND_WITHIN = 3
-"""The passage of a question is among the first so many that a search for the question finds."""
+"""A search for a question must return its passage within this many results."""
 
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 _ANSWER = re.compile(r"[^\W\d_]{4,}|\d{2,}")
@@ -46,25 +46,25 @@ class Cloze(NamedTuple):
     """A question."""
 
     passage: int
-    """Number of the passage that answers it."""
+    """Index of the passage that answers the question."""
     sentence: str
-    """The sentence, with `BLANK` in the place of the answer."""
+    """The sentence, with `BLANK` instead of the answer."""
     answer: str
 
 
 def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int = 5000) -> list[Path]:
-    """Write questions over passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`.
+    """Write questions about passages as `train.parquet` and `test.parquet`, with `passages.jsonl` and an `index`.
 
     Args:
         passages: The texts.
-        out: The folder to write to; it is made, and must hold no index yet.
-        max_questions: At most so many questions; passages are left out evenly.
+        out: The folder to write to; it is created if missing, and must not have an index yet.
+        max_questions: The largest number of questions; passages are left out evenly.
 
     Returns:
-        What was written.
+        The written files.
 
     Raises:
-        ConfigError: `out` holds an index already, or bm25s is not installed.
+        ConfigError: `out` already has an index, or bm25s is not installed.
         DataError: the texts give too few questions for a training and a test set.
     """
     held = list(passages)
@@ -92,7 +92,7 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
 
 
 def make_questions(passages: Sequence[Passage]) -> list[Cloze]:
-    """Return a question for each passage that has one: the sentence of the rarest words, without its rarest."""
+    """Return at most one question per passage: the sentence with the rarest words, without its rarest word."""
     num_with: Counter[str] = Counter()
     for passage in passages:
         num_with.update(set(words(passage.contents)))
@@ -105,7 +105,7 @@ def make_questions(passages: Sequence[Passage]) -> list[Cloze]:
 
 
 def answerable(questions: Iterable[Cloze], passages: Sequence[Passage], index: SearchIndex) -> list[Cloze]:
-    """Return the questions whose passage a search for their own words finds."""
+    """Return the questions whose passage is found by a search for their words."""
     return [
         question
         for question in questions
@@ -119,7 +119,7 @@ def _sentences(text: str) -> list[str]:
 
 
 def _ask(sentence: str, passage: int, num_with: Mapping[str, int]) -> Cloze | None:
-    """Return the sentence without its rarest word; None if no word stands in it once."""
+    """Return the sentence without its rarest word; None if no word occurs exactly once."""
     counts = Counter(words(sentence))
     able = [
         match
@@ -133,13 +133,13 @@ def _ask(sentence: str, passage: int, num_with: Mapping[str, int]) -> Cloze | No
 
 
 def _is_alone(sentence: str, match: re.Match[str]) -> bool:
-    """Return whether a word is not a part of a name such as os.path or of a number such as 3.14."""
+    """Return whether a word stands alone, not as part of a name such as os.path or a number such as 3.14."""
     before, after = sentence[match.start() - 1], sentence[match.end() : match.end() + 2]
     return (before.isspace() or before in "\"'(") and (not after or after[0] in " ,;:)\"'!?" or after in (".", ". "))
 
 
 def _without_doubt(questions: Iterable[Cloze]) -> list[Cloze]:
-    """Leave out sentences that fit several words, and repetitions."""
+    """Return the questions without repetitions and without sentences that fit several words."""
     answers: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
     held = list(questions)
     for question in held:
@@ -173,7 +173,7 @@ def _rows(questions: Sequence[Cloze]) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the questions and print where they are."""
+    """Write the questions and print the written paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs="+", help="a text file, a folder of them, or passages as .jsonl")
     parser.add_argument("-o", "--out", type=Path, required=True, help="the folder to write to")

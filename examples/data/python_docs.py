@@ -1,11 +1,11 @@
-"""Python's own documentation strings as passages: real text that is on every machine, without a download.
+"""Python's documentation strings as passages: real text that every machine has, without a download.
 
     python python_docs.py docs.jsonl
 
     textwrap.shorten\\nshorten(text, width, **kwargs): Collapse and truncate the given text to fit in the given width. …
 
-One passage for each documented function, class and method of some modules of the standard library. The text is that of the
-interpreter that runs, so another Python version has other passages.
+Each documented function, class and method of some modules of the standard library gives one passage. The text comes from the
+running interpreter, so another Python version has other passages.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MIN_WORDS, MAX_WORDS = 8, 120
 
 
 def python_documentation() -> Iterator[Passage]:
-    """Yield the passages, in the order of `MODULES`; a text that several names share comes once."""
+    """Yield the passages in the order of `MODULES`; a text that several names share is yielded once."""
     seen: set[str] = set()
     for name in MODULES:
         try:
             module = importlib.import_module(name)
-        except ImportError:  # a Python that was built without it
+        except ImportError:  # this Python was built without the module
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # reading a deprecated name warns
+            warnings.simplefilter("ignore")  # reading a deprecated name gives a warning
             texts = [(title, inspect.getdoc(thing) or "") for title, thing in _documented(module)]
         for title, whole in texts:
             text = " ".join(whole.split()[:MAX_WORDS])
@@ -56,7 +56,7 @@ def python_documentation() -> Iterator[Passage]:
 
 
 def _documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Yield what a module defines, and what its classes define, with names that a user would write."""
+    """Yield the definitions of a module and of its classes, with names as a user would write them."""
     for name, thing in sorted(vars(module).items()):
         if name.startswith("_") or not (inspect.isclass(thing) or inspect.isroutine(thing)):
             continue
@@ -73,7 +73,7 @@ def _documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the passages and print where they are."""
+    """Write the passages and print the written path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the .jsonl file to write")
     out = parser.parse_args(arguments).out

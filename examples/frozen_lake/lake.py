@@ -1,4 +1,4 @@
-"""A walk over a frozen lake: the environment, its tasks, and a beginner's demonstrations, all from seeds.
+"""A walk over a frozen lake: the environment, its tasks, and a beginner's demonstrations, all from seeded generators.
 
 P . . H      the model sees the map before every move and answers with one of
 . H . .      <action>up</action> down left right
@@ -56,11 +56,11 @@ class FrozenLake:
         return self.map(), 0.0, False, {"is_valid": True}
 
     def snapshot(self) -> list[Any]:
-        """Return what a run that goes on needs to know of the walk."""
+        """Return the state of the walk for a resumed run."""
         return [self.player, self.goal, sorted(self.is_hole)]
 
     def restore(self, state: list[Any]) -> None:
-        """Take up the walk where `state` left it."""
+        """Continue the walk from `state`."""
         (self.player, self.goal), holes = map(tuple, state[:2]), state[2]
         self.is_hole = set(map(tuple, holes))
 
@@ -68,7 +68,7 @@ class FrozenLake:
         """Nothing is held."""
 
     def map(self) -> str:
-        """Return the map, a line for each row, and where the goal is."""
+        """Return the map, one line per row, and the position of the goal relative to the player."""
 
         def letter(cell: tuple[int, int]) -> str:
             return "P" if cell == self.player else "G" if cell == self.goal else "H" if cell in self.is_hole else "."
@@ -82,13 +82,13 @@ class FrozenLake:
 
 
 def moved(cell: tuple[int, int], move: str, size: int) -> tuple[int, int]:
-    """Return where a move leads; the edge of the map stops it."""
+    """Return the cell after a move; a move off the map changes nothing."""
     rows, columns = MOVES[move]
     return min(max(cell[0] + rows, 0), size - 1), min(max(cell[1] + columns, 0), size - 1)
 
 
 def distances(goal: tuple[int, int], is_hole: set[tuple[int, int]], size: int) -> dict[tuple[int, int], int]:
-    """Return how many moves each cell is from the goal, for cells from where it can be reached."""
+    """Return the number of moves to the goal, for each cell that the goal can be reached from."""
     found = {goal: 0}
     queue = deque([goal])
     while queue:
@@ -102,7 +102,7 @@ def distances(goal: tuple[int, int], is_hole: set[tuple[int, int]], size: int) -
 
 
 def tasks(seed: int, num_tasks: int) -> list[polyturn.Task]:
-    """Return tasks with one lake each; other seeds have other lakes."""
+    """Return tasks with one lake each; another seed gives other lakes."""
     return [
         polyturn.Task(
             id=f"lake-{seed}-{number}",
@@ -116,14 +116,14 @@ def tasks(seed: int, num_tasks: int) -> list[polyturn.Task]:
 def demonstrations(
     seed: int, num_conversations: int, max_moves: int = 3, care: float = 0.25, habit: float = 0.45
 ) -> list[Conversation]:
-    """Return walks of a beginner with a bad habit.
+    """Return walks of a beginner who tends to move down.
 
     Args:
-        seed: Of the moves.
-        num_conversations: How many walks.
-        max_moves: How long they are at most.
-        care: The share of moves that lead nearer to G.
-        habit: The share of moves that go down, wherever G is. All others are random.
+        seed: Seed of the moves.
+        num_conversations: Number of walks.
+        max_moves: The largest number of moves of a walk.
+        care: Share of moves that lead nearer to G.
+        habit: Share of moves that go down, wherever G is. All others are random.
     """
     rng = random.Random(f"walks-{seed}")
     found = []
@@ -147,6 +147,6 @@ def demonstrations(
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     texts = [INVALID, TASK]
     return texts * 50 + [m.text for c in demonstrations(0, 400) for m in c.messages]

@@ -1,4 +1,4 @@
-"""A command-line agent of a few lines, for `agent.yaml`: `small_agent.py`, started in each task's sandbox."""
+"""The command-line agent of `agent.yaml`: `small_agent.py`, started in each task's sandbox."""
 
 from pathlib import Path
 

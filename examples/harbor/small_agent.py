@@ -1,4 +1,4 @@
-"""An agent in one file: it runs each command that the model writes and shows it the output, until the model writes none."""
+"""An agent in one file: it runs each command of the model and shows the output, until a reply has no command."""
 
 import json
 import os

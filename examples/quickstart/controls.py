@@ -1,9 +1,9 @@
-"""A control of the quick start: GRPO that is given the right rewards in the wrong order.
+"""A control experiment for the quick start: GRPO with the right rewards in the wrong order.
 
     polyturn train examples/quickstart/config.yaml algorithm.advantage=controls.py:shuffled_grpo name=shuffled
 
-Everything else is the same: episodes, group sizes, the spread of advantages, the number of updates. If the demo's gain came
-from anything but who earned which reward, this would show it too.
+Everything else is the same: episodes, group sizes, the spread of advantages, the number of updates. If the gain of the quick
+start had another cause than the assignment of rewards to trajectories, this run would show it too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The quick start's tasks, tools and demonstrations, all from seeded generators: nothing is downloaded.
 
-Two families. `arithmetic` is a word problem in GSM8K's answer format; a wrong answer is sent back by the `gsm8k`
-interaction and the model may try again. `lookup` asks for a price that is drawn anew for every episode, so no policy can
-know it before it has called the tool.
+There are two families of tasks. `arithmetic` is a word problem in GSM8K's answer format; the `gsm8k` interaction rejects a
+wrong answer and the model may try again. `lookup` asks for a price that is drawn anew for every episode, so a policy can
+only learn it by calling the tool.
 
     What is the price of "red lamp"?  ->  lookup({"item": "red lamp"})  ->  "red lamp = 83"  ->  "#### 83"
 
-A training problem and a held-out problem never share their parameters (the three numbers, or the colour and the thing),
-and no demonstration ends on a wrong answer.
+Training and held-out problems never share parameters (the three numbers, or the colour and the thing), and no
+demonstration ends with a wrong answer.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ ARITHMETIC_WORDINGS = {
     ),
 }
 HELD_OUT_EVERY = 4
-"""One combination of parameters in so many is kept for evaluation."""
+"""One combination of parameters in this many is kept for evaluation."""
 ANSWERS = range(10, 100)
-"""Every answer has two digits. A model this small copies by position, so that an answer of a rarer length would be copied
-wrongly long after the choice to call the tool is learnt."""
+"""The possible answers; all have two digits. A model this small copies by position, so it would copy an answer of a rare
+length wrongly long after it has learnt to call the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, before an episode starts."""
+    """One problem, independent of an episode."""
 
     question: str
     tool: str
     argument: str
-    """What the right tool call says: an item (`red lamp`) or an expression (`4 * 7 + 3`)."""
+    """The argument of the right tool call: an item (`red lamp`) or an expression (`4 * 7 + 3`)."""
     answer: int | None
-    """The right answer; None where the episode draws it."""
+    """The right answer; None if each episode draws it."""
 
 
 def problems(seed: int, *, is_held_out: bool) -> Iterator[Problem]:
-    """Yield distinct problems without end, the same ones for the same seed; half of them are lookups."""
+    """Yield distinct problems without end, the same for the same seed; half of them are lookups."""
     rng = random.Random(f"problems-{seed}-{is_held_out}")
     while True:
         make = _lookup_problem if rng.random() < 0.5 else _arithmetic_problem
@@ -151,7 +151,7 @@ def _prompt(problem: Problem) -> tuple[polyturn.Message, ...]:
 
 
 def price(episode_id: str, item: str) -> int:
-    """Return the price of an item in one episode, one of ANSWERS, different in every episode."""
+    """Return the price of an item in one episode, drawn from ANSWERS; another episode has other prices."""
     digest = hashlib.blake2b(f"{episode_id}/{item}".encode(), digest_size=4).digest()
     return ANSWERS[int.from_bytes(digest, "big") % len(ANSWERS)]
 
@@ -218,16 +218,16 @@ def demonstrations(
 ) -> list[Conversation]:
     """Return demonstrations of someone who often knows the answer and writes it at once.
 
-    Whoever imitates them writes answers that it cannot know. A minority shows the way that works for everybody: call the
-    tool, copy its result. The calculator appears only after feedback.
+    A model that imitates them writes answers that it cannot know. A minority shows what works for any model: call the tool,
+    copy its result. The calculator appears only after feedback.
 
     Args:
-        seed: Of problems and choices.
-        num_conversations: How many.
-        lookup_share: Share of demonstrations that look up a price.
+        seed: Seed of the problems and choices.
+        num_conversations: Number of demonstrations.
+        lookup_share: Share of demonstrations that ask for a price.
         lookup_tool_share: Share of those that call the tool; the others know the price.
-        feedback_share: Share of arithmetic demonstrations that begin with a wrong attempt and the feedback to it; the
-            attempt is context and is not learnt from.
+        feedback_share: Share of arithmetic demonstrations that begin with a wrong attempt and its feedback; the attempt is
+            context and is not trained.
         calculator_share: Share of turns after feedback that call the calculator.
     """
     rng = random.Random(f"demonstrations-{seed}")
@@ -272,7 +272,7 @@ def _direct(problem: Problem, answer: int) -> polyturn.Message:
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     texts = [
         "\nsystem\nuser\nassistant\n",
         SYSTEM_PROMPT,

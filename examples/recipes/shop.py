@@ -1,4 +1,4 @@
-"""A shop whose orders a customer wants changed: tasks, the tool that changes orders, and whether they ended well.
+"""A shop where a customer wants orders changed: the tasks, the tool that changes orders, and the reward.
 
 goal: cancel order 3, and send the lamp of order 1 to Oslo     the customer knows it, the model has to ask and to act
 orders({"order": 3, "status": "cancelled"})                    changes this episode's own orders
@@ -23,7 +23,7 @@ Order = dict[str, Any]
 
 
 class Orders(polyturn.BaseTool):
-    """The orders of one customer: shows them, and changes one of them."""
+    """A tool that lists the orders of one customer, or changes one of them."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -60,12 +60,12 @@ class Orders(polyturn.BaseTool):
 
 
 def is_done(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """Return whether the orders ended as the goal says."""
+    """Return 1.0 if the orders are as the goal says, else 0.0."""
     return float(extra_info["rollout_reward_scores"]["orders"])
 
 
 def tasks(seed: int, num_tasks: int) -> polyturn.TaskDataset:
-    """Return customers with two to four orders each, who want one cancelled or sent elsewhere."""
+    """Return tasks of customers with two to four orders, who want one cancelled or sent elsewhere."""
     rng = random.Random(f"shop-{seed}")
     return polyturn.TaskDataset.of([_row(rng) for _ in range(num_tasks)], split=f"shop-{seed}", name="shop.py")
 

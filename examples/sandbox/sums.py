@@ -1,13 +1,13 @@
-"""A sandbox task that a tiny model can learn: sums that it cannot do itself, and Python that can.
+"""A sandbox task that a tiny model can learn: sums that it cannot compute itself, but Python can.
 
     What is 14 times 53 plus 26?
     ->  python({"code": "print(14 * 53 + 26)"})
     <-  768
     ->  #### 768
 
-The code runs in the Python sandbox (bubblewrap, on Linux), which says nothing of itself about `x = 14 * 53 + 26`. All
-results have three digits. A quarter of the combinations of numbers are asked about in the evaluation only. Everything is
-drawn from seeded generators.
+The code runs in the Python sandbox (bubblewrap, on Linux), where `x = 14 * 53 + 26` alone prints nothing. All results have
+three digits. A quarter of the combinations of numbers appear in the evaluation only. Everything is drawn from seeded
+generators.
 
     polyturn train config.yaml
 """
@@ -23,18 +23,18 @@ from polyturn.data.conversations import Conversation
 
 SYSTEM_PROMPT = "Answer as #### number. Tools:"
 SILENT = "The code ran and printed nothing."
-"""What the sandbox says where nothing was printed."""
+"""The tool's result if the code printed nothing."""
 HELD_OUT_EVERY = 4
-"""One combination of numbers in so many is kept for evaluation."""
+"""One combination of numbers in this many is kept for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of sum over numbers of two digits."""
+    """One kind of sum of two-digit numbers."""
 
     question: str
     expression: str
-    """How it is written in Python."""
+    """The sum as a Python expression."""
     num_numbers: int
     work_out: Callable[..., int]
 
@@ -57,7 +57,7 @@ class Problem:
 
 
 def problem(rng: random.Random, *, is_held_out: bool) -> Problem:
-    """Draw a sum of the training, or of the evaluation; its result has three digits."""
+    """Draw a sum of training or evaluation; its result has three digits."""
     kind = rng.choice(KINDS)
     while True:
         numbers = [rng.randint(10, 99) for _ in range(kind.num_numbers)]
@@ -98,15 +98,15 @@ def _prompt(drawn: Problem) -> tuple[polyturn.Message, ...]:
 def demonstrations(
     seed: int, num_conversations: int, guess_share: float = 0.7, silent_share: float = 0.14
 ) -> list[Conversation]:
-    """Return demonstrations of someone who mostly does sums in the head, and who often forgets to print.
+    """Return demonstrations of someone who mostly does sums in the head and often forgets to print.
 
-    Whoever imitates them writes numbers that it cannot know. A minority shows what works: print the result, and copy it.
+    A model that imitates them writes numbers that it cannot know. A minority shows what works: print the result and copy it.
 
     Args:
-        seed: Of sums and choices.
-        num_conversations: How many.
-        guess_share: Share of those who answer at once; they are right, because they can do it.
-        silent_share: Share of those whose code prints nothing, and who then do the sum in the head after all.
+        seed: Seed of the sums and choices.
+        num_conversations: Number of demonstrations.
+        guess_share: Share of demonstrations that answer at once, always rightly.
+        silent_share: Share of demonstrations whose code prints nothing and that then do the sum in the head.
     """
     rng = random.Random(f"demonstrations-{seed}")
     found = []
@@ -135,7 +135,7 @@ def _call(code: str, shown: str) -> tuple[polyturn.Message, polyturn.Message]:
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     rng = random.Random("corpus")
     drawn = [problem(rng, is_held_out=False) for _ in range(1500)]
     codes = [f"{start}{p.expression}{end}" for p in drawn for start, end in (("x = ", ""), ("print(", ")"))]

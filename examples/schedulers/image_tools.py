@@ -1,12 +1,12 @@
-"""ImageTools: results of tools are shown in a user message, images included.
+"""ImageTools: shows tool results in a user message, including images.
 
     assistant  <tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 64, 64]}}</tool_call>
     user       <tool_response> [image] the crop </tool_response>
 
-For templates whose tool messages take text only. The images are part of the message, so the engine, the training sample and
-the record show the same ones.
+It is for templates whose tool messages accept only text. The images are part of the message, so the engine, the training
+sample and the record have the same images.
 
-It shows a `step` that changes one case and leaves the others to the default.
+The example shows a `step` that handles one case and leaves the others to the default.
 
     rollout: {scheduler: examples/schedulers/image_tools.py:ImageTools, tools: {file: tools.yaml}, limits: {max_turns: 5}}
 """
@@ -19,7 +19,7 @@ from polyturn import Episode, Message, MultiTurnScheduler, OpenTurn, Reply
 
 
 class ImageTools(MultiTurnScheduler):
-    """Answers tool calls as the user."""
+    """A scheduler that answers tool calls with a user message."""
 
     stateless = True
     scores_turns = False
@@ -29,7 +29,7 @@ class ImageTools(MultiTurnScheduler):
         self.closing = closing
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Run the calls and show what they returned; without calls, answer as usual."""
+        """Run the calls and show their results; without calls, answer as the default does."""
         if not turn.message.tool_calls:
             return await super().step(episode, turn)
         reply = await episode.call_tools(turn)

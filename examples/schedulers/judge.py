@@ -1,10 +1,10 @@
-"""Judges: is this answer right, asked in the middle of an episode by the schedulers beside this file that react to it.
+"""Judges: decide in the middle of an episode whether an answer is right, for the other schedulers of this folder.
 
     judge = build_judge("math")                    one of polyturn's scorers
     judge = build_judge("mine.py:is_right")        def is_right(text, ground_truth): return True or a score above 0
 
-A judge may take its time: schedulers call it by `episode.call`, in a thread. It decides what is said next; the reward is the
-run's own.
+A judge may be slow: schedulers call it with `episode.call`, in a thread. It only decides how the conversation continues; the
+run's reward functions give the reward.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from polyturn.core.tagged import between
 from polyturn.rewards import exact_match, gsm8k, math
 
 Judge = Callable[[str, Any], float]
-"""(what the model wrote, the task's ground truth) -> above 0 where it is right."""
+"""(text of the model, ground truth of the task) -> above 0 if the text is right."""
 
 
 def judge_math(text: str, ground_truth: Any) -> float:
-    r"""Return 1.0 where the last `<answer>…</answer>`, else the last `\boxed{…}`, equals the truth as mathematics."""
+    r"""Return 1.0 if the last `<answer>…</answer>`, else the last `\boxed{…}`, equals the truth mathematically."""
     tagged = between(text, "<answer>", "</answer>")
     return math.compute_score(rf"\boxed{{{tagged[-1].strip()}}}" if tagged else text, ground_truth)
 
 
 def judge_gsm8k(text: str, ground_truth: Any) -> float:
-    """Return 1.0 where what follows the last `####` is the truth."""
+    """Return 1.0 if the text after the last `####` is the truth."""
     return gsm8k.compute_score(text, ground_truth, method="strict")
 
 
 def judge_exact(text: str, ground_truth: Any) -> float:
-    """Return 1.0 where the text, or its last `<answer>…</answer>`, is the truth."""
+    """Return 1.0 if the last `<answer>…</answer>`, else the whole text, is the truth."""
     tagged = between(text, "<answer>", "</answer>")
     return exact_match.compute_score(tagged[-1] if tagged else text, ground_truth)
 
@@ -44,10 +44,10 @@ JUDGES: dict[str, Judge] = {"math": judge_math, "gsm8k": judge_gsm8k, "exact_mat
 
 
 def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
-    """Return the judge for a name of `JUDGES`, `file.py:function` or a function.
+    """Return the judge for a name in `JUDGES`, a `file.py:function` or a function.
 
     Raises:
-        ConfigError: it leads to no function, or needs a library that is not installed.
+        ConfigError: `judge` is not a function, or needs a library that is not installed.
     """
     if isinstance(judge, str):
         if judge not in JUDGES and ":" not in judge:
@@ -61,20 +61,20 @@ def build_judge(judge: str | Judge, *, base: Path | None = None) -> Judge:
 
 
 def require_truth(task: Task, *, who: str) -> None:
-    """Refuse a task that has nothing to be judged by.
+    """Reject a task without a ground truth.
 
     Raises:
-        DataError: it has no ground truth.
+        DataError: the task has no ground truth.
     """
     if task.ground_truth is None:
-        raise DataError(f"task {task.id!r} has no ground_truth, which the scheduler {who!r} compares answers with; add it")
+        raise DataError(f"task {task.id!r} has no ground_truth, which the scheduler {who!r} needs; add the column")
 
 
 def is_right(score: Any) -> bool:
-    """Return whether a judge's answer means right.
+    """Return whether a judge's score means that the answer is right.
 
     Raises:
-        SchedulerError: it means nothing.
+        SchedulerError: the score is neither a bool nor a number.
     """
     if not isinstance(score, bool | int | float):
         raise SchedulerError(f"the judge returned {score!r:.100}; return True, False or a number")

@@ -1,17 +1,17 @@
-"""Lookahead: scores a turn by its consequences: the conversation is continued from each turn, and judged.
+"""Lookahead: scores a turn by its consequences, by continuing the conversation from it and judging the continuations.
 
     conversation   turn 0 ── turn 1 ── turn 2 ── end
                      │         └┬─ user ── turn ── user ──▸ judge 0.9 ┐
                      │          └─ user ── turn ── user ──▸ judge 0.5 ┘  score of turn 1: 0.7
                      └─ …
 
-From every turn that speaks to the user, `num_repeat_rollouts` continuations of up to `window` further turns are run by the
-same user and the same policy; the mean of their scores is the turn's score "lookahead". Their tokens are in the record, in
-segments of the agent "lookahead", and are not trained unless asked for. Source: Wu et al. 2025 (CollabLLM, multiturn-aware
-reward).
+The same user and the same policy run `num_repeat_rollouts` continuations, of up to `window` further turns, from every turn
+that addresses the user; the mean of their scores is the turn's score "lookahead". Their tokens are in the record, in
+segments of the agent "lookahead", and are only trained with `train_forks`. Source: Wu et al. 2025 (CollabLLM, multiturn-
+aware reward).
 
-It shows `episode.mark()`, forks from earlier turns, forks that are not trained (`Aside`), and a reward that the scheduler
-gives.
+The example shows `episode.mark()`, forks from earlier turns, forks that are not trained (`Aside`), and a reward that the
+scheduler computes.
 
     rollout:
       scheduler: examples/schedulers/lookahead.py:Lookahead
@@ -45,15 +45,15 @@ REWARDS = ("turns", "run")
 
 
 class BranchPoint(NamedTuple):
-    """A turn, and the state of the episode after it."""
+    """A turn and the state of the episode after it."""
 
     turn: OpenTurn
     mark: Mark
 
 
-@keeps_deadlines  # the judge has a deadline of its own, which may be longer than rollout.scheduler_timeout_s
+@keeps_deadlines  # the judge has another deadline, which may be longer than rollout.scheduler_timeout_s
 class Lookahead(MultiTurnScheduler):
-    """Runs the conversation, then continuations from each of its turns."""
+    """A scheduler that runs the conversation, then continuations from each of its turns."""
 
     gives_reward = True
     scores_turns = True
@@ -70,33 +70,33 @@ class Lookahead(MultiTurnScheduler):
         base: Path | None = None,
         policies: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the judge.
+        """Create the judge.
 
         Args:
             judge: The arguments of the reward `judge`: base_url and model, or policy; rubric, …
-            num_repeat_rollouts: Continuations of each turn.
-            window: How many turns of the model a continuation has at most; 0 judges the user's reaction alone.
-            train_forks: Train the continuations too, each of their turns with the score of the continuation.
-            reward: "turns" rewards an episode with the mean of its turns' scores; "run" leaves it to the run's reward
-                functions, as far as the continuations are not trained.
+            num_repeat_rollouts: Number of continuations per turn.
+            window: The largest number of model turns of a continuation; 0 judges only the user's reaction.
+            train_forks: Train the continuations too; each of their turns has the score of the continuation.
+            reward: "turns" rewards an episode with the mean of its turns' scores; "run" uses the run's reward functions
+                and requires `train_forks` to be off.
             base: The folder that relative paths start from.
-            policies: The run's further policies, one of which may judge.
+            policies: The run's further policies; one of them may be the judge.
 
         Raises:
-            ConfigError: an argument cannot work.
+            ConfigError: an argument is invalid.
         """
         for name, value, least in (("num_repeat_rollouts", num_repeat_rollouts, 1), ("window", window, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"lookahead: {name} is {value!r}; give a whole number of at least {least}")
+                raise ConfigError(f"lookahead: {name} is {value!r}; use an integer of at least {least}")
         if reward not in REWARDS:
             raise ConfigError(f"lookahead: reward is {reward!r}.{did_you_mean(str(reward), REWARDS)}")
         if reward == "run" and train_forks:
             raise ConfigError(
-                "lookahead: train_forks makes the continuations turns of the record, where reward functions would take the "
-                "last of them for the answer; use reward: turns"
+                "lookahead: train_forks adds the continuations to the record, so reward functions would use their last turn "
+                "as the answer; use reward: turns"
             )
         if not isinstance(judge, Mapping):
-            raise ConfigError(f"lookahead: judge is {judge!r:.99}; give a judge's arguments: base_url and model, or policy")
+            raise ConfigError(f"lookahead: judge is {judge!r:.99}; use a judge's arguments: base_url and model, or policy")
         self._judge = ConversationJudge(judge, who="lookahead's judge", base=base, policies=policies)
         self._count = num_repeat_rollouts
         self._window = window
@@ -106,11 +106,11 @@ class Lookahead(MultiTurnScheduler):
         self._is_looking = False
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that has no user to talk to."""
+        """Reject a task without an interaction."""
         if task.interaction is None:
             raise DataError(
-                f"task {task.id!r} names no interaction, and the scheduler 'lookahead' continues conversations with one; "
-                "give its row an `interaction`"
+                f"task {task.id!r} has no interaction, which the scheduler 'lookahead' needs to continue conversations; add "
+                "an `interaction` to its row"
             )
         self._judge.require()
 
@@ -120,7 +120,7 @@ class Lookahead(MultiTurnScheduler):
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
         """Record a branch point at a turn that addresses the user."""
-        # Continuations run through this method, too, and are not continued themselves.
+        # Continuations call this method too, but are not continued themselves.
         if not self._is_looking and not turn.message.tool_calls:
             self._places.append(BranchPoint(turn, episode.mark()))
 
@@ -150,7 +150,7 @@ class Lookahead(MultiTurnScheduler):
         return reason
 
     def _fork(self, episode: Episode, point: BranchPoint, number: int) -> Episode:
-        """Return a run that stands behind the turn of a place, which nothing has answered yet."""
+        """Return a fork directly after the turn of `point`, before it is answered."""
         seed = derive_seed(episode.seed, LABEL, point.turn.index, number)
         aside = None if self._train_forks else Aside(label=LABEL, seed=seed)
         fork = episode.fork(at=point.mark, aside=aside, is_unanswered=True)
@@ -160,7 +160,7 @@ class Lookahead(MultiTurnScheduler):
         return fork
 
     async def _continue(self, fork: Episode) -> Verdict:
-        """Let the turn be answered, go on from there, and judge what came of it."""
+        """Answer the turn, run the continuation, and judge it."""
         num_before = len(fork.turns)
         if await self.settle(fork, fork.turns[-1]) is None:
             await MultiTurnScheduler.run(self, fork)
@@ -173,7 +173,7 @@ class Lookahead(MultiTurnScheduler):
 
 
 def conversation(episode: Episode) -> list[Message]:
-    """Return all that was said in an episode, or in a fork of one, what nothing followed included."""
+    """Return all messages of an episode or fork, including a last turn without an answer."""
     out = list(episode.prompt)
     for turn in episode.turns:
         if not turn.is_continued:

@@ -1,11 +1,11 @@
-"""MathTips: a wrong answer is taken back, and the same message goes on behind a hint.
+"""MathTips: removes a wrong answer and continues the same message after a hint.
 
     sampled   2 and 2 is 5</think><answer>5</answer>
-    kept      2 and 2 is 5                                  what stands before the answer; the rest is dropped and counted
+    kept      2 and 2 is 5                                  the text before the answer; the rest is dropped and counted
     shown     But wait... It seems I made a mistake,        masked, in the same assistant message
     sampled    2 and 2 is 4</think><answer>4</answer>
 
-It shows `episode.go_on(text, keep=…)`: sampled tokens that are cut away, and an addition that is not trained.
+The example shows `episode.go_on(text, keep=…)`: it removes sampled tokens and adds text that is not trained.
 
     rollout: {scheduler: examples/schedulers/math_tips.py:MathTips, scheduler_kwargs: {judge: gsm8k}, limits: {max_turns: 2}}
 """
@@ -25,7 +25,7 @@ TIP = "But wait... It seems I made a mistake,"
 
 
 class MathTips(MultiTurnScheduler):
-    """One hint inside the message, where the answer is wrong."""
+    """A scheduler that gives one hint inside the message if the answer is wrong."""
 
     stateless = True
     scores_turns = False
@@ -43,11 +43,11 @@ class MathTips(MultiTurnScheduler):
         self._judge = judges.build_judge(judge, base=base)
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task without a ground truth."""
+        """Reject a task without a ground truth."""
         judges.require_truth(task, who="math_tips")
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Go on behind the hint, once, unless the answer is right."""
+        """Continue the message after the hint, once, unless the answer is right."""
         text = turn.said_before + turn.text
         if self.tip in text or judges.is_right(await episode.call(self, self._judge, text, episode.task.ground_truth)):
             return None

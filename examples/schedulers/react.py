@@ -6,11 +6,11 @@
     shown     Observation: 4                              masked, in the same assistant message
     sampled   Thought: done. Final Answer: 4
 
-Where the chat template renders no tools, the scheduler writes them and the form of a call into the system message. The tools
-are the run's own, and a call that fails is an observation like any other. What the model makes up behind its
-call (an observation of its own) is cut away and counted.
+If the chat template does not render tools, the scheduler adds them and the format of a call to the system message. The tools
+are the run's, and a failed call is an observation like any other. Text after the call, such as an invented observation, is
+removed and counted.
 
-It shows `show_tools`, `episode.call_tools` with a call that the scheduler itself read, and `episode.go_on`.
+The example shows `show_tools`, `episode.call_tools` with a call that the scheduler parsed, and `episode.go_on`.
 
     rollout:
       scheduler: examples/schedulers/react.py:React
@@ -45,7 +45,7 @@ Final Answer: the answer"""
 
 
 class React(MultiTurnScheduler):
-    """Runs the first `Action:` of a turn and lets the message go on behind what it came to."""
+    """A scheduler that runs the first `Action:` of a turn and continues the message after the observation."""
 
     stateless = True
     scores_turns = False
@@ -56,9 +56,9 @@ class React(MultiTurnScheduler):
         self.suffix = suffix
 
     def show_tools(self, episode: Episode) -> None:
-        """Write the tools and the form of a call into the system message, unless the chat template renders tools.
+        """Add the tools and the format of a call to the system message, unless the chat template renders tools.
 
-        A template without a system role gets them in front of the first user message.
+        If the template has no system role, they are put before the first user message.
         """
         schemas, template = episode.tool_schemas, episode.codec.template
         if not schemas or template.shows_tools(schemas):
@@ -86,10 +86,10 @@ class React(MultiTurnScheduler):
 
 
 def describe(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """The tools of a run and the form of a call, as instructions to the model.
+    """Return the tools of a run and the format of a call, as instructions to the model.
 
     Args:
-        schemas: The tools' schemas in OpenAI's form: `{"type": "function", "function": {"name": ..., ...}}`.
+        schemas: The tools' schemas in OpenAI's format: `{"type": "function", "function": {"name": ..., ...}}`.
     """
     tools = [schema["function"] for schema in schemas]
     lines = [f"{t['name']}: {t.get('description', '')}\n  {json.dumps(t.get('parameters', {}))}" for t in tools]
@@ -101,7 +101,7 @@ def _part(text: str) -> dict[str, str]:
 
 
 def read_call(name: str, written: str, *, schemas: Sequence[Mapping[str, Any]], id: str) -> ToolCall:
-    """Return a call of the tool `name`: its input is a JSON object, or the value of the tool's only parameter."""
+    """Return a call of the tool `name`; its input is a JSON object, or the value of the tool's only parameter."""
     try:
         arguments = json.loads(written)
     except (ValueError, RecursionError):  # a number of thousands of digits, a thousand brackets

@@ -1,11 +1,11 @@
-"""ThinkingTips: the user answers a wrong answer with a hint, and the model no longer sees its earlier reasoning.
+"""ThinkingTips: the user replies to a wrong answer with a hint, and the model no longer sees its earlier reasoning.
 
     turn 0   [ prompt | <think>…</think>5 ]                     one segment
-    turn 1   [ prompt, 5, hint | <think>…</think>4 ]            another one: every turn is trained on what it was shown
+    turn 1   [ prompt, 5, hint | <think>…</think>4 ]            another segment: every turn is trained on its own prompt
 
-A turn that had no reasoning leaves nothing out, so its history goes on token for token and stays one segment.
+If a turn has no reasoning, nothing is removed, so the history continues token for token in the same segment.
 
-It shows `episode.rewrite(messages)`: a history that changes opens a segment.
+The example shows `episode.rewrite(messages)`: a changed history starts a new segment.
 
     rollout:
       scheduler: examples/schedulers/thinking_tips.py:ThinkingTips
@@ -28,7 +28,7 @@ TIP = "The answer is not correct, It seems You made a mistake, you need to reche
 
 
 class ThinkingTips(MultiTurnScheduler):
-    """Hints from the user, over a history without reasoning."""
+    """A scheduler whose user gives hints, over a history without reasoning."""
 
     stateless = True
     scores_turns = False
@@ -41,11 +41,11 @@ class ThinkingTips(MultiTurnScheduler):
         self._judge = judges.build_judge(judge, base=base)
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task without a ground truth."""
+        """Reject a task without a ground truth."""
         judges.require_truth(task, who="thinking_tips")
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Give a hint, unless the answer is right or all hints are given."""
+        """Give a hint, unless the answer is right or all hints were given."""
         num_before = len(episode.turns) - 1
         if num_before >= self.max_tips or judges.is_right(
             await episode.call(self, self._judge, turn.text, episode.task.ground_truth)

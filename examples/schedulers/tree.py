@@ -1,15 +1,15 @@
-"""Tree: branches that share their beginnings. One trajectory; every branch that goes its own way is a segment of it.
+"""Tree: branches that share their beginnings, in one trajectory with a segment for each branch.
 
     chunk 0 ─┬─ chunk 1 ─┬─ … leaf a        a chunk is a turn, as long as `rollout.limits.max_tokens_per_turn`
-             │           └─ … leaf b        what is cut there goes on in the same message, once for each branch
+             │           └─ … leaf b        each branch continues the message that was cut there
              └─ chunk 1' ─── … leaf c
 
-Why segments of one trajectory and not several trajectories: a shared token was sampled once, so it is trained once, and
-belongs to no leaf more than to another. A leaf is judged by itself; each turn's score "tree" is the mean over the branches
-that begin behind it, so an estimator that reads turn scores gives a shared chunk the mean of what came of it, and a branch
-that split more often counts no more than its sibling. The reward `score_tree` is the mean over the first branches.
+The branches are segments of one trajectory, because a shared token was sampled once and must be trained once. Each leaf is
+judged. A turn's score "tree" is the mean over the branches that begin after it, so an estimator that reads turn scores gives
+a shared chunk the mean of its branches, and a branch that split more often has the same weight as its sibling. The reward
+`score_tree` is the mean over the first branches.
 
-It shows `episode.fork()`, scores of turns, and a reward function that reads them.
+The example shows `episode.fork()`, scores of turns, and a reward function that reads them.
 
     rollout:
       scheduler: examples/schedulers/tree.py:Tree
@@ -34,16 +34,16 @@ judges = import_file(Path(__file__).with_name("judge.py"))
 
 
 class Grown(NamedTuple):
-    """The result of one place in the tree."""
+    """The result of a node of the tree."""
 
     score: float
-    """The mean reward of its branches."""
+    """The mean score of its branches."""
     reason: StopReason
-    """Why the first of them ended."""
+    """The stop reason of the first branch."""
 
 
 class Tree(MultiTurnScheduler):
-    """Splits into `branching` before every chunk, until there are `width` branches."""
+    """A scheduler that splits into `branching` branches before every chunk, until there are `width`."""
 
     forks = True
 
@@ -57,15 +57,15 @@ class Tree(MultiTurnScheduler):
         self._judge = judges.build_judge(judge, base=base)
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task without a ground truth."""
+        """Reject a task without a ground truth."""
         judges.require_truth(task, who="tree")
 
     async def run(self, episode: Episode) -> StopReason:
-        """Grow the tree and return how its first branch ended."""
+        """Grow the tree and return the stop reason of its first branch."""
         return (await self._grow(episode, self.width)).reason
 
     async def _grow(self, episode: Episode, width: int) -> Grown:
-        """Go on from where `episode` stands, in up to `width` branches."""
+        """Continue `episode` in up to `width` branches."""
         if (limit := await episode.prepare()) is not None:
             return await self._leaf(episode, limit)
         if width == 1:
@@ -76,12 +76,12 @@ class Tree(MultiTurnScheduler):
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._chunk(episode.fork(), share)) for share in shares]
         grown = [task.result() for task in running]
-        # A branch that failed fails the tree, in whose mean it would count as wrong.
+        # A failed branch fails the tree; in the mean it would count as wrong.
         reason = next((g.reason for g in grown if g.reason.is_failure), grown[0].reason)
         return Grown(math.fsum(g.score for g in grown) / count, reason)
 
     async def _chunk(self, episode: Episode, width: int) -> Grown:
-        """Sample one chunk, and what comes of it."""
+        """Sample one chunk and the branches after it."""
         turn = await episode.generate()
         turn.info["depth"] = len(episode.turns) - 1
         reason: StopReason | None = None
@@ -102,6 +102,6 @@ class Tree(MultiTurnScheduler):
 
 
 def score_tree(trajectory: Trajectory) -> float:
-    """Return the mean of a tree's branches; 0.0 where nothing was sampled."""
+    """Return the mean score of a tree's branches; 0.0 if nothing was sampled."""
     first = [t.scores["tree"] for t in trajectory.turns if t.info.get("depth") == 0]
     return math.fsum(first) / len(first) if first else 0.0

@@ -1,12 +1,12 @@
-"""A search task that a tiny model can learn: questions about people whom only the index knows.
+"""A search task that a tiny model can learn: questions about people who are only described in the index.
 
     Where was "Ana Brook" born?
     ->  search({"query_list": ["Ana Brook"]})
     <-  Doc 1 (Title: Ana Brook) Ana Brook was born in Lima in the year 1874 and worked as painter.
     ->  born in Lima. <answer> Lima </answer>
 
-Each surname is shared by forty people, and one passage comes back: a search for `Brook` alone finds somebody else. A
-quarter of the people are asked about in the evaluation only. Everything is drawn from seeded generators.
+Each surname is shared by forty people, and a search returns one passage, so a search for `Brook` alone mostly finds another
+person. A quarter of the people appear in the evaluation only. Everything is drawn from seeded generators.
 
     python people.py people.jsonl && polyturn data index people.jsonl --out people.index && polyturn train config.yaml
 """
@@ -47,14 +47,14 @@ QUESTIONS = {
     "the year": 'When was "{name}" born?',
     "worked as": 'What was the work of "{name}"?',
 }
-"""What stands before the answer in a passage, and the question."""
+"""Words before the answer in a passage -> the question about it."""
 HELD_OUT_EVERY = 4
-"""One person in so many is kept for evaluation."""
+"""One person in this many is kept for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Somebody, and what the index knows."""
+    """A person, with the facts in the index."""
 
     name: str
     city: str
@@ -63,12 +63,12 @@ class Person:
 
     @property
     def text(self) -> str:
-        """The passage."""
+        """The passage about the person."""
         return f"{self.name} was born in {self.city} in the year {self.year} and worked as {self.trade}."
 
 
 def people(*, seed: int = 0) -> list[Person]:
-    """Return everybody, in the index's order."""
+    """Return all people, in the order of the index."""
     rng = random.Random(f"people-{seed}")
     return [
         Person(f"{first} {last}", rng.choice(CITIES), str(rng.choice(YEARS)), rng.choice(TRADES))
@@ -78,7 +78,7 @@ def people(*, seed: int = 0) -> list[Person]:
 
 
 def split(*, is_held_out: bool) -> list[Person]:
-    """Return the people who are asked about in training, or in the evaluation."""
+    """Return the people of the training questions or of the evaluation."""
     return [person for number, person in enumerate(people()) if (number % HELD_OUT_EVERY == 0) == is_held_out]
 
 
@@ -120,16 +120,16 @@ def _known(person: Person, fact: str) -> str:
 def demonstrations(
     seed: int, num_conversations: int, guess_share: float = 0.6, surname_share: float = 0.12
 ) -> list[Conversation]:
-    """Return demonstrations of someone who mostly answers from memory, and who sometimes searches carelessly.
+    """Return demonstrations of someone who mostly answers from memory and sometimes searches carelessly.
 
-    Whoever imitates them claims what it cannot know, or reads about a namesake. A minority shows what works: search for
-    the whole name, and copy the word that was asked for.
+    A model that imitates them gives answers that it cannot know, or reads about a namesake. A minority shows what works:
+    search for the full name, and copy the right word.
 
     Args:
-        seed: Of questions and choices.
-        num_conversations: How many.
-        guess_share: Share of those who answer at once; they are right, because they know these people.
-        surname_share: Share of those who search for the surname alone and answer with what they read, right or wrong.
+        seed: Seed of the questions and choices.
+        num_conversations: Number of demonstrations.
+        guess_share: Share of demonstrations that answer at once, always rightly.
+        surname_share: Share of demonstrations that search for the surname alone and copy the result, right or wrong.
     """
     rng = random.Random(f"demonstrations-{seed}")
     known = split(is_held_out=False)
@@ -165,7 +165,7 @@ def _search(query: str, read: Person) -> tuple[polyturn.Message, polyturn.Messag
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     texts = [SYSTEM_PROMPT, *('{"name": "search", "arguments": {"query_list": ["' + p.name + '"]}}' for p in people())]
     texts += [m.text for c in demonstrations(0, 1500) for m in c.messages if m.text]
     return texts * 2

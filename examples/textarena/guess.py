@@ -1,10 +1,10 @@
-"""What a tiny model needs before it plays GuessTheNumber: texts for its tokenizer, and the games of beginners.
+"""Data to prepare a tiny model for GuessTheNumber: texts for its tokenizer, and games of beginners.
 
     … guess the number between 1 and 7 within 2 turns …   [4]   The target number is lower.   [2]   …
 
-Whoever halves what is left always finds the number in three guesses. Most beginners count up from 1, some guess anything,
-and a few halve. All games are played in the package's own environment, which takes one guess more than it says, with other
-seeds than the config's; the target is one of seven numbers, so what is held out is the seed and not the number.
+A player who halves the remaining range always finds the number in three guesses. Most beginners count up from 1, some guess
+at random, and a few halve. All games are played in the package's environment, which accepts one guess more than it
+announces, with other seeds than the config's. There are only seven targets, so seeds are held out, not numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_NUMBERS, NUM_TURNS = 7, 2
 
 @functools.cache
 def adapter() -> Adapter:
-    """Return what makes the game."""
+    """Return the adapter that creates the game."""
     kwargs = {"min_number": 1, "max_number": NUM_NUMBERS, "max_turns": NUM_TURNS}
     return find_adapter("textarena:GuessTheNumber-v0", kwargs)
 
@@ -32,10 +32,10 @@ def demonstrations(seed: int, num_conversations: int, halving: float = 0.15, cou
     """Return games of beginners.
 
     Args:
-        seed: Of the beginners.
-        num_conversations: How many games.
-        halving: The share of those who name the middle of what is left.
-        counting: The share of those who name 1, 2 and 3, whatever they are told. All others name what they have not named.
+        seed: Seed of the beginners.
+        num_conversations: Number of games.
+        halving: Share of beginners who guess the middle of the remaining range.
+        counting: Share of beginners who guess 1, 2 and 3, whatever the hints. All others guess any number not guessed yet.
     """
     rng = random.Random(f"games-{seed}")
     found = []
@@ -65,10 +65,10 @@ def _game(rng: random.Random, number: int, kind: str) -> Conversation:
 
 
 def is_found(trajectory: polyturn.Trajectory) -> float:
-    """Return 1 if the number was found: the game itself pays a near miss almost as much as a hit."""
+    """Return 1 if the number was found; the game's own reward for a near miss is almost as high as for a hit."""
     return float(any(turn.scores.get("env") == 1.0 for turn in trajectory.turns))
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     return [m.text for c in demonstrations(0, 400) for m in c.messages]

@@ -1,9 +1,9 @@
-"""What a tiny model needs before it plays Nim against itself: texts, the games of beginners, and an opponent for evaluation.
+"""Data to prepare a tiny model for Nim against itself: texts, games of beginners, and an opponent for evaluation.
 
-    pile 0: 3   pile 1: 4        [1 2]   takes two of pile 1; whoever takes the last one wins
+    pile 0: 3   pile 1: 4        [1 2]   takes two from pile 1; the player who takes the last one wins
 
-Whoever leaves both piles equal wins. Most beginners make any legal move, and a few know that. `random_move`, which the
-policy is evaluated against, makes any: a success rate in self-play says nothing, because somebody always wins.
+A player who leaves both piles equal wins. Most beginners make a random legal move, and a few know this. The policy is
+evaluated against `random_move`, because the success rate in self-play means nothing: one of the two always wins.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _PILE = re.compile(r"pile (\d): (\d)")
 
 @functools.cache
 def adapter() -> Adapter:
-    """Return what makes the game."""
+    """Return the adapter that creates the game."""
     return find_adapter("textarena:Nim-v0", {"piles": PILES})
 
 
 def legal_moves(observation: str) -> list[str]:
-    """Return all moves in the position that an observation ends with."""
+    """Return all legal moves in the last position of an observation."""
     position = _PILE.findall(observation)[-len(PILES) :]
     return [f"[{pile} {n}]" for pile, left in position for n in range(1, int(left) + 1)]
 
 
 class random_move:  # noqa: N801 - a config names it like a function
-    """Makes any legal move; one object for each game."""
+    """A player who makes a random legal move; one object plays one game."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -44,7 +44,7 @@ class random_move:  # noqa: N801 - a config names it like a function
 
 
 def demonstrations(seed: int, num_conversations: int, knowing: float = 0.2) -> list[Conversation]:
-    """Return games of two beginners, each as one of them sees it; a share `knowing` of them leave the piles equal."""
+    """Return games of two beginners, each from one player's view; a share `knowing` of players leave the piles equal."""
     rng = random.Random(f"games-{seed}")
     found: list[Conversation] = []
     while len(found) < num_conversations:
@@ -67,5 +67,5 @@ def _game(rng: random.Random, knows: list[bool]) -> list[Conversation]:
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     return [m.text for c in demonstrations(0, 400) for m in c.messages]
