@@ -581,7 +581,7 @@ def test_estimator_equals_its_definition(name: str, seed: int) -> None:
     lacks_scores = not any(s is not None for m in members for s in m.scores)
     lacks_states = not any(s is not None for m in members for s in m.states[1:]) and any(m.states[1:] for m in members)
     if members and ((name in BY_SCORES and lacks_scores) or (name == "gigpo" and lacks_states)):
-        with pytest.raises(TrainingError, match=r"needs scores of turns|that were taken in one state"):
+        with pytest.raises(TrainingError, match=r"needs scores of turns|that were taken in the same state"):
             run(game, name, options)
     else:
         assert_equal(run(game, name, options)[0], expected)

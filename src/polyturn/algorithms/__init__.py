@@ -1,1 +1,1 @@
-"""Advantages, losses, aggregation and KL: pure functions on arrays and tensors, which know no model and no batch."""
+"""Advantages, losses, aggregation and KL: pure functions of arrays and tensors, independent of models and micro-batches."""

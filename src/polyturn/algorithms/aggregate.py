@@ -1,13 +1,13 @@
-"""The weight of each token: the coefficient of every token's loss, over the whole batch of one optimizer step.
+"""The coefficient of each token's loss, over the whole batch of one optimizer step.
 
     loss of a micro-batch = sum over its tokens of coef_t * loss_t
 
-The coefficients are computed once, before the batch is cut into micro-batches, so gradients add up exactly however it is
-cut (I7). Weights and sequence means belong to the *trajectory*: one that was cut into two segments counts once.
+The coefficients are computed once, before the batch is cut into micro-batches, so gradients add up exactly for every cut
+(I7). Weights and sequence means belong to the *trajectory*: a trajectory of two segments counts once.
 
-Segments share the weight of their trajectory token by token. How much that is, is `segment_weight`: with per_token a
-trajectory's own W, so that one with many segments weighs more; with per_trajectory its weights are first scaled to the
-mean W of the batch, so that none weighs more than another. Neither depends on where a trajectory was cut.
+The tokens of all segments share the weight of their trajectory. With `segment_weight` per_token that weight is W, so a
+trajectory with many segments weighs more. With per_trajectory the weights are first scaled to the mean W of the batch, so
+that all trajectories weigh the same. Neither depends on where a trajectory was cut.
 
     w_t = loss weight, W = sum of w over a trajectory's samples, N = trajectories with any weight
     token-mean                w_t / sum of all w            every token counts the same
@@ -31,7 +31,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 def check_average(mode: str, segment_weight: str) -> None:
-    """Refuse an unknown average.
+    """Raise for an unknown average.
 
     Raises:
         UnknownNameError: there is no such mode or segment weight.
@@ -51,7 +51,7 @@ def loss_coefs(
     """Return for each sample [T] the coefficient of each token's loss.
 
     Args:
-        samples: Everything that one optimizer step trains on, the global batch.
+        samples: All samples of one optimizer step, the global batch.
         mode: One of `MODES`.
         norm_length: The constant of seq-mean-token-sum-norm, for instance the most tokens a trajectory may sample; None
             takes the largest W of the batch.
@@ -64,7 +64,7 @@ def loss_coefs(
     check_average(mode, segment_weight)
     if norm_length is not None and not norm_length > 0:
         raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
-    # In float64 and by trajectory, so that nothing depends on how many segments one was cut into.
+    # In float64 and by trajectory, so that the number of its segments does not matter.
     weights = [s.loss_weights.astype(np.float64) for s in samples]
     totals: dict[tuple[str, str], float] = {}
     for sample, w in zip(samples, weights, strict=True):
@@ -72,7 +72,7 @@ def loss_coefs(
         totals[key] = totals.get(key, 0.0) + float(w.sum())
     live = [total for total in totals.values() if total > 0]
     if not live:
-        return weights  # all of them 0
+        return weights  # all are 0
     if segment_weight == "per_trajectory":
         mean = sum(live) / len(live)
         weights = [

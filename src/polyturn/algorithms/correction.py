@@ -1,17 +1,17 @@
 """Off-policy correction: the weighting of tokens that another policy sampled.
 
-    mu      sampled it: the engine's weights then, in the engine's arithmetic (rollout_logprobs)
+    mu      sampled the token: the engine's weights at that time, in the engine's arithmetic (rollout_logprobs)
     pi      the policy at the start of the step, in the trainer's arithmetic (old_logprobs), the "proximal" policy
     theta   the policy in the middle of its updates, which the policy loss compares with pi
 
     rho = pi / mu      weights multiply the policy loss; rejected tokens leave it (their loss weight becomes 0)
 
 With any policy loss on top this is decoupled PPO, E_mu[rho min(r A, clip(r) A)] with r = theta / pi (Hilton et al. 2022,
-"Batch size-invariance for policy optimization", equation 3; Fu et al. 2025, AReaL, equation 5). Versions differ per token
-where weights changed in the middle of a completion; rho does not care, because each token brings its own mu.
+"Batch size-invariance for policy optimization", equation 3; Fu et al. 2025, AReaL, equation 5). If weights changed in the
+middle of a completion, each token has the mu of its version, so rho stays right.
 
-A sequence is a segment: one sample, its trained tokens. Everything is computed over the whole batch of a step before it is
-cut into micro-batches, so gradients do not depend on the cut (I7).
+A sequence is a segment: the trained tokens of one sample. Everything is computed over the whole batch of a step before the
+batch is cut into micro-batches, so gradients do not depend on the cut (I7).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAST_LAG = 3
 
 
 class Corrected(NamedTuple):
-    """Samples with `correction`, rejected tokens without weight, and the figures."""
+    """Samples with `correction` and with weight 0 at rejected tokens, and the metrics."""
 
     samples: list[TrainSample]
     metrics: Metrics
@@ -44,36 +44,37 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
     """Weigh and reject the trained tokens of a step's samples.
 
     Args:
-        samples: All of the step, with old_logprobs and rollout_logprobs; `negative_bound` needs advantages.
-        settings: How.
-        version: The version of pi; with it, figures tell tokens apart by how many versions they are behind.
+        samples: All samples of the step, with old_logprobs and rollout_logprobs; `negative_bound` needs advantages.
+        settings: Weights, bounds and rejections.
+        version: Policy version of pi; adds metrics by the number of versions that tokens are behind.
 
     Raises:
         TrainingError: samples lack log-probabilities.
     """
-    places = [np.flatnonzero(s.loss_weights) for s in samples]
-    logs = [_log_ratio(s, p) for s, p in zip(samples, places, strict=True)]
+    indices = [np.flatnonzero(s.loss_weights) for s in samples]
+    logs = [_log_ratio(s, p) for s, p in zip(samples, indices, strict=True)]
     raw = [_weights(log, settings.weight) for log in logs]
-    # The cap before the mean: one weight of e^20 would make all others nothing.
+    # Cap before taking the mean: a single weight of e^20 would shrink all others to 0.
     limited = [np.where(w > settings.cap, settings.cap if settings.beyond == "truncate" else 0.0, w) for w in raw]
-    num_tokens = sum(len(p) for p in places)
+    num_tokens = sum(len(p) for p in indices)
     if settings.normalize and num_tokens:
         mean = sum(float(w.sum()) for w in limited) / num_tokens
         limited = [w / mean if mean > 0 else w for w in limited]
-    kept = [_keep(s, p, log, settings) for s, p, log in zip(samples, places, logs, strict=True)]
+    kept = [_keep(s, p, log, settings) for s, p, log in zip(samples, indices, logs, strict=True)]
     out = []
-    for sample, index_T, weight, keep in zip(samples, places, limited, kept, strict=True):
+    for sample, index_T, weight, keep in zip(samples, indices, limited, kept, strict=True):
         correction = np.zeros(len(sample), np.float32)
         correction[index_T] = weight
         loss_weights = sample.loss_weights.copy()
-        # By weight, not by a correction of 0: rejected tokens leave the average too, and the KL and entropy terms.
+        # Set the loss weight, not the correction, to 0: rejected tokens then also leave the average and the KL and entropy
+        # terms.
         loss_weights[index_T[~keep]] = 0.0
         arrays = {"correction": correction} if settings.weight != "none" else {}
         out.append(sample.replace(**arrays) if keep.all() else sample.replace(loss_weights=loss_weights, **arrays))
-    metrics = _divergence(samples, places, logs, version)
+    metrics = _divergence(samples, indices, logs, version)
     if num_tokens:
         metrics |= _weight_figures(raw, limited, settings)
-        lost = [k for k, p in zip(kept, places, strict=True) if len(p)]
+        lost = [k for k, p in zip(kept, indices, strict=True) if len(p)]
         metrics["tokens/dropped_rejected"] = Sum(sum(int((~k).sum()) for k in lost))
         metrics["policy/correction_rejected_share"] = Mean(sum(int((~k).sum()) for k in lost), num_tokens)
         metrics["policy/correction_rejected_sequences"] = Mean(sum(not k.any() for k in lost), len(lost))
@@ -85,7 +86,7 @@ def _log_ratio(sample: TrainSample, index_T: NDArray[np.intp]) -> NDArray[np.flo
     for name, array in (("old_logprobs", sample.old_logprobs), ("rollout_logprobs", sample.rollout_logprobs)):
         if array is None:
             raise TrainingError(
-                f"off-policy correction compares old_logprobs with rollout_logprobs, and sample {sample.id} has no {name}"
+                f"off-policy correction compares old_logprobs with rollout_logprobs; sample {sample.id} has no {name}"
             )
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
     # In float64: a sequence sums thousands of differences of nearly equal numbers.
@@ -105,7 +106,7 @@ def _weights(log: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
 
 
 def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-    """Return [n] what `reject` holds to bounds: for k1 the ratio exp(l), for k2 l^2 / 2, for k3 exp(l) - 1 - l."""
+    """Return [n] the quantity that `reject` bounds: for k1 the ratio exp(l), for k2 l^2 / 2, for k3 exp(l) - 1 - l."""
     level, _, kind = name.rpartition("_")
     value = {"k1": log, "k2": 0.5 * log**2, "k3": np.expm1(log) - log}[kind]
     if level != "token":
@@ -115,7 +116,7 @@ def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
 
 
 def _binary_kl(sample: TrainSample, index_T: NDArray[np.intp]) -> NDArray[np.float64]:
-    """KL of "this token, or another" under mu from the same under pi, [n] in nats; KPop's mask."""
+    """Return [n] KL(mu || pi) of the two-outcome distributions "this token, or another", in nats; KPop's mask."""
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
     mu, pi = (torch.from_numpy(a[index_T].astype(np.float64)) for a in (sample.rollout_logprobs, sample.old_logprobs))
     return binary_kl(mu, pi).numpy()
@@ -130,12 +131,14 @@ def _keep(
     for name, (low, high) in settings.bounds.items():
         value = _binary_kl(sample, index_T) if name == "token_binary_kl" else measure(log, name)
         keep &= (value >= low) & (value <= high)
-    # By the smallest ratio alone: in a mean over thousands of tokens one that is impossible would not show.
+    # Only the smallest ratio counts: in a mean over thousands of tokens, one impossible token would not show.
     if settings.veto is not None and np.exp(log.min()) < settings.veto:
         keep[:] = False
     if settings.negative_bound is not None:
         if sample.advantages is None:
-            raise TrainingError(f"the correction's negative_bound needs advantages, and sample {sample.id} has none")
+            raise TrainingError(
+                f"algorithm.loss.correction.negative_bound needs advantages, and sample {sample.id} has none"
+            )
         if sample.advantages[index_T].mean() < 0 and -log.mean() > settings.negative_bound:
             keep[:] = False
     return keep
@@ -159,7 +162,7 @@ def _weight_figures(
 
 def _divergence(
     samples: Sequence[TrainSample],
-    places: Sequence[NDArray[np.intp]],
+    indices: Sequence[NDArray[np.intp]],
     logs: Sequence[NDArray[np.float64]],
     version: int | None,
 ) -> Metrics:
@@ -174,10 +177,10 @@ def _divergence(
         "policy/off_policy_k3": Mean(float((np.expm1(log) - log).sum()), len(log)),
         "policy/off_policy_chi2": Mean(float(np.expm1(2 * log).sum()), len(log)),  # E_mu[rho^2] - 1
         "policy/off_policy_chi2_sequence": Mean(float(np.expm1(2 * sums).sum()), len(sums)),
-        # log perplexity under pi less that under mu, per sequence.
+        # log perplexity under pi minus log perplexity under mu, per sequence.
         "policy/off_policy_ppl_gap": Mean(float(-means.sum()), len(means)),
     }
-    versions = [s.versions[p] for s, p in zip(samples, places, strict=True) if s.versions is not None]
+    versions = [s.versions[p] for s, p in zip(samples, indices, strict=True) if s.versions is not None]
     if version is not None and len(versions) == len(samples):
         lags = np.clip(version - np.concatenate(versions), 0, _LAST_LAG)
         for lag in np.unique(lags).tolist():

@@ -4,8 +4,8 @@
     weight_{k+1} = c_{k+1}        if entropy_k <= target, else  0
 
 entropy_k is the mean entropy of step k at the trained tokens, in nats; c_0 is `entropy_coef`. Source: He et al. 2025
-(Skywork-OR1, adaptive entropy control). The floor at 0 is ours: however long a policy was above its
-target, its bonus returns with the first step below.
+(Skywork-OR1, adaptive entropy control). The floor at 0 is an addition: however long the entropy was above the target, the
+bonus returns with the first step below it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class EntropyController:
         return 0.0 if self._is_above else self._coef
 
     def update(self, entropy: float) -> None:
-        """Take in the mean entropy per token of one step, in nats."""
+        """Adapt the weight to the mean entropy per token of one step, in nats."""
         if self._target is not None:
             self._is_above = entropy > self._target
             self._coef = max(0.0, self._coef + (self._step if entropy < self._target else -self._step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the weight, where it is not the configuration's."""
+        """Return the state for a checkpoint: the weight, if it differs from the configuration's."""
         return {} if self._target is None else {"coef": self._coef, "is_above": self._is_above}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weight of `state`; without one, or without a target, with that of the configuration."""
+        """Restore the weight of `state`; without a weight or a target, keep the configuration's."""
         if self._target is not None:
             self._coef = float(state.get("coef", self._coef))
             self._is_above = bool(state.get("is_above", False))

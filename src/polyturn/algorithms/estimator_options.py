@@ -1,10 +1,9 @@
-"""Options of the advantage estimators: the arguments of each of ours.
+"""Options of the advantage estimators: the arguments of each built-in one.
 
     advantage: {name: grpo, norm_by_std: false}                          GroupOptions
     advantage: {name: gae, lam: 0.95}                                    GaeOptions
 
-A null argument takes the default of the estimator's function. Separate from `advantages/`, whose functions take these as
-keywords.
+A null argument takes the default of the estimator's function.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Outcome = Literal["rest", "add", "ignore", "end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorOptions:
-    """The advantage estimator: one of docs/algorithms.md, or one of your own."""
+    """The advantage estimator: one of docs/algorithms.md, or your own."""
 
     PART: ClassVar[str] = "any estimator"
     """The name of the part in messages."""
@@ -46,7 +45,7 @@ class NormOptions(DividedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOptions(NormOptions):
-    """A reward compared with those of its group."""
+    """Compares a reward with those of its group."""
 
     name: Literal["grpo"] = "grpo"
     """A registered estimator, or `file.py:function`."""
@@ -54,7 +53,7 @@ class GroupOptions(NormOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassAtKOptions(NormOptions):
-    """The best of k tries."""
+    """Rewards the best of k tries."""
 
     name: Literal["grpo_passk"]
     k: Annotated[int, Field(ge=1)] | None = None
@@ -70,7 +69,7 @@ class PlainEstimatorOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxRlOptions(DividedOptions):
-    """Rewards divided by the group's mean: log success instead of success."""
+    """Divides rewards by the group's mean, which maximises log success instead of success."""
 
     name: Literal["maxrl"]
 
@@ -104,7 +103,7 @@ class GpgOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaeOptions(EstimatorOptions):
-    """A reward compared with the running mean of its data source and agent."""
+    """Compares a reward with the running mean of its data source and agent."""
 
     name: Literal["rae"]
     decay: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -113,7 +112,7 @@ class RaeOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalGrpoOptions(EstimatorOptions):
-    """A reward compared with those of the agents that did the same work."""
+    """Compares a reward with those of agents that did the same work."""
 
     name: Literal["hierarchical_grpo"]
     within: tuple[str, ...] | None = None
@@ -122,7 +121,7 @@ class HierarchicalGrpoOptions(EstimatorOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GdpoOptions(NormOptions):
-    """Each score normalised by itself."""
+    """Normalises each score by itself."""
 
     name: Literal["gdpo"]
     weights: Mapping[str, float] | None = None
@@ -136,9 +135,9 @@ class ValueOptions(EstimatorOptions):
     """An estimator that reads a critic's values."""
 
     gamma: Share | None = None
-    """Discount of later rewards, per token; of turn_gae per turn."""
+    """Discount of later rewards, per token; for turn_gae per turn."""
     lam: Share | None = None
-    """Weight of later steps, per token or turn as `gamma`."""
+    """Weight of later steps, per token or turn like `gamma`."""
     outcome: Outcome | None = None
     """The combination of the reward and the scores of turns."""
     whiten_batch: bool | None = None
@@ -173,11 +172,11 @@ class TurnOptions(NormOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnToGoOptions(TurnOptions):
-    """The discounted scores of the turns that follow."""
+    """Credits a turn with the discounted scores from it on."""
 
     name: Literal["return_to_go"]
     norm_by_std: bool = False
-    """Divide the group's advantages by their standard deviation; they are then biased."""
+    """Divide the group's advantages by their standard deviation, which biases them."""
     gamma: Share | None = None
     """Discount per turn."""
     baseline: bool | None = None
@@ -186,16 +185,16 @@ class ReturnToGoOptions(TurnOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtGrpoOptions(TurnOptions):
-    """The score of a turn and the outcome, each compared with the group's."""
+    """Compares the score of a turn, and the outcome, with those of the group."""
 
     name: Literal["mt_grpo"]
     outcome_weight: float | None = None
-    """Weight of the outcome beside the turn."""
+    """Weight of the outcome relative to the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GigpoOptions(TurnOptions):
-    """Compares turns taken in the same state with each other, and trajectories."""
+    """Compares trajectories, and turns taken in the same state."""
 
     name: Literal["gigpo"]
     step_weight: float | None = None

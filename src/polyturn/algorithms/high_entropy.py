@@ -1,12 +1,12 @@
-"""The policy loss on the tokens of highest entropy alone.
+"""Restrict the policy loss to the tokens of highest entropy.
 
     threshold = the entropy that a `share` of all trained tokens of an optimizer step reaches
     factor_t  = 1 if entropy_t >= threshold, else 0            of the policy loss of token t
 
-The average still counts the other tokens, so a token that stays weighs what it weighed without the selection. Source: Wang
-et al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL
-has it as `top_entropy_quantile`. Here it is taken over everything that one optimizer step trains on, so that the
-result does not depend on micro-batches or ranks.
+The average still counts the other tokens, so a selected token keeps the weight it has without the selection. Source: Wang et
+al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL calls the
+share `top_entropy_quantile`. Here the threshold is taken over all tokens of one optimizer step, so that the result does not
+depend on micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
 
 TIE = 1e-5
-"""Entropies this close to the threshold, in nats, count as equal to it. The first tokens of a group are drawn from one
-distribution, and rounding, which changes with the micro-batch, must not choose among them."""
+"""Entropies this close to the threshold, in nats, count as equal to it. The first tokens of a group are drawn from the same
+distribution, and rounding, which depends on the micro-batch, must not choose among them."""
 
 
 class Selected(NamedTuple):
-    """The samples of a step whose policy loss is that of some of their tokens."""
+    """The samples of a step, with the policy loss restricted to some of their tokens."""
 
     samples: list[TrainSample]
     threshold: float
@@ -37,9 +37,9 @@ def select_high_entropy(samples: Sequence[TrainSample], entropies: Sequence[Floa
     """Set the factor of the policy loss to 0 at the trained tokens of low entropy.
 
     Args:
-        samples: Everything that one optimizer step trains on, of all ranks.
+        samples: All samples of one optimizer step, of all ranks.
         entropies: For each sample [T] the entropy of the distribution that each trained token is drawn from, in nats.
-        share: The share of the trained tokens that stay; at least one does, and so do those that tie with the last.
+        share: The share of trained tokens to select: at least one token, and all that tie with the last selected.
     """
     trained = [s.loss_weights != 0 for s in samples]
     flat_N = np.concatenate([np.asarray(e)[t] for e, t in zip(entropies, trained, strict=True)] or [np.empty(0)])

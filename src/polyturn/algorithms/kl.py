@@ -1,17 +1,17 @@
-"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens, what steers the weight of such a term,
-and entropy from logits.
+"""Estimators of KL(policy || reference) from log-probabilities of sampled tokens, an adaptive weight for a KL term, and the
+entropy of distributions.
 
 Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With x sampled from the policy and
 log r = ref_logprob - logprob:
 
-    k1 = -log r              unbiased, high variance; its gradient is 0 on average, so it is a measure and no loss
+    k1 = -log r              unbiased, high variance; its gradient is 0 on average, so it measures but cannot train
     k2 = (log r)^2 / 2       biased, low variance; on policy its gradient is the gradient of the KL
     k3 = (r - 1) - log r     unbiased, low variance, never negative; the term of GRPO's loss (Shao et al. 2024, equation 4)
-    abs = |log r|            a distance, no KL
+    abs = |log r|            a distance, not a KL
 
-A trailing "+" is straight-through: the value of the estimator with the gradient of k2. On policy only that gradient is
-right, in expectation the KL's own: k1's is 0 and k3's is that of KL(reference || policy). So "k1+" reads
-as an unbiased KL and trains like one, which is what distillation from a teacher asks for.
+A trailing "+" is straight-through: the value of the estimator with the gradient of k2. On policy, only k2's gradient equals
+the gradient of the KL in expectation; k1's is 0, and k3's is that of KL(reference || policy). So "k1+" has the value and the
+gradient of the KL, as distillation from a teacher requires.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def straight_through(value: KlEstimator) -> KlEstimator:
     """Return an estimator with the value of `value` and the gradient of k2."""
 
     def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-        # The last two cancel in value, and only the first of them has a gradient.
+        # The last two terms cancel in value, and only the first of them has a gradient.
         through_T = k2(logprobs_T, ref_logprobs_T)
         return value(logprobs_T, ref_logprobs_T).detach() + through_T - through_T.detach()
 
@@ -74,7 +74,7 @@ for _name, _estimator in (("k1", k1), ("k3", k3), ("abs", absolute)):
 
 
 class KlController:
-    """The weight of a KL term over a run: it stays, or with a target it keeps the KL near that.
+    """The weight of a KL term over a run: constant, or adapted to keep the KL near a target.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): after `horizon` trajectories an error of a fifth or more
     has changed the weight by a fifth of itself. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human
@@ -82,10 +82,10 @@ class KlController:
     """
 
     def __init__(self, options: KlOptions) -> None:
-        """Begin with the weight of `options`.
+        """Start with the weight of `options`.
 
         Raises:
-            ConfigError: there is a target, and one of its numbers is not above 0.
+            ConfigError: there is a target, and the weight, target or horizon is not above 0.
         """
         if options.target is not None and not (options.coef > 0 and options.target > 0 and options.horizon > 0):
             raise ConfigError(
@@ -97,9 +97,9 @@ class KlController:
         self._target, self._horizon = options.target, options.horizon
 
     def update(self, kl: float, *, num_trajectories: int) -> None:
-        """Take in the mean KL per token of one step, in nats, and how many trajectories it was measured on."""
+        """Adapt the weight to the mean KL per token of one step, in nats, measured on `num_trajectories`."""
         if self._target is not None:
-            error = min(max(kl / self._target - 1.0, -0.2), 0.2)  # bounded, so that one odd step moves the weight little
+            error = min(max(kl / self._target - 1.0, -0.2), 0.2)  # bounded, so that an outlier changes the weight little
             self.coef *= 1.0 + error * num_trajectories / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class KlController:
         return {} if self._target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weight of `state`; without one, or without a target, with that of the configuration."""
+        """Restore the weight of `state`; without a weight or a target, keep the configuration's."""
         if self._target is not None:
             self.coef = float(state.get("coef", self.coef))
 

@@ -1,10 +1,10 @@
-"""Options of the policy losses: the arguments of each of ours, and those of any loss.
+"""Options of the policy losses: the arguments of each built-in one, and options of any loss.
 
     loss: {name: ppo_clip, clip_high: 0.28, correction: {cap: 2.0}}      PpoOptions
     loss: {name: sapo, tau_neg: 1.1}                                     SapoOptions
 
-A null argument takes the default of the loss's function. Separate from `losses/`, because a configuration is also read
-without torch.
+A null argument takes the default of the loss's function. This module does not import torch, because configurations are also
+read without it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from polyturn.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """The policy loss of a token, by its name."""
+    """The policy loss."""
 
     PART: ClassVar[str] = "any loss"
     """The name of the part in messages."""
 
     correction: CorrectionSettings | None = None
-    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
+    """Off-policy correction: weigh or reject tokens by how far the policy that sampled them is from the trained one; null
+    does not."""
     distill: DistillSettings | None = None
-    """Learn from a teacher's log-probabilities, beside the loss; null does not."""
+    """Also learn from a teacher's log-probabilities; null does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class RatioOptions(LossOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipOptions(RatioOptions):
-    """A loss with these two arguments alone."""
+    """A loss with only these two arguments."""
 
     name: Literal["cispo", "gspo", "gspo_sequence", "luspo", "geo_mean"]
 
@@ -55,7 +56,7 @@ class PpoOptions(RatioOptions):
     name: Literal["ppo_clip", "dapo"] = "ppo_clip"
     """A registered policy loss, or `file.py:function`."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=True)] | None = None
-    """Bound of the loss at negative advantages, as a multiple of them; null is none."""
+    """Bound of the loss for negative advantages, as a multiple of the advantage; null sets no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +65,27 @@ class ClipCovOptions(RatioOptions):
 
     name: Literal["clip_cov"]
     clip_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The share of all tokens that is left out, drawn from those between the two bounds."""
+    """Share of all tokens to leave out, drawn from those between the two bounds."""
     clip_cov_lb: float | None = None
-    """The lower bound of their covariance."""
+    """Lower bound of the covariance of a token that may be left out."""
     clip_cov_ub: float | None = None
-    """The upper bound of it."""
+    """Upper bound of that covariance."""
 
     def __post_init__(self) -> None:
         low, high = self.clip_cov_lb, self.clip_cov_ub
         if low is not None and high is not None and not low < high:
-            raise ConfigError(f"clip_cov_lb is {low:g} and clip_cov_ub {high:g}; nothing lies between them")
+            raise ConfigError(
+                f"clip_cov_lb is {low:g} and clip_cov_ub is {high:g}; the lower bound must be below the upper one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlCovOptions(LossOptions):
-    """A KL penalty on tokens of the largest covariance."""
+    """Penalises the tokens of largest covariance by their KL."""
 
     name: Literal["kl_cov"]
     kl_cov_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The share of all tokens that is penalised."""
+    """Share of all tokens to penalise."""
     ppo_kl_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the penalty."""
 
@@ -93,20 +96,21 @@ class SapoOptions(LossOptions):
 
     name: Literal["sapo"]
     tau_pos: Annotated[float, Field(gt=0)] | None = None
-    """The slope of the gate for tokens to be made likelier."""
+    """Slope of the gate for tokens of positive advantage."""
     tau_neg: Annotated[float, Field(gt=0)] | None = None
-    """The same for tokens to be made less likely; above tau_pos for stability."""
+    """Slope of the gate for the other tokens; larger than tau_pos for stability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DppoOptions(LossOptions):
-    """A bound on how far the probability of a token may move."""
+    """Bounds how far the probability of a token may move."""
 
     name: Literal["dppo_tv", "dppo_kl"]
     clip_low: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    """How far it may fall: a difference of probabilities (dppo_tv) or a divergence in nats (dppo_kl); null takes 0.2."""
+    """How far the probability may fall: a difference of probabilities (dppo_tv) or a divergence in nats (dppo_kl); null
+    takes 0.2."""
     clip_high: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
-    """How far it may rise; null takes 0.28."""
+    """How far the probability may rise; null takes 0.28."""
     cap: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
     """Bound of the importance weight; null takes 20."""
 
@@ -117,18 +121,18 @@ class VespoOptions(LossOptions):
 
     name: Literal["vespo"]
     k_pos: Annotated[float, Field(ge=0)] | None = None
-    """Exponent of the sequence's ratio where the advantage is not negative; null takes 2."""
+    """Exponent of the sequence's ratio for advantages of 0 and above; null takes 2."""
     lambda_pos: Annotated[float, Field(ge=1e-4)] | None = None
-    """Decay there; null takes 3."""
+    """Decay for advantages of 0 and above; null takes 3."""
     k_neg: Annotated[float, Field(ge=0)] | None = None
-    """Exponent where the advantage is negative; null takes 3."""
+    """Exponent for negative advantages; null takes 3."""
     lambda_neg: Annotated[float, Field(ge=1e-4)] | None = None
-    """Decay there; null takes 2."""
+    """Decay for negative advantages; null takes 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroOptions(LossOptions):
-    """A square in place of a clip."""
+    """Penalises the square of the log ratio instead of clipping."""
 
     name: Literal["dro"]
     dro_beta: Annotated[float, Field(gt=0)] | None = None
@@ -137,7 +141,7 @@ class DroOptions(LossOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLossOptions(LossOptions):
-    """A loss without arguments; `none` leaves that of a teacher, or none at all."""
+    """A loss without arguments; `none` trains on the other terms only, such as a teacher's."""
 
     name: Literal["policy_gradient", "gpg", "none"]
 
@@ -153,4 +157,4 @@ NamedLossOptions = (
     | DroOptions
     | PlainLossOptions
 )
-"""Those of our losses; the first of them is what a configuration without a name has."""
+"""Options of the built-in losses; a configuration without a name gets the first."""

@@ -1,8 +1,8 @@
-"""Options of the mathematics of training: averages, KL terms, routers, off-policy correction, distillation.
+"""Options of averages, KL terms, routers, off-policy correction and distillation.
 
     algorithm: {loss: {correction: {cap: 2.0, reject: {seq_mean_k1: [0.99, 1.01]}}}, aggregate: seq-mean-token-sum}
 
-Separate from `correction.py`, because a configuration is read where torch is not.
+This module does not import torch, because configurations are also read without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.live import LiveObject, NameOrObject
 
 Bound = Annotated[float, Field(allow_inf_nan=True)]
-"""A number that may be infinite, which bounds nothing."""
+"""A bound; infinity means no bound."""
 WEIGHTS = ("none", "token", "sequence", "geometric")
 REJECTIONS = (
     *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
@@ -26,18 +26,18 @@ REJECTIONS = (
     "seq_max_k3",
     "token_binary_kl",
 )
-"""Estimates that are held to bounds: the divergence of pi from mu, of a token or summed, averaged or maximal over a
-sequence. Of k1 the bounds are those of the ratio, so that seq_mean_k1 bounds the geometric mean of rho. token_binary_kl is
-KL(mu, pi) of "this token, or another"."""
+"""Estimates of the divergence of pi from mu that can be bounded: of a token, or the sum, mean or maximum over a sequence.
+For k1 the bounds apply to the ratio, so seq_mean_k1 bounds the geometric mean of rho. token_binary_kl is KL(mu || pi) of the
+two outcomes "this token, or another"."""
 
 
 def by_name(value: Any) -> Any:
-    """Return the options of a part that is written by its name alone."""
+    """Turn a bare name into options with that name."""
     return {"name": value} if isinstance(value, str | LiveObject) else value
 
 
 class Bounds(NamedTuple):
-    """An interval; samples and tokens within it are kept."""
+    """The interval in which samples and tokens are kept."""
 
     low: float
     high: float
@@ -45,28 +45,29 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """Off-policy correction: what tokens count that an engine sampled which was not quite the policy that is trained."""
+    """Off-policy correction: the weight of tokens sampled by a policy that differs from the trained one."""
 
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Importance weights of the policy loss. token: rho of each token, truncated importance sampling. sequence: the product
-    of rho over the segment, for each of its tokens; unbiased and of high variance. geometric: its geometric mean. none only
-    rejects and measures."""
+    """Importance weights of the policy loss. token: rho of each token, truncated importance sampling. sequence: for every
+    token the product of rho over its segment, unbiased but of high variance. geometric: for every token the geometric mean
+    of rho over its segment. none: only reject and measure."""
     cap: Annotated[Bound, Field(gt=0)] = 2.0
-    """Weights above it are cut to it: min(rho, cap), Ionides 2008."""
+    """Upper bound of weights: min(rho, cap), Ionides 2008."""
     beyond: Literal["truncate", "drop"] = "truncate"
     """The value of a weight above the cap: the cap, or 0."""
     normalize: bool = False
     """Divide the weights by their mean over the step."""
     reject: Mapping[str, Bound | tuple[Bound, Bound]] = field(default_factory=dict)
-    """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}: token, seq_sum, seq_mean or
-    seq_max, and k1 (bounds of the ratio; one number is the upper, its inverse the lower), k2 or k3 (one, the upper). A
-    segment leaves with all of its tokens. token_binary_kl (one, the upper) is that of "this token, or another"."""
+    """Bounds beyond which tokens leave the loss, for instance {seq_mean_k1: [0.99, 1.01]}. A name joins token, seq_sum,
+    seq_mean or seq_max with k1, k2 or k3; seq_ removes whole segments. For k1 the bounds apply to the ratio, and a single
+    number is the upper bound and its inverse the lower one. For k2, k3 and token_binary_kl (the KL of "this token, or
+    another") a single number is the upper bound."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A segment with any ratio below this leaves the loss, for instance 1e-4: the trainer finds a token nearly impossible
-    that was sampled."""
+    """A segment with any ratio below this leaves the loss, for instance 1e-4: the trainer considers one of its sampled
+    tokens nearly impossible."""
     negative_bound: Annotated[float, Field(gt=0)] | None = None
-    """A segment of negative advantage leaves the loss where the policy has moved away from it by more than this, in nats per
-    token (DeepSeek 2025, DeepSeek-V3.2, equation 9): mistakes that this policy no longer makes teach nothing."""
+    """A segment of negative advantage leaves the loss if the policy has moved away from it by more than this, in nats per
+    token (DeepSeek 2025, DeepSeek-V3.2, equation 9). Mistakes that the policy no longer makes teach nothing."""
 
     def __post_init__(self) -> None:
         if self.weight not in WEIGHTS:
@@ -79,9 +80,11 @@ class CorrectionSettings:
             if name not in REJECTIONS:
                 raise UnknownNameError(f"there is no rejection by {name!r}.{did_you_mean(name, REJECTIONS)}")
             if not low < high or (name.endswith("_k1") and not low <= 1 <= high):
-                raise ConfigError(f"the bounds of {name} are {low} and {high}; what they keep must hold equal policies")
+                raise ConfigError(
+                    f"the bounds of {name} are {low} and {high}; the interval must contain the value for equal policies"
+                )
         if self.veto is not None and not 0 < self.veto < 1:
-            raise ConfigError(f"the correction's veto is {self.veto}; it is a ratio between 0 and 1, for instance 1e-4")
+            raise ConfigError(f"the correction's veto is {self.veto}; it must be a ratio between 0 and 1, for instance 1e-4")
 
     @property
     def bounds(self) -> dict[str, Bounds]:
@@ -112,25 +115,27 @@ class KlOptions:
     """The KL from a reference: a term of the loss, or a penalty on the reward of every trained token."""
 
     coef: Annotated[float, Field(ge=0)] = 0.0
-    """Its weight; 0 is none, and keeps no reference for it."""
+    """Weight of the term; 0 turns it off and loads no reference for it."""
     place: Literal["loss", "reward"] = "loss"
-    """The place of the term: in the loss, or in the rewards, before advantages are computed."""
+    """Whether the term is part of the loss, or of the rewards from which advantages are computed."""
     estimator: str | None = None
-    """k1, k2, k3 or abs; in the loss also k1+, k3+ and abs+, which have the value of that and the gradient of k2, which is
-    that of the KL. Null is k3 in the loss and k1 in the reward."""
+    """k1, k2, k3 or abs; in the loss also k1+, k3+ and abs+, which have the value of the named estimator and the gradient of
+    k2, the gradient of the KL. Null takes k3 in the loss and k1 in the reward."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """The KL per token, in nats, that the weight is steered to; null keeps the weight at `coef`."""
+    """Target of the KL per token, in nats, to which the weight adapts; null keeps the weight at `coef`."""
     horizon: Annotated[float, Field(gt=0)] = 10_000
-    """Trajectories over which the weight follows its target."""
+    """Number of trajectories over which the weight adapts."""
     importance: bool = False
-    """Multiply the term of the loss by the token's ratio, with its gradient, so that tokens that an older policy sampled
-    estimate the KL of the one that is trained (DeepSeek 2025, DeepSeek-V3.2, section 3.1)."""
+    """Multiply the term of the loss by the token's ratio, including its gradient, so that tokens sampled by an older policy
+    estimate the KL of the trained one (DeepSeek 2025, DeepSeek-V3.2, section 3.1)."""
 
     def __post_init__(self) -> None:
         if self.target is not None and not self.coef:
-            raise ConfigError(f"algorithm.kl.target is {self.target} and its coef is 0; set coef to a first weight")
+            raise ConfigError(f"algorithm.kl.target is {self.target} and coef is 0; set coef to the initial weight")
         if self.importance and self.place == "reward":
-            raise ConfigError("algorithm.kl.importance is for a KL in the loss, and this one is in the reward; leave it out")
+            raise ConfigError(
+                "algorithm.kl.importance applies to a KL in the loss, and this one is in the reward; remove it"
+            )
 
     @property
     def name(self) -> str:
@@ -140,26 +145,26 @@ class KlOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillSettings:
-    """On-policy distillation: the loss draws the policy to a teacher on the tokens that the policy sampled."""
+    """On-policy distillation: a loss term that pulls the policy towards a teacher at the tokens that the policy sampled."""
 
     teacher: str
     """Folder or hub id of a model with the same vocabulary."""
     coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the term beside the policy loss; `loss: none` leaves it alone."""
+    """Weight of the term relative to the policy loss; with `loss: none` it is the only term."""
     estimator: str = "k1+"
     """The estimator of KL(policy || teacher), a name that `kl.estimator` takes."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the teacher's weights; null takes the model's."""
+    """Type of the teacher's weights; null takes the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherAdvantageOptions:
-    """An advantage from a teacher: the difference of log-probabilities at the tokens that the policy sampled."""
+    """An advantage from a teacher: the difference of teacher and policy log-probabilities at the sampled tokens."""
 
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of log teacher - log policy in the advantage of each sampled token."""
     advantage_coef: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the estimator's advantage beside it; 0 learns from the teacher alone."""
+    """Weight of the estimator's advantage; 0 learns from the teacher only."""
     level: Literal["token", "turn"] = "token"
     """token: each token has its own difference. turn: each token has the mean difference of its turn."""
     clip: Annotated[float, Field(gt=0)] | None = None
@@ -176,15 +181,15 @@ class SelfDistillOptions(TeacherAdvantageOptions):
     """A column of the row (a hint, a solution, `ground_truth`), or `file.py:function` from a trajectory and its group to
     text, for instance the environment's feedback."""
     template: str = "{privileged}"
-    """The text that joins the prompt's last user message, behind an empty line; `{privileged}` stands for the privileged
-    text."""
+    """Text appended to the prompt's last user message after an empty line; `{privileged}` stands for the privileged text."""
     missing: Literal["error", "skip"] = "error"
-    """A row without privileged text ends the run, or is trained on the estimator's advantage alone and counted."""
+    """For a row without privileged text. error: end the run. skip: train it on the estimator's advantage only, and count
+    it."""
 
     def __post_init__(self) -> None:
         if "{privileged}" not in self.template:
             raise ConfigError(
-                f"algorithm.self_distill.template is {self.template!r} and never shows the privileged text; write "
+                f"algorithm.self_distill.template is {self.template!r} and does not contain the privileged text; write "
                 "{privileged} where it belongs"
             )
 
@@ -202,13 +207,13 @@ class ServedTeacherOptions:
     tokenizer: str | None = None
     """Folder or hub id of the teacher's tokenizer, for a server without /tokenize; null asks the server."""
     data_sources: tuple[str, ...] = ()
-    """The `data_source` of the rows that it teaches; empty teaches every row that no other teacher names."""
+    """The data sources whose rows this teacher teaches; empty: all rows that no other teacher names."""
     api_key_env: str | None = None
     """Environment variable that holds the server's key."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Deadline of one request, in seconds."""
     max_concurrent: Annotated[int, Field(ge=1)] = 32
-    """Requests at once."""
+    """Largest number of concurrent requests."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -220,12 +225,12 @@ class ServedTeacherOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTeachersOptions(TeacherAdvantageOptions):
-    """On-policy distillation from teachers behind endpoints, each for its data sources."""
+    """On-policy distillation from teachers behind endpoints, each for certain data sources."""
 
     PART: ClassVar[str] = "served teachers"
 
     teachers: Annotated[tuple[ServedTeacherOptions, ...], Field(min_length=1)]
-    """The teachers; all have the policy's vocabulary."""
+    """The teachers; all must have the policy's vocabulary."""
 
     def __post_init__(self) -> None:
         named = [source for one in self.teachers for source in one.data_sources or ("",)]
@@ -234,7 +239,9 @@ class ServedTeachersOptions(TeacherAdvantageOptions):
                 f"algorithm.served_teachers: two teachers have the data source {twice!r}; give it to one of them"
             )
         if named.count("") > 1:
-            raise ConfigError("algorithm.served_teachers: two teachers have no data_sources; name those of all but one")
+            raise ConfigError(
+                "algorithm.served_teachers: two teachers have no data_sources; set data_sources of all but one"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,56 +251,60 @@ class RoutingOptions:
     PART: ClassVar[str] = "a mixture of experts"
 
     replay: Literal["auto", "on", "off"] = "auto"
-    """Whether tokens go to the experts in training that they went to when they were sampled, while the weights of these
-    experts are computed anew (R3, arXiv 2510.11370). auto does so for every model with experts whose engine says where
-    tokens went; on refuses a model or an engine that cannot."""
+    """Whether training sends each token to the experts that processed it during sampling (R3, arXiv 2510.11370). The weights
+    of these experts are still computed anew. auto does so if the model has experts and the engine reports the routes; on
+    raises an error if it cannot."""
     balance_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the loss that evens out how routers use their experts (`algorithms/balance.py`)."""
+    """Weight of the loss that balances the load of the experts (`algorithms/balance.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmOptions:
-    """From rewards to a loss, whatever estimator and policy loss are taken."""
+    """Options from rewards to loss that apply to every estimator and policy loss."""
 
     aggregate: Annotated[AverageOptions, BeforeValidator(by_name)] = AverageOptions()
     segment_weight: Literal["per_token", "per_trajectory"] = "per_token"
-    """The weight of a trajectory's segments together: that of their tokens (per_token), or that of any other trajectory
-    (per_trajectory). Either way each of its tokens weighs the same, wherever the history was cut into segments."""
+    """The total weight of a trajectory's segments. per_token: proportional to their tokens. per_trajectory: equal for all
+    trajectories. Within a trajectory all tokens weigh the same, wherever its history was cut into segments."""
     loss_scale: NameOrObject = "default"
-    """Which of the sampled tokens are trained: default (all turns), last_round (the last message of each sample),
-    ignore_empty_think, `file.py:function`, or several as `a+b`. What a scheduler weighed itself stays."""
+    """The sampled tokens to train: default (all turns), last_round (the last message of each sample), ignore_empty_think,
+    `file.py:function`, or several as `a+b`. Weights that a scheduler set stay."""
     kl: KlOptions | list[KlOptions] = KlOptions()
-    """The KL from the weights at the start of the run, or from `model.reference`; a list for one in each place."""
+    """The KL from the weights at the start of the run, or from `model.reference`; a list to have one in the loss and one in
+    the reward."""
     entropy_coef: float = 0.0
-    """Weight of the bonus for entropy; with `entropy_target` its first value."""
+    """Weight of the entropy bonus; with `entropy_target` its initial value."""
     entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """Mean entropy per token, in nats, below which the bonus grows step by step and above which it is off; null keeps its
-    weight at `entropy_coef`."""
+    """Target of the mean entropy per token, in nats. Below it the bonus grows step by step, above it the bonus is off. Null
+    keeps the weight at `entropy_coef`."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
-    """The change of the weight in one step."""
+    """Change of the entropy bonus's weight in one step."""
     high_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the step's trained tokens that the policy loss is computed on: those of highest entropy. 1 is all of them."""
+    """Share of the step's trained tokens, those of highest entropy, on which the policy loss is computed."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cross-entropy on what tools, users and environments wrote (ECHO): its mean over the observed tokens of
-    the step. The task's prompt is not an observation."""
+    """Weight of the cross-entropy on tokens that tools, users and environments wrote (ECHO), averaged over the observed
+    tokens of the step. The task's prompt is not an observation."""
     self_distill: SelfDistillOptions | None = None
     """Learn from the policy itself, with privileged text in its prompt; null does not."""
     served_teachers: ServedTeachersOptions | None = None
     """Learn from teachers behind endpoints; null does not."""
     routing: RoutingOptions = RoutingOptions()
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """The denominator of the ratio where a step takes several updates or is stale: computed by the trainer before the step,
-    or the engine's own, which saves a forward pass and is right where engine and trainer agree (the embedded one does)."""
+    """The denominator of the ratio if a step takes several updates or is stale. trainer: computed before the step. engine:
+    the engine's log-probabilities, which saves a forward pass and is correct if engine and trainer agree, as with the
+    embedded engine."""
     drop_truncated: bool = False
-    """Leave trajectories out of the loss that a limit ended; they still count in the statistics of their group."""
+    """Leave out of the loss the trajectories that a limit ended; they still count in the statistics of their group."""
     drop_zero_variance: bool | None = None
-    """Leave groups out of the loss whose members all have the same reward; null does so where the estimator looks at nothing
-    but rewards, so that every advantage of such a group is 0."""
+    """Leave out of the loss the groups whose members all have the same reward. Null does so if the estimator uses only
+    rewards, so that every advantage of such a group is 0."""
 
     def __post_init__(self) -> None:
-        places = [one.place for one in self._kl_terms]
-        if len(set(places)) < len(places):
-            raise ConfigError("algorithm.kl: two of them have the same place; give one for the loss and one for the reward")
+        terms = [one.place for one in self._kl_terms]
+        if len(set(terms)) < len(terms):
+            raise ConfigError(
+                "algorithm.kl: two entries have the same place; give at most one for the loss and one for the reward"
+            )
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ConfigError(
                 f"algorithm.entropy_target is {self.entropy_target:g} and entropy_coef {self.entropy_coef:g}, which lowers "
@@ -303,7 +314,7 @@ class AlgorithmOptions:
             raise ConfigError("algorithm.self_distill and algorithm.served_teachers both change advantages; set one of them")
 
     def kl_in(self, where: Literal["loss", "reward"]) -> KlOptions:
-        """Return the KL of the loss or of the reward, with weight 0 where there is none."""
+        """Return the KL of the loss or of the reward; one with weight 0 if there is none."""
         return next((one for one in self._kl_terms if one.place == where), KlOptions(place=where))
 
     @property
@@ -313,12 +324,12 @@ class AlgorithmOptions:
 
     @property
     def learns_without_rewards(self) -> bool:
-        """Whether a trajectory teaches something whatever the rewards of its group are."""
+        """Whether a trajectory can teach even if all rewards of its group are equal."""
         return self.observation_coef > 0 or self.teacher is not None
 
     @property
     def has_kl(self) -> bool:
-        """Whether a reference is needed."""
+        """Whether any KL term has a weight, so that the run needs a reference."""
         return any(one.coef for one in self._kl_terms)
 
     @property

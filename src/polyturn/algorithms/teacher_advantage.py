@@ -3,14 +3,14 @@
     gap_t        = log teacher(y_t | its prompt, y_<t) - log policy(y_t | x, y_<t)
     advantage_t <- advantage_coef * advantage_t + coef * clip(gap_t, -clip, clip)
 
-With advantage_coef 0 the policy gradient is that of coef * KL(policy || teacher), on the states that the policy visits: at
-each position, E_{y ~ policy}[-gap] is that KL, and its gradient is E[-gap * grad log policy], because the gradient of the
-policy's own log-probability is 0 on average. The gradient through later positions is left out, as in the sources.
+With advantage_coef 0 the policy gradient is that of coef * KL(policy || teacher) on the states that the policy visits. At
+each position, E_{y ~ policy}[-gap] is that KL, and its gradient is E[-gap * grad log policy], because the gradient of log
+policy is 0 on average. The gradient through later positions is left out, as in the sources.
 
-Sources: On-Policy Distillation (Thinking Machines Lab 2025; tinker-cookbook's `kl_penalty_coef`) for a teacher of its own;
+Sources: On-Policy Distillation (Thinking Machines Lab 2025; tinker-cookbook's `kl_penalty_coef`) for a separate teacher;
 SDPO (Hübotter et al. 2026, arXiv 2601.20802) for the policy with privileged text. SDPO mixes A = λ A_GRPO + (1 - λ) A_SDPO,
-which is advantage_coef λ and coef 1 - λ. Both also have a form that compares whole distributions; here only the sampled
-token is compared. `clip` follows the point-wise clipping of OPSD's published code (Zhao et al. 2026, arXiv 2601.18734).
+which is advantage_coef λ and coef 1 - λ. Both also have a form that compares whole distributions; this module compares only
+the sampled token. `clip` follows the point-wise clipping of OPSD's published code (Zhao et al. 2026, arXiv 2601.18734).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Score = Callable[[Sequence[TrainSample]], list[Floats]]
 
 
 class AdvantageTeacher(Protocol):
-    """Adds a teacher's judgement of sampled tokens to advantages."""
+    """Adds a teacher's advantage of sampled tokens to the estimator's."""
 
     def apply(
         self, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, score: Score
     ) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with changed advantages, in their order, and the figures of the step.
+        """Return the samples, in their order, with changed advantages, and the metrics of the step.
 
         Args:
             groups: The groups that the samples come from.
-            samples: With advantages and `old_logprobs`.
-            score: The policy's own log-probabilities.
+            samples: Samples with advantages and `old_logprobs`.
+            score: Computes the policy's log-probabilities.
         """
         ...
 
 
 class Taught(NamedTuple):
-    """A sample that a teacher judged."""
+    """A sample with a teacher's advantage."""
 
     sample: TrainSample
     gap_sum: float
@@ -56,7 +56,7 @@ class Taught(NamedTuple):
 
 
 def taught(sample: TrainSample, teacher_T: Floats, options: TeacherAdvantageOptions) -> Taught:
-    """Return the sample with the teacher's judgement in its advantages.
+    """Return the sample with the teacher's advantage added.
 
     Args:
         sample: With advantages and `old_logprobs`.
@@ -67,7 +67,7 @@ def taught(sample: TrainSample, teacher_T: Floats, options: TeacherAdvantageOpti
         TrainingError: the sample has no advantages or no log-probabilities of the policy.
     """
     if sample.advantages is None or sample.old_logprobs is None:
-        raise TrainingError(f"sample {sample.id} has no advantages or no old_logprobs, which a teacher is compared with")
+        raise TrainingError(f"sample {sample.id} has no advantages or no old_logprobs, which the teacher's advantage needs")
     is_trained = sample.loss_weights != 0
     gap_T = np.where(is_trained, teacher_T.astype(np.float64) - sample.old_logprobs, 0.0)
     judged_T = gap_T if options.clip is None else gap_T.clip(-options.clip, options.clip)
@@ -78,7 +78,7 @@ def taught(sample: TrainSample, teacher_T: Floats, options: TeacherAdvantageOpti
 
 
 def untaught(sample: TrainSample, options: TeacherAdvantageOptions) -> TrainSample:
-    """Return a sample that no teacher judged: the estimator's advantage, with its weight.
+    """Return a sample without a teacher: only the estimator's advantage, times `advantage_coef`.
 
     Raises:
         TrainingError: the sample has no advantages.
@@ -89,7 +89,7 @@ def untaught(sample: TrainSample, options: TeacherAdvantageOptions) -> TrainSamp
 
 
 def _turn_means(values_T: np.ndarray, sample: TrainSample) -> np.ndarray:
-    """[T] the mean over the trained tokens of each token's turn, 0 at tokens that are not trained."""
+    """Return [T] at each trained token the mean over the trained tokens of its turn, 0 elsewhere."""
     is_trained = sample.loss_weights != 0
     turns_T = np.maximum(sample.turn_ids, 0)
     sums_K = np.bincount(turns_T, weights=values_T)

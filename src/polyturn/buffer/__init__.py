@@ -1,1 +1,1 @@
-"""Between rollout and training: groups that wait to be trained on."""
+"""Groups between rollout and training."""

@@ -2,7 +2,7 @@
 
     step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token older than version 6
 
-Which groups are replayed is drawn by (seed, step), so that it does not depend on timing.
+(seed, step) determine which groups are replayed, so the choice does not depend on timing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 
 
 def oldest_version(group: TrajectoryGroup) -> int:
-    """Return the oldest policy version of the group's sampled tokens; a very new one where it has none."""
+    """Return the oldest policy version of the group's sampled tokens; a very large number if it has none."""
     versions = [
         span.policy_version
         for trajectory in group.trajectories
@@ -23,25 +23,26 @@ def oldest_version(group: TrajectoryGroup) -> int:
         for span in segment.spans
         if span.policy_version is not None
     ]
-    return min(versions, default=1 << 31)  # nothing was sampled, so that nothing can be stale
+    return min(versions, default=1 << 31)  # without a sampled token, nothing can be stale
 
 
 def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_staleness: int) -> None:
-    """Refuse groups that are too old for the step.
+    """Raise if a group is too old for the step.
 
     Raises:
-        LifecycleError: a token is staler than the bound: slots were freed too early, or an engine serves old weights.
+        LifecycleError: a token is staler than the bound, because slots were freed too early or an engine serves old weights.
     """
     for group in groups:
         if (oldest := oldest_version(group)) < step - max_staleness:
             raise LifecycleError(
                 f"group {group.id} has a token of policy version {oldest}, and step {step} trains none before "
-                f"{step - max_staleness} (train.max_staleness {max_staleness}); an engine serves older weights than it got"
+                f"{step - max_staleness} (train.max_staleness {max_staleness}); an engine serves older weights than it "
+                "received"
             )
 
 
 class Replay:
-    """Groups of the last steps that are trained once more, within the bound of staleness."""
+    """Groups of earlier steps that are trained once more, within the bound of staleness."""
 
     def __init__(self, *, max_staleness: int, seed: int = 0) -> None:
         self._max_staleness = max_staleness
@@ -52,11 +53,11 @@ class Replay:
         return len(self._held)
 
     def add(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Keep groups that were trained on for the first time; a group is replayed once."""
+        """Keep groups that were trained on for the first time. Each is replayed at most once."""
         self._held += groups
 
     def draw(self, count: int, *, step: int) -> list[TrajectoryGroup]:
-        """Return up to `count` groups that `step` may train on, and forget them and those that are too old for it."""
+        """Return up to `count` groups that are new enough for `step`. Forget them, and the groups that are too old."""
         fresh = [g for g in self._held if oldest_version(g) >= step - self._max_staleness]
         chosen = set(random.Random(f"{self._seed}/{step}").sample(range(len(fresh)), min(count, len(fresh))))
         self._held = [g for i, g in enumerate(fresh) if i not in chosen]

@@ -155,7 +155,11 @@ def test_bad_settings_and_samples_are_refused():
         "has no old_logprobs",
     )
     refuses(lambda: CorrectionSettings(reject={"seq_meen_k1": Bounds(0.5, 2.0)}), UnknownNameError, "'seq_mean_k1'")
-    refuses(lambda: CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)}), ConfigError, "must hold equal policies")
+    refuses(
+        lambda: CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)}),
+        ConfigError,
+        "must contain the value for equal policies",
+    )
     refuses(lambda: CorrectionSettings(cap=0), ConfigError, "cap")
     refuses(lambda: CorrectionSettings(veto=2), ConfigError, "veto is 2")
     refuses(lambda: CorrectionSettings(weight="tokens"), UnknownNameError, "tokens")

@@ -438,7 +438,7 @@ def test_agent_without_peers_gets_no_advantage():
 
 def test_one_agent_is_centred_over_its_group(caplog: pytest.LogCaptureFixture):
     assert peers([view("", None, 1.0, 0.0)]) == [[0.5, -0.5]]
-    assert "none with a reward of its own" in caplog.text
+    assert "none with a separate reward" in caplog.text
 
 
 def test_pattern_without_an_agent_is_logged(caplog: pytest.LogCaptureFixture):

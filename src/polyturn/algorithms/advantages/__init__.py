@@ -2,9 +2,9 @@
 
     rewards_G = [1, 0, 0, 1]  ->  grpo: [+0.87, -0.87, -0.87, +0.87], the same on every weighted token of a trajectory
 
-NumPy only, because no gradient passes through an advantage. Failed trajectories never reach an estimator. `group.py`
-compares the rewards of one group, `batch.py` looks at the whole batch, `turns.py` at single turns, `gae.py` at a critic's
-values; `base.py` says what an estimator sees, and `assign.py` brings it to the samples.
+NumPy only, because no gradient passes through an advantage. Failed trajectories never reach an estimator. The estimators of
+`group.py` compare the rewards of one group, those of `batch.py` use the whole batch, those of `turns.py` single turns, and
+those of `gae.py` a critic's values. `base.py` defines their interface, and `assign.py` applies one to samples.
 """
 
 from polyturn.algorithms.advantages.assign import assign_advantages, bind_estimator, check_estimator

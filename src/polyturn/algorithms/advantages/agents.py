@@ -1,10 +1,10 @@
-"""Several agents in one trajectory, each with a reward of its own: an estimator sees each of them as a member by itself.
+"""Trajectories of several agents with separate rewards: an estimator sees each agent as a member of a group.
 
     group of 4 games, seat 0 against seat 1  ->  a group of 4 members for seat 0, a group of 4 members for seat 1
 
-So a player is compared with the players of the same seat. An easy seat gives no advantage by itself, and the two players of
-a zero-sum game do not cancel out. A member has its agent's samples and turns. Source: Liu et al. 2025 (SPIRAL,
-role-conditioned advantage estimation), with the group of the task instead of the running mean that `rae` has.
+A player is compared with the players of the same seat. So an easy seat gives no advantage, and the two players of a zero-sum
+game do not cancel out. A member contains the samples and turns of its agent. Source: Liu et al. 2025 (SPIRAL,
+role-conditioned advantage estimation), with the group of the task in place of the running mean of `rae`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from polyturn.core.trajectory import Trajectory, Turn
 
 
 class Share(NamedTuple):
-    """The part of a trajectory that one agent has."""
+    """The part of a trajectory that belongs to one agent."""
 
     trajectory: Trajectory
     agent: str | None
-    """None is the whole trajectory."""
+    """The agent; None for the whole trajectory."""
     indices: list[int]
-    """Which of the step's samples."""
+    """Indices of its samples among the samples of the step."""
 
     @property
     def reward(self) -> float:
@@ -35,17 +35,17 @@ class Share(NamedTuple):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Its turns, in their order."""
+        """The agent's turns, in order."""
         if not self._is_apart:
             return self.trajectory.turns
         return tuple(t for t in self.trajectory.turns if self.trajectory.agent_of(t) == self.agent)
 
     def numbered(self, sample: TrainSample) -> TrainSample:
-        """Return a sample whose `turn_ids` and `turn_scores` count the agent's turns alone."""
+        """Return the sample with `turn_ids` and `turn_scores` that count only the agent's turns."""
         if not self._is_apart:
             return sample
         own = [t.index for t in self.turns]
-        number = np.full(len(self.trajectory.turns) + 1, -1, np.int32)  # the last stands for -1, the prompt
+        number = np.full(len(self.trajectory.turns) + 1, -1, np.int32)  # the last entry serves index -1, the prompt
         number[own] = np.arange(len(own))
         scores = None if sample.turn_scores is None else sample.turn_scores[own]
         return sample.replace(turn_ids=number[sample.turn_ids], turn_scores=scores)
@@ -58,11 +58,11 @@ class Share(NamedTuple):
 def shares(
     trajectories: Sequence[Trajectory], indices: Sequence[list[int]], samples: Sequence[TrainSample]
 ) -> list[list[Share]]:
-    """Return the groups that an estimator is to see in place of one group: one for each agent that has a reward of its own.
+    """Split a group into one group per agent with a separate reward; without such agents, return the group as a whole.
 
     Args:
-        trajectories: Those of a group that did not fail.
-        indices: For each of them the indices of its samples.
+        trajectories: The live trajectories of a group.
+        indices: For each trajectory the indices of its samples.
         samples: All samples of the step.
     """
     named = {a for t in trajectories if t.reward is not None for a in t.reward.agents}

@@ -1,8 +1,8 @@
-"""From the groups of a step and an estimator to samples with advantages.
+"""Apply an advantage estimator to the groups of a step.
 
     groups, samples -> views (failed trajectories left out) -> checks -> estimator -> samples with advantages (and returns)
 
-The only place that knows how an estimator is called. What it cannot work on is refused here in a sentence.
+Only this module calls estimators. It checks that their inputs exist and that their results have the right shape.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def assign_advantages(
     has_scored: bool = False,
     state: dict[str, Any] | None = None,
 ) -> list[TrainSample]:
-    """Return `samples`, in their order, with `advantages` set by `estimator`, and `returns` where it has a critic.
+    """Return `samples`, in their order, with the estimator's `advantages`, and `returns` if it uses a critic.
 
     Args:
-        groups: The groups the samples come from. Failed trajectories are left out of the statistics.
-        samples: Samples of these groups; those of failed trajectories must have been left out.
-        estimator: One of the registry `advantages`, its options bound (`bind_estimator`).
-        min_members: How many members a group needs to teach anything (`members_needed`); the trajectories of a smaller one,
-            also of an agent that few of them have, get 0 and are in no statistics. At least what the estimator declares.
-        has_scored: Whether earlier steps brought the scores or states of turns that it needs: then a step in which no member
-            happened to earn one is not a mistake, and its turns are taken as not scored.
-        state: What an estimator that declares `keeps_state` has kept so far, and changes; None begins anew.
+        groups: The groups of the samples. Failed trajectories are left out of the statistics.
+        samples: Samples of the live trajectories.
+        estimator: An estimator with bound options (`bind_estimator`).
+        min_members: Smallest group that can teach (`members_needed`), at least the estimator's `min_group`. The trajectories
+            of a smaller group, or of an agent that appears in fewer of them, get 0 and are left out of the statistics.
+        has_scored: Whether earlier steps had the scores or states of turns that the estimator needs. Then a step without any
+            is no error, and its turns count as not scored.
+        state: The state of an estimator that declares `keeps_state`, which it changes; None starts with an empty state.
 
     Raises:
-        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
-        TrainingError: the estimator needs what no trajectory of the step brings, or returned something else than a finite
-            number for each token.
+        AlignmentError: a sample belongs to none of the live trajectories, or a trajectory has no finite reward.
+        TrainingError: no trajectory of the step has an input that the estimator needs, or the estimator did not return a
+            finite number for each token.
     """
     traits = traits_of(estimator)
     batch, owned, alone = _views(groups, samples, least=max(min_members, traits.min_group))
@@ -83,7 +83,7 @@ def assign_advantages(
 
 
 def first_not_finite(samples: Sequence[TrainSample]) -> str | None:
-    """Return words for the first advantage or weight that is NaN or infinite, which would spoil the step; None without."""
+    """Describe the first advantage or weight that is NaN or infinite; None if all are finite."""
     for sample in samples:
         for name, array in (("advantages", sample.advantages), ("loss_weights", sample.loss_weights)):
             if array is not None and not (is_finite := np.isfinite(array)).all():
@@ -93,24 +93,24 @@ def first_not_finite(samples: Sequence[TrainSample]) -> str | None:
 
 
 class _Views(NamedTuple):
-    """The views of a step that estimators are given."""
+    """The groups of a step as estimators see them."""
 
     batch: list[GroupView]
     owned: list[list[int]]
-    """For each member the samples of it, by their places."""
+    """For each member the indices of its samples."""
     alone: list[int]
-    """The samples of trajectories that are in no group."""
+    """Indices of the samples whose group is too small."""
 
 
 def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
-    """Return the groups of a step with their samples, of each agent those that `least` members or more have.
+    """Return the groups of a step, one per agent with a separate reward, that have at least `least` members.
 
     Raises:
         AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
     """
-    places: dict[tuple[str, str], list[int]] = {}
+    indices_of: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
-        places.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
+        indices_of.setdefault((sample.id.group, sample.id.trajectory), []).append(index)
     views = _Views([], [], [])
     for group in groups:
         kept = [t for t in group.trajectories if not t.is_failed]
@@ -118,10 +118,11 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
             continue
         for trajectory in kept:
             _check_reward(group, trajectory)
-        # Taken out, so that the rest at the end belongs to no group. Some have no sample, and count in the statistics.
-        indices = [places.pop((group.id, t.id), []) for t in kept]
+        # Popped, so that the samples that remain belong to none of the groups. A trajectory without a sample still counts in
+        # the statistics.
+        indices = [indices_of.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
-            if len(of_agent) < least:  # a baseline of so few would be noise: advantage 0, and no part in batch statistics
+            if len(of_agent) < least:  # so small a baseline is noise: advantage 0, left out of batch statistics
                 views.alone.extend(i for share in of_agent for i in share.indices)
                 continue
             views.owned.extend(share.indices for share in of_agent)
@@ -138,8 +139,8 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
                     greedy_reward=_greedy_reward(group, agent),
                 )
             )
-    if places:
-        lost: SampleId = samples[next(iter(places.values()))[0]].id
+    if indices_of:
+        lost: SampleId = samples[next(iter(indices_of.values()))[0]].id
         raise AlignmentError(
             f"sample {lost} belongs to no live trajectory of these groups; filter samples and groups together"
         )
@@ -151,18 +152,18 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
 
     Args:
         estimator: The function.
-        offered: What every estimator may use; it gets those that it has a parameter for.
-        kwargs: Options of its own, which win.
+        offered: Options for any estimator; only those that it has a parameter for are bound.
+        kwargs: Options of this estimator; they override `offered`.
 
     Raises:
-        ConfigError: it takes no such option.
+        ConfigError: the estimator has no parameter for one of `kwargs`.
     """
-    inputs = ("rewards_G", "samples_G", "batch", "state")  # what the trainer gives, and no option
+    inputs = ("rewards_G", "samples_G", "batch", "state")  # inputs, not options
     for name in kwargs:
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]
-            raise ConfigError(f"algorithm.advantage: the estimator takes no {name!r}.{did_you_mean(name, options)}")
-    # What is offered must be asked for by name: an estimator with **kwargs would get options that are not its own.
+            raise ConfigError(f"algorithm.advantage: the estimator has no option {name!r}.{did_you_mean(name, options)}")
+    # Only named parameters get offered options: an estimator with **kwargs would get options of other estimators.
     bound = {**{k: v for k, v in offered.items() if has_parameter(estimator, k)}, **kwargs}
     return functools.partial(estimator, **bound) if bound else estimator
 
@@ -175,10 +176,10 @@ def check_estimator(
     kwargs: Mapping[str, Any] | None = None,
     has_penalties: bool = False,
 ) -> None:
-    """Refuse an estimator that cannot work in a run, before anything is sampled.
+    """Raise if an estimator cannot work in a run, before anything is sampled.
 
     Raises:
-        ConfigError: groups are too small for it and its options, or it has no use for rewards on single tokens.
+        ConfigError: groups are too small for the estimator and its options, or it cannot use rewards on single tokens.
     """
     traits = traits_of(estimator)
     drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
@@ -194,15 +195,15 @@ def check_estimator(
         )
     if has_penalties and not traits.takes_penalties:
         raise ConfigError(
-            f"the estimator {name!r} normalises each reward apart, and a KL penalty on single tokens is none of them: set "
-            "algorithm.kl.place to loss, or its coef to 0"
+            f"the estimator {name!r} normalises each reward by itself and cannot use a KL penalty on single tokens; "
+            "set algorithm.kl.place to loss, or its coef to 0"
         )
 
 
 def state_keys(turns: Sequence[Turn]) -> tuple[Hashable, ...]:
-    """Return for each of one agent's turns a key of the state it was taken in, None where it is not known.
+    """Return for each turn of one agent a key of the state it was taken in; None if unknown.
 
-    It is the `state_key` that the turn before left in its info, else what that turn's observation says; the first turn is in
+    The key is the `state_key` in the previous turn's info, else the text of that turn's observation. The first turn is in
     the state of the task.
     """
     keys: list[Hashable] = ["task"]
@@ -254,33 +255,34 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
         return
     if traits.needs_turn_scores and not has_scored and not any(np.isfinite(m.turn_scores_K).any() for m in members):
         raise TrainingError(
-            f"the advantage estimator needs scores of turns and none of the {len(members)} trajectories of a step has one; "
-            "let the interaction or the tools return scores, set turn.scores in a scheduler, or use an estimator of "
+            f"the advantage estimator needs scores of turns, and none of the {len(members)} trajectories of this step has "
+            "one; let the interaction or the tools return scores, set turn.scores in a scheduler, or use an estimator of "
             "outcomes such as grpo"
         )
     later = [s for m in members for s in m.states_K[1:]]
     if traits.needs_states and not has_scored and later and all(s is None for s in later):
         raise TrainingError(
-            "the advantage estimator compares turns that were taken in one state, and no turn of this step left an "
-            "observation or a state_key in its info; set turn.info['state_key'], or use one of outcomes such as grpo"
+            "the advantage estimator compares turns that were taken in the same state, and no turn of this step has "
+            "an observation or a state_key in its info; set turn.info['state_key'], or use an estimator of outcomes "
+            "such as grpo"
         )
     missing = next((s.id for m in members for s in m.samples if s.values is None), None) if traits.needs_values else None
     if missing is not None:
-        raise TrainingError(f"the advantage estimator needs a critic's values and sample {missing} has none; pass a critic")
+        raise TrainingError(f"the advantage estimator needs a critic's values, and sample {missing} has none; pass a critic")
 
 
 def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView]) -> None:
-    """Refuse what is not, for each group, member and sample, as many numbers as the sample has tokens."""
+    """Raise unless there is, for each group, member and sample, a number per token."""
     wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
     for name, value in (("advantages", batch_advantages.advantages), ("returns", batch_advantages.returns)):
         if value is None and name == "returns":
             continue
         try:
             lengths = [[[len(float_array(array)) for array in member] for member in group] for group in value or ()]
-        except (TypeError, ValueError, RuntimeError):  # no lists, no numbers, a tensor with a gradient
+        except (TypeError, ValueError, RuntimeError):  # not lists, not numbers, or a tensor with a gradient
             lengths = None
         if lengths != wanted:
             raise TrainingError(
-                f"the advantage estimator returned the {name} {brief(value)}; return a list with an entry for each member "
-                "of the group, which is a list with an array for each of its samples, as long as the sample has tokens"
+                f"the advantage estimator returned the {name} {brief(value)}; return a list with an entry per member "
+                "of the group: a list of arrays, one per sample of the member, with a number per token"
             )

@@ -3,9 +3,9 @@
     group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
     batch    (batch, **options) -> BatchAdvantages     a batch is a list of `GroupView`, a group a list of `MemberView`
 
-An estimator is a plain function. One that needs more than the rewards of a group says so with `declare`. The trainer then
-provides its inputs (values, a greedy rollout), keeps groups that it can use (with equal rewards), and refuses configurations
-that it cannot work with (groups of one) before sampling.
+An estimator is a plain function. If it needs more than the rewards of a group, it declares that with `declare`. The trainer
+then provides the inputs (values, a greedy rollout), keeps groups that the estimator can use (with equal rewards), and
+rejects configurations that cannot work (groups of one) before sampling.
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from polyturn.core.sample import TrainSample
 Rewards = NDArray[np.float64]
 """[G] the scalar reward of each trajectory of a group."""
 Estimator = Callable[..., Any]
-"""(rewards_G, samples_G, **options) -> for each trajectory, for each of its samples, [T] advantages, 0 where nothing is
-weighted. A trajectory may have no sample (no turn fitted) and still counts in the group's statistics. Declared with
-`scope="batch"`: (batch, **options) -> BatchAdvantages."""
+"""(rewards_G, samples_G, **options) -> for each trajectory, for each of its samples, [T] advantages, 0 at tokens without
+weight. A trajectory without a sample (no turn fitted) still counts in the group's statistics. With `scope="batch"`: (batch,
+**options) -> BatchAdvantages."""
 
 advantages: Registry[Estimator] = Registry("estimators")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """The inputs that an estimator needs, and the work that can be saved where it needs them not."""
+    """The inputs that an estimator needs, and what the trainer may skip for it."""
 
     scope: Literal["group", "batch"] = "group"
     min_group: int = 1
-    """The smallest group that it can compare."""
+    """Smallest number of members of a group."""
     compares: bool | str = False
-    """Whether it compares the members of a group although it works on groups of one, too; a text is the name of the option
-    (true by default) that turns this off. One with a `min_group` of 2 or more always compares."""
+    """Whether the estimator compares the members of a group although it also accepts groups of one. A string names the
+    option (true by default) that turns this off. With a `min_group` of 2 or more it always compares."""
     draws: str | None = None
-    """The option that says how many of a group are taken at once: at least 1, and fewer than there are."""
+    """Name of the option for the number of members drawn at once: at least 1, and less than the group's size."""
     only_compares: bool = False
-    """Whether all advantages of a group are 0 whose rewards are equal, and no other group is touched by that group: then it
-    may be left out before anything is computed for it."""
+    """Whether a group of equal rewards has only advantages of 0 and does not affect other groups. The trainer may then drop
+    such a group early."""
     needs_turn_scores: bool = False
     needs_values: bool = False
-    """A critic's values at the trained tokens (`TrainSample.values`)."""
+    """Whether it reads a critic's values at the trained tokens (`TrainSample.values`)."""
     needs_states: bool = False
-    """Keys of the states that turns were taken in."""
+    """Whether it reads keys of the states that turns were taken in."""
     needs_greedy: bool = False
-    """One more rollout of each task, decoded greedily and never trained (`GroupView.greedy_reward`)."""
+    """Whether it needs one more rollout of each task, decoded greedily and never trained (`GroupView.greedy_reward`)."""
     keeps_state: bool = False
-    """Whether it is also called with `state`, a dict of numbers that it changes and that checkpoints keep. A step that fails
-    leaves it as it was."""
+    """Whether it takes `state`, a dict of numbers that it changes and that checkpoints keep. A failed step does not change
+    it."""
     takes_penalties: bool = True
-    """Whether it knows what to do with rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
+    """Whether it uses rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
 
     def __call__(self, estimator: Estimator) -> Estimator:
-        """Say that this is what `estimator` needs, and return it: `@declare(needs_values=True)`."""
+        """Record these traits for `estimator`, and return it: `@declare(needs_values=True)`."""
         _traits[estimator] = self
         return estimator
 
@@ -72,17 +72,17 @@ _traits: dict[Estimator, Traits] = {}
 
 
 def traits_of(estimator: Estimator) -> Traits:
-    """Return the declaration of `estimator`, also of one whose options are bound; the defaults without one."""
+    """Return the declared traits of `estimator`, with or without bound options; the defaults if it declared none."""
     while isinstance(estimator, functools.partial):  # bound options change no trait
         estimator = estimator.func
     return _traits.get(estimator, Traits())
 
 
 def members_needed(estimator: Estimator, *, group_size: int) -> int:
-    """Return the least number of rewarded members of a useful group: 1 for an estimator without a group baseline.
+    """Return the smallest number of live members of a useful group: 1 for an estimator without a group baseline.
 
-    One that compares has nothing to compare a single member with, and its raw reward would be an advantage of another scale
-    than those of all other groups. Groups of one that were asked for (`group_size` 1) stay where the estimator takes them.
+    An estimator that compares cannot compare a single member: its raw reward would be an advantage on another scale than
+    those of other groups. Configured groups of one (`group_size` 1) stay if the estimator accepts them.
     """
     traits = traits_of(estimator)
     compares = traits.compares if isinstance(traits.compares, bool) else _option(estimator, traits.compares, True)
@@ -90,13 +90,13 @@ def members_needed(estimator: Estimator, *, group_size: int) -> int:
 
 
 def components_of(estimator: Estimator) -> frozenset[str]:
-    """Return the parts of the reward that `estimator` weighs apart; none where it looks at the reward as a whole."""
+    """Return the reward components that `estimator` weighs one by one; empty if it uses the total."""
     weights: Mapping[str, float] | None = _option(estimator, "weights", None)
     return frozenset(name for name, weight in (weights or {}).items() if weight)
 
 
 def _option(estimator: Estimator, name: str, default: Any) -> Any:
-    """Return the value that is bound for an option of `estimator`; the outermost binding wins."""
+    """Return the bound value of an option of `estimator`; the outermost binding wins."""
     while isinstance(estimator, functools.partial):
         if name in estimator.keywords:
             return estimator.keywords[name]
@@ -110,29 +110,29 @@ class MemberView:
 
     id: str
     reward: float
-    """The trajectory's reward; of one agent among several its own."""
+    """The reward of the trajectory, or of the member's agent."""
     samples: tuple[TrainSample, ...]
     components: Mapping[str, float] = field(default_factory=dict)
-    """Named scores that the reward was made of, and the numbers that the reward function returned beside its score."""
+    """The named scores of the reward, and the other numbers that the reward function returned."""
     turn_scores_K: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    """The score of each turn, NaN where nothing scored it."""
+    """[K] the score of each turn, NaN for a turn without one."""
     states_K: tuple[Hashable, ...] = ()
-    """A key of the state that each turn was taken in; None where it is not known."""
+    """[K] a key of the state that each turn was taken in; None if unknown."""
 
     @property
     def num_turns(self) -> int:
-        """K: how many turns the trajectory has."""
+        """K: the number of turns."""
         of_tokens = [int(s.turn_ids.max()) + 1 for s in self.samples if len(s)]
         return max([len(self.turn_scores_K), *of_tokens])
 
     @property
     def penalty(self) -> float:
-        """The sum of the rewards on single trained tokens."""
+        """Sum of the rewards on single trained tokens."""
         return float(sum(_penalties(s).sum() for s in self.samples))
 
     @property
     def total(self) -> float:
-        """The trajectory's reward, with the costs of its tokens."""
+        """The reward plus the penalties on its tokens."""
         return self.reward + self.penalty
 
 
@@ -145,15 +145,15 @@ class GroupView:
     data_source: str = ""
     """The data source of the task."""
     agent: str | None = None
-    """The agent that the members are; None where a trajectory has one reward."""
+    """The agent of the members; None if each trajectory has one reward."""
     group: str = ""
-    """The group of trajectories that the members come from; agents of one group share it."""
+    """Id of the group of trajectories; the groups of several agents share it."""
     greedy_reward: float | None = None
-    """The reward of a greedily decoded rollout of the task; None where there was none, or it failed."""
+    """The reward of a greedily decoded rollout of the task; None without one, or if it failed."""
 
     @property
     def totals(self) -> Rewards:
-        """[G] what each member earned, penalties included."""
+        """[G] the reward of each member, penalties included."""
         return np.array([m.total for m in self.members], dtype=np.float64)
 
 
@@ -161,20 +161,20 @@ class BatchAdvantages(NamedTuple):
     """The result of an estimator that sees a whole batch."""
 
     advantages: list[list[list[Floats]]]
-    """For each group, member and sample [T], 0 where nothing is weighted."""
+    """For each group, member and sample [T], 0 at tokens without weight."""
     returns: list[list[list[Floats]]] | None = None
-    """The same shape: what the critic should have said; NaN where its value was not used. None without a critic."""
+    """The critic's targets, in the same shape; NaN where no value was used. None without a critic."""
 
 
 class Stream(NamedTuple):
-    """The trained tokens of a trajectory in the order of time, wherever its history was cut into samples."""
+    """The trained tokens of a trajectory in the order of time (axis N), across all of its samples."""
 
     sample_N: NDArray[np.int64]
     token_N: NDArray[np.int64]
     turn_N: NDArray[np.int64]
 
     def gather(self, arrays: Sequence[Floats | None]) -> NDArray[np.float64]:
-        """Return [N] the entries of one array per sample; those of None are 0."""
+        """Return [N] the entries of one array per sample; 0 for a sample whose array is None."""
         out = np.zeros(len(self.token_N))
         for index, array in enumerate(arrays):
             if array is not None:
@@ -192,26 +192,26 @@ class Stream(NamedTuple):
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """The index in the stream of the last token of each turn that has trained tokens."""
+        """[U] the index in the stream of the last token of each turn with trained tokens."""
         return np.flatnonzero(np.append(self.turn_N[1:] != self.turn_N[:-1], True)) if len(self.turn_N) else self.turn_N
 
 
 def stream(samples: Sequence[TrainSample]) -> Stream:
-    """Return the trained tokens of one trajectory in the order of time: by turn, then as its samples hold them."""
+    """Return the trained tokens of one trajectory in the order of time: by turn, then in the order of its samples."""
     tokens = [np.flatnonzero(s.loss_weights) for s in samples]
     sample_N = np.repeat(np.arange(len(samples)), [len(t) for t in tokens])
     token_N = np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64)
     turns = [s.turn_ids[t] for s, t in zip(samples, tokens, strict=True)]
     turn_N = np.maximum(np.concatenate([*turns, np.empty(0, np.int64)]), 0).astype(np.int64)
-    # Stable, so that tokens of one turn stay as their sample has them; by turn, because segments may interleave in time.
+    # Sorted by turn, because segments may interleave in time; stable, to keep the order of tokens within a turn.
     order = np.argsort(turn_N, kind="stable")
     return Stream(sample_N[order], token_N[order], turn_N[order])
 
 
 Outcome = Literal["rest", "add", "ignore", "end"]
-"""The ways in which a trajectory's reward and the scores of its turns become the reward of each turn.
+"""How a trajectory's reward and the scores of its turns make the reward of each turn.
 
-rest      its score; the last turn also gets what the scores leave of the trajectory's reward, so that they sum to it
+rest      its score; the last turn also gets the rest of the trajectory's reward, so that all rewards sum to it
 add       its score; the last turn also gets the trajectory's reward
 ignore    its score
 end       nothing; the last turn gets the trajectory's reward
@@ -242,11 +242,11 @@ def turn_penalties(member: MemberView) -> NDArray[np.float64]:
 def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray[np.float64]:
     """Return for each entry of `at.ends` the reward that its token brings.
 
-    The reward of a turn without trained tokens falls to the last trained turn before it; of one that none precedes, to
-    no token, because no trained token had a part in it.
+    The reward of a turn without trained tokens goes to the last trained turn before it. If no trained turn precedes it, the
+    reward is dropped, because no trained token contributed to it.
     """
     rewards_K = turn_rewards(member, outcome)
-    # Differences of running sums: between two trained turns lie those without tokens, whose rewards belong to the first.
+    # Differences of running sums also give the first of two trained turns the rewards of the untrained turns between them.
     summed = np.concatenate([[0.0], np.cumsum(rewards_K)])
     turns = at.turn_N[at.ends]
     until = np.append(turns[1:], len(rewards_K))
@@ -254,20 +254,21 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
 
 
 def centred(values_G: Rewards) -> Rewards:
-    """[G] values less their mean: exactly 0 where all are equal, and exact to their differences however large they are."""
+    """Return [G] the values minus their mean, exactly 0 if all are equal, and precise for small differences of large
+    values."""
     differences = values_G - values_G[:1]
     return differences - differences.mean()
 
 
 def discounted(values_N: NDArray[np.float64], decay_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N] the sums x_n = v_n + decay_n x_{n+1}, from the last to the first; nothing follows the last."""
+    """Return [N] the sums x_n = v_n + decay_n x_{n+1}, with 0 after the last."""
     pairs = zip(reversed(values_N.tolist()), reversed(decay_N.tolist()), strict=True)
     sums = accumulate(pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0)
     return np.array([*sums][:0:-1], dtype=np.float64)
 
 
 def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> BatchAdvantages:
-    """Return each member's number on all its trained tokens."""
+    """Give all trained tokens of each member the member's scalar."""
     return BatchAdvantages(
         [
             [[on_weighted(s, a) for s in m.samples] for m, a in zip(g.members, of_group, strict=True)]
@@ -277,12 +278,12 @@ def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> Ba
 
 
 def on_weighted(sample: TrainSample, value: float) -> Floats:
-    """[T] `value` on every weighted token, 0 elsewhere."""
+    """Return [T] `value` at every weighted token, 0 elsewhere."""
     return np.where(sample.loss_weights != 0, np.float32(value), np.float32(0.0))
 
 
 def on_turns(sample: TrainSample, values_K: NDArray[np.float64]) -> Floats:
-    """[T] the value of its turn on every weighted token, 0 elsewhere."""
+    """Return [T] at every weighted token the value of its turn, 0 elsewhere."""
     weighted = sample.loss_weights != 0
     out = np.zeros(len(sample), dtype=np.float32)
     out[weighted] = values_K[sample.turn_ids[weighted]]
@@ -297,7 +298,7 @@ def whiten(batch: Sequence[GroupView], estimate: BatchAdvantages, *, eps: float 
     flat = np.concatenate([*picked, np.empty(0)])
     if not len(flat):
         return estimate
-    # Over tokens and not over trajectories, as the sources of those who call this do.
+    # Over tokens, not trajectories, as in the sources of the estimators that use this.
     mean, scale = flat.mean(), np.sqrt(flat.var(ddof=1) + eps) if len(flat) > 1 else 1.0
     done = iter(
         [

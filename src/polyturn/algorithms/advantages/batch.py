@@ -1,7 +1,7 @@
-"""Estimators that look at the whole batch of a step; every trained token of a trajectory gets the same number.
+"""Estimators that use the whole batch of a step; every trained token of a trajectory gets the same number.
 
-Statistics over a batch are taken over all trained tokens where the source does so, and never depend on how trajectories are
-cut into samples or micro-batches.
+Batch statistics are over all trained tokens if the source's are. They never depend on how trajectories are cut into samples
+or micro-batches.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def reinforce_plus_plus(
 ) -> BatchAdvantages:
     """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
 
-    G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, penalties such
-    as a KL term on their own. It needs no group. Source: Hu et al. 2025 (REINFORCE++).
+    G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, a penalty such
+    as a KL term on the token that it penalises. It needs no groups. Source: Hu et al. 2025 (REINFORCE++).
     """
     check_outcome(outcome)
     advantages = []
@@ -59,7 +59,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> BatchAdvantages:
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
 
-    A = (r - mean of the group - mean) / sqrt(var + eps), the outer statistics over tokens. Source: Hu et al. 2025
+    A = (r - mean of the group - mean) / sqrt(var + eps), with the outer mean and var over tokens. Source: Hu et al. 2025
     (REINFORCE++), the form with a group baseline.
     """
     return whiten(batch, spread(batch, [centred(g.totals).tolist() for g in batch]), eps=eps)
@@ -69,14 +69,14 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
 def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
 
-    alpha = B / (B - M), B the trajectories of the batch and M those in groups whose rewards are all equal: their tokens take
-    part in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), accurate gradient estimation, and its
-    code, which divides the loss by 1 / alpha.
+    alpha = B / (B - M), with B the number of trajectories in the batch and M the number in groups of equal rewards, whose
+    tokens count in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), accurate gradient estimation,
+    and its code.
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
     num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
-    # With this factor a mean over the batch is a mean over the groups that teach something.
+    # This factor turns the mean over the batch into a mean over the groups with different rewards.
     alpha = num_all / num_live if num_live else 1.0
     return spread(batch, [(alpha * centred(t) / f_norm).tolist() for t in totals])
 
@@ -85,8 +85,8 @@ def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
 def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
 
-    One more trajectory of each task is decoded greedily, and never trained. Where it failed, the mean of the other members
-    stands in for it, which is unbiased too; a trajectory that has neither gets 0. Source: Li et al. 2023 (ReMax).
+    One more trajectory of each task is decoded greedily, and never trained. If it failed, the mean of the other members
+    takes its place, which is unbiased too. A trajectory with neither gets 0. Source: Li et al. 2023 (ReMax).
     """
     scalars = []
     for group in batch:
@@ -102,10 +102,10 @@ def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
 def rae(batch: Sequence[GroupView], *, state: dict[str, Any], decay: float = 0.95) -> BatchAdvantages:
     """Subtract a running mean of the rewards of the same game and role: A = r - b, then b <- decay b + (1 - decay) r.
 
-    A game is the task's data source, a role the agent that has a reward of its own. All of a step is compared with the b
-    that the step begins with, so the baseline is independent of the trajectory and of the order in which episodes end; n
-    rewards with mean m then move it as n equal ones would: b <- decay^n b + (1 - decay^n) m. It begins at 0. Source: Liu et
-    al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation, where b follows trajectory by trajectory.
+    A game is the task's data source, and a role is an agent with a separate reward. All rewards of a step are compared with
+    the b at its start, so the baseline does not depend on the trajectory or on the order in which episodes end. Then n
+    rewards with mean m move b as n rewards of m would: b <- decay^n b + (1 - decay^n) m. b starts at 0. Source: Liu et al.
+    2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation, where b moves with every trajectory.
     """
     scalars, earned = [], dict[str, list[float]]()
     for group in batch:
@@ -120,19 +120,19 @@ def rae(batch: Sequence[GroupView], *, state: dict[str, Any], decay: float = 0.9
 
 @declare(scope="batch")
 def hierarchical_grpo(batch: Sequence[GroupView], *, within: Sequence[str] = ("solver*",)) -> BatchAdvantages:
-    """Centre rewards among those who did the same work: A = r - mean of the peers.
+    """Centre rewards among agents that did the same work: A = r - mean of the peers.
 
-    Agents whose names match a pattern of `within` (`fnmatch`) are compared with the others of their trajectory that match
-    it: several solvers of the problem that this trajectory's proposer wrote. All other agents are compared over the group,
-    each with its own name: proposers of one task. One without peers gets 0. A step in which no agent matches is logged.
-    Source: prime-rl, `hierarchical_grpo`.
+    Agents whose names match a pattern of `within` (`fnmatch`) are compared with the other matching agents of their
+    trajectory, such as several solvers of the problem that the trajectory's proposer wrote. Other agents are compared with
+    those of the same name in the group, such as the proposers of one task. An agent without peers gets 0. A step without a
+    matching agent is logged. Source: prime-rl, `hierarchical_grpo`.
     """
     agents = sorted({group.agent or "" for group in batch})
     if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents for pattern in within):
         logger.warning(
             "hierarchical_grpo: no agent of this step matches within: %s, so all are compared over their groups; agents: %s",
             ", ".join(within),
-            ", ".join(filter(None, agents)) or "none with a reward of its own",
+            ", ".join(filter(None, agents)) or "none with a separate reward",
         )
     peers: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for g, group in enumerate(batch):
@@ -141,15 +141,15 @@ def hierarchical_grpo(batch: Sequence[GroupView], *, within: Sequence[str] = ("s
             key = (group.id,) if pattern is None else (group.group, member.id, pattern)
             peers.setdefault(key, []).append((g, m))
     scalars = [[0.0] * len(group.members) for group in batch]
-    for places in peers.values():
-        advantages = centred(np.array([batch[g].members[m].total for g, m in places]))
-        for (g, m), advantage in zip(places, advantages.tolist(), strict=True):
+    for indices in peers.values():
+        advantages = centred(np.array([batch[g].members[m].total for g, m in indices]))
+        for (g, m), advantage in zip(indices, advantages.tolist(), strict=True):
             scalars[g][m] = advantage
     return spread(batch, scalars)
 
 
 _RARE = ("interaction", "turns", "overlong")
-"""Components that a step may do without: no episode was talked to, or none had a turn that was scored."""
+"""Components that may be missing in a whole step, because no episode had an interaction or a scored turn."""
 
 
 @declare(scope="batch", min_group=2, takes_penalties=False)
@@ -161,16 +161,16 @@ def gdpo(
     whiten_batch: bool = True,
     eps: float = 1e-6,
 ) -> BatchAdvantages:
-    """Normalise several rewards apart, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
+    """Normalise each reward component by itself, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
 
     mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.
-    A component is one of `Reward.components`, or a number that the reward function returned beside its score; one that a
-    trajectory lacks is 0. `weights` names those that count; by default `reward.weights`. Source: Liu et al. 2026 (GDPO).
-    Statistics of the batch are over trajectories, as in the paper and in one of the trainers that came with it; another one
-    takes them over tokens, so that long answers weigh more in them.
+    A component is one of `Reward.components`, or another number that the reward function returned. It is 0 for a trajectory
+    without it. `weights` names the components that count; the default is `reward.weights`. Source: Liu et al. 2026 (GDPO).
+    Batch statistics are over trajectories, as in the paper and one of its two published trainers. The other takes them over
+    tokens, which gives long answers more weight.
 
     Raises:
-        UnknownNameError: no trajectory has such a component, and it is none that only some episodes leave.
+        UnknownNameError: no trajectory has a component of this name, and it is not one of `_RARE`.
     """
     known = dict.fromkeys(name for g in batch for m in g.members for name in m.components)
     if weights is None:
@@ -197,10 +197,10 @@ def gdpo(
 
 
 def check_outcome(outcome: str) -> None:
-    """Refuse an unknown way of combining reward and turn scores.
+    """Raise for an unknown combination of reward and turn scores.
 
     Raises:
-        ConfigError: it is none of `OUTCOMES`.
+        ConfigError: it is not one of `OUTCOMES`.
     """
     if outcome not in OUTCOMES:
         raise ConfigError(f"algorithm.advantage.outcome is {outcome!r}.{did_you_mean(outcome, OUTCOMES)}")

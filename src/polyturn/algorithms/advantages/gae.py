@@ -4,8 +4,8 @@
     rewards                      .  r0   .  .  r1        on the last trained token of each turn
     values                      v0 v1   v2 v3 v4         v_t is the value of the state that token t is sampled in
 
-delta_t = r_t + gamma v_next - v_t;  A_t = delta_t + gamma lam A_next;  the critic's target is A_t + v_t.
-Values and rewards at observations do not exist here: whatever a critic says there changes nothing.
+delta_t = r_t + gamma v_next - v_t;  A_t = delta_t + gamma lam A_next;  the critic's target is A_t + v_t. Observations have
+no values and rewards here, so the critic's output at observations has no effect.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def gae(
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
 ) -> BatchAdvantages:
-    """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens alone.
+    """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens only.
 
-    The next value behind a turn's last token is that of the next turn's first one. Normalised over the batch's trained
-    tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
+    The value after a turn's last token is that of the next turn's first token. Advantages are normalised over the batch's
+    trained tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
@@ -66,21 +66,21 @@ def turn_gae(
     outcome: Outcome = "rest",
     whiten_batch: bool = True,
 ) -> BatchAdvantages:
-    """Estimate the advantage of each turn, a whole completion being one action: the same recursion over turns.
+    """Estimate the advantage of each turn, with a whole completion as one action: the same recursion over turns.
 
-    The value of a turn is that of its first trained token, the state before the model speaks; only there is the critic
-    trained. gamma and lam count turns, not tokens. Source: Li et al. 2025 (Turn-PPO); the recursion is
-    Schulman et al. 2016, equation 16.
+    The value of a turn is that of its first trained token, the state before the completion; the critic is trained only
+    there. gamma and lam apply per turn, not per token. Source: Li et al. 2025 (Turn-PPO); the recursion is Schulman et al.
+    2016, equation 16.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         ends = at.ends
-        starts = np.append(0, ends[:-1] + 1) if len(ends) else ends  # [U] of the trained tokens, the first of each turn
+        starts = np.append(0, ends[:-1] + 1) if len(ends) else ends  # [U] the first trained token of each turn
         rewards_U = rewards_at_ends(member, at, outcome)
         if len(ends):
             rewards_U = rewards_U + np.add.reduceat(at.gather([s.rewards for s in member.samples]), starts)
         found_U = _gae(rewards_U, values_N[starts], gamma, lam)
-        returns_N = np.full(len(values_N), np.nan)  # the critic is trained where its value was read, and nowhere else
+        returns_N = np.full(len(values_N), np.nan)  # the critic is trained only where its value was read
         returns_N[starts] = found_U + values_N[starts]
         return _Estimates(np.repeat(found_U, ends - starts + 1), returns_N)
 
@@ -110,7 +110,7 @@ def bilevel_gae(
         rewards_N = at.gather([s.rewards for s in member.samples])
         turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
         deltas_N = rewards_N + gamma * np.append(values_N[1:], 0.0) - values_N
-        # The last token of a turn carries the turn's credit; those before it are discounted towards it, not beyond.
+        # The last token of a turn carries the turn's credit; earlier tokens are discounted towards it, not beyond.
         deltas_N[ends] = turn_U
         decay_N = np.full(len(values_N), gamma * lam)
         decay_N[ends] = 0.0
@@ -121,14 +121,14 @@ def bilevel_gae(
 
 
 class _Estimates(NamedTuple):
-    """[N] over the stream of one trajectory."""
+    """Advantages and critic targets of one trajectory, over its stream of trained tokens."""
 
     advantages_N: Numbers
     returns_N: Numbers
 
 
 def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Numbers:
-    """Return [U] the advantages of decisions that follow one another; nothing follows the last."""
+    """Return [U] the advantages of consecutive decisions, with value 0 after the last."""
     deltas_U = rewards_U + gamma * np.append(values_U[1:], 0.0) - values_U
     return discounted(deltas_U, np.full(len(values_U), gamma * lam))
 
@@ -147,6 +147,6 @@ def _estimate(
             advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
             advantages[-1].append(at.scatter(advantages_N, member.samples))
             targets[-1].append(at.scatter(returns_N, member.samples))
-    # Targets are made of the advantages as they are: whitened ones would have lost the scale of the rewards.
+    # Targets use the advantages before whitening, which would lose the scale of the rewards.
     estimate = BatchAdvantages(advantages, targets)
     return whiten(batch, estimate) if is_whitened else estimate

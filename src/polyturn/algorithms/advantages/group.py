@@ -22,9 +22,9 @@ Samples = Sequence[Sequence[TrainSample]]
 def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, eps: float = 1e-6) -> list[list[Floats]]:
     """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
 
-    The standard deviation is the unbiased one (n - 1). A member that is alone has nothing to be compared with: 0. Source:
-    Shao et al. 2024 (DeepSeekMath), section 4.1.2, outcome supervision. Without `norm_by_std` it is only centred: Liu et al.
-    2025 (Dr. GRPO), which removes the bias towards groups of low variance.
+    The standard deviation is the unbiased one (n - 1). A single member gets 0. Source: Shao et al. 2024 (DeepSeekMath),
+    section 4.1.2, outcome supervision. Without `norm_by_std` rewards are only centred: Liu et al. 2025 (Dr. GRPO), which
+    removes the bias towards groups of low variance.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     scalars = centred(values)
@@ -44,12 +44,12 @@ def dr_grpo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Compare each trajectory with the others: A_i = r_i - mean of r_j over j != i.
 
-    The baseline does not know the trajectory itself, so the gradient is unbiased. Source: Ahmadian et al. 2024 (Back to
+    The baseline does not depend on the trajectory itself, so the gradient is unbiased. Source: Ahmadian et al. 2024 (Back to
     Basics); Kool et al. 2019.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
-    # The same as with the mean of the others, for (n - 1) (r_i - mean of the others) = n (r_i - mean).
+    # Equal to the formula above, because (n - 1) (r_i - mean of the others) = n (r_i - mean).
     return _on_all(samples_G, centred(values) * n / max(n - 1, 1))
 
 
@@ -57,12 +57,12 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Subtract the mean weighted by length: A_i = r_i - sum(l_j r_j) / sum(l_j), l the number of trained tokens.
 
-    Of all baselines that are one number it has about the least variance, where a gradient's squared norm grows like the
-    length. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
+    If a gradient's squared norm grows with the length, this has about the least variance of all scalar baselines. Source:
+    Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
     """
     values = centred(np.asarray(rewards_G, dtype=np.float64))
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
-    # A group without a trained token has no lengths to weigh by, and no use for a baseline either.
+    # A group without a trained token has no lengths to weigh by, and needs no baseline.
     baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else 0.0
     return _on_all(samples_G, values - baseline)
 
@@ -73,14 +73,14 @@ def grpo_passk(
 ) -> list[list[Floats]]:
     """Reward the best of k tries instead of the average one.
 
-    With k: let S be a set of k members, drawn from the n of the group, and R_S = max of r over S. With mean and std over all
-    such sets, A_i = (mean of R_S over the sets that hold i - mean) / (std + eps); computed in closed form. Source: Chen et
-    al. 2025 (Pass@k Training), analytical derivation, there for rewards of 0 and 1.
+    With k: let S be a set of k of the group's n members, and R_S = max of r over S. With mean and std over all such sets,
+    A_i = (mean of R_S over the sets that contain i - mean) / (std + eps), computed in closed form. Source: Chen et al. 2025
+    (Pass@k Training), analytical derivation, there for rewards of 0 and 1.
 
-    Without k, that is k = n: A = (best - second best) / (std of r + eps) for the best member and 0 for the others, what the
-    best adds to the maximum of the group; 0 for all where two are best. Source: Tang et al. 2025 (Optimizing Language Models
-    for Inference Time Objectives), leave-one-out, which divides by nothing. Without `norm_by_std` nothing is divided. A
-    group of which failures left k or fewer has no two sets to compare: 0.
+    Without k, that is k = n: the best member gets the amount by which it raises the maximum of the group, A = (best - second
+    best) / (std of r + eps). The others get 0, and so do all if two are best. Source: Tang et al. 2025 (Optimizing Language
+    Models for Inference Time Objectives), leave-one-out, which does not divide. Without `norm_by_std` this does not divide
+    either. A group with k or fewer live members has no two sets to compare: 0.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
@@ -96,7 +96,7 @@ def grpo_passk(
     if k >= n:
         return _on_all(samples_G, np.zeros(n))
     sorted_G = values[order]
-    # Of the sets whose best is the one of rank j, there are as many as ways to choose the other k - 1 below it.
+    # The number of sets whose best has rank j is the number of choices of the other k - 1 members below it.
     share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
     mean = float(share @ sorted_G)
     std = math.sqrt(float(share @ (sorted_G - mean) ** 2))
@@ -115,9 +115,9 @@ def grpo_passk(
 def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: float = 1e-6) -> list[list[Floats]]:
     """Divide by the mean instead of the spread: A = (r - mean) / (mean + eps), for rewards that are not negative.
 
-    With rewards of 0 and 1 the mean is the success rate p, and dividing by it turns the gradient of p into that of log p: a
-    task that hardly ever succeeds weighs as much as the likelihood of its success asks for. Source: Tajwar et al. 2026
-    (Maximum Likelihood Reinforcement Learning, arXiv 2602.02710).
+    With rewards of 0 and 1 the mean is the success rate p, and dividing by it turns the gradient of p into that of log p:
+    tasks that rarely succeed get the weight that maximum likelihood gives them. Source: Tajwar et al. 2026 (Maximum
+    Likelihood Reinforcement Learning, arXiv 2602.02710).
 
     Raises:
         TrainingError: a reward is negative.
@@ -125,8 +125,8 @@ def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: float = 1e-6) -> list[
     values = np.asarray(rewards_G, dtype=np.float64)
     if values.size and values.min() < 0:
         raise TrainingError(
-            f"maxrl divides by the mean reward of a group, and a group has a reward of {values.min():g}; give rewards of 0 "
-            "and above (a KL in the reward makes them negative as well), or take another algorithm.advantage"
+            f"maxrl divides by the mean reward of a group, and a reward is {values.min():g}; give rewards of 0 and "
+            "above (a KL penalty in the reward can make them negative), or choose another algorithm.advantage"
         )
     return _on_all(samples_G, centred(values) / (values.mean() + eps) if len(values) > 1 else np.zeros(len(values)))
 

@@ -1,9 +1,9 @@
 """Estimators that give each turn its own credit, from the scores of turns and the states they were taken in.
 
     turn        0     1     2          scores 0.2, none, 1.0        a reward of 1.2
-    return      1.2   1.0   1.0        what came from this turn on: a turn answers for what followed it
+    return      1.2   1.0   1.0        the scores from this turn on: a turn is credited with what followed it
 
-All tokens of a turn share its number. Turns are taken to follow one another in the order of their indices.
+All tokens of a turn get the same number. Turns follow one another in the order of their indices.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ def return_to_go(
 ) -> BatchAdvantages:
     """Credit each turn with the scores from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
 
-    b_k is the mean of G_k over the other members of the group that have a turn k, so the gradient stays unbiased; 0 where
-    there is none. With `outcome` rest and gamma 1 it is unbiased for the trajectory's reward whatever the scores are: then
-    G_k is that reward less what was known before the turn. `norm_by_std` divides by the deviation of the group's A. Source:
-    Sutton et al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for gamma as a bias against
-    variance.
+    b_k is the mean of G_k over the group's other members with a turn k, or 0 without any, so the gradient stays unbiased.
+    With `outcome` rest and gamma 1 it is unbiased for the trajectory's reward whatever the scores are, because G_k is then
+    that reward minus the scores before turn k. `norm_by_std` divides by the deviation of the group's A. Source: Sutton et
+    al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for gamma as a bias against variance.
     """
     check_outcome(outcome)
     returns_of_turns = []
     for group in batch:
         returns = [_returns(m, gamma, outcome) for m in group.members]
-        credits = [g.copy() for g in returns]  # copied: the baselines of others read the returns as they are
+        credits = [g.copy() for g in returns]  # copied, because the baselines of other members read the returns
         for index, mine in enumerate(credits):
             for k in range(len(mine) if baseline else 0):
                 others = [g[k] for j, g in enumerate(returns) if j != index and len(g) > k]
@@ -71,10 +70,11 @@ def mt_grpo(
 ) -> BatchAdvantages:
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
-    T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 where the turn has none or no other has; O is
-    the same of the trajectories' rewards, with `outcome` rest of what the turns' scores leave of them, with ignore 0.
-    Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO, first version), where there are two turns, the last has
-    no score of its own, and the outcome's reward holds none of the first one's: rest, where a reward is the sum of all.
+    T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 if the turn has no score or is the only one
+    with a score. O is the same for the trajectories' rewards; with `outcome` rest for the rewards minus the turns' scores,
+    and 0 with ignore. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO, first version), where there are two
+    turns, the last has no score, and the outcome's reward does not include the first turn's score. If a reward is the sum of
+    all scores, use rest.
     """
     check_outcome(outcome)
     advantages = []
@@ -93,7 +93,7 @@ def mt_grpo(
                 credits[i][k] = standing
         for mine, of_outcome in zip(credits, outcome_G, strict=True):
             mine[:-1] += outcome_weight * of_outcome
-            mine[-1:] += of_outcome  # the last turn is where the outcome is earned, and takes it whole
+            mine[-1:] += of_outcome  # the last turn earns the outcome and gets all of it
         advantages.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(advantages)
 
@@ -108,13 +108,13 @@ def gigpo(
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> BatchAdvantages:
-    """Compare trajectories in their group, and turns that were taken in one state: A_k = E + step_weight S_k.
+    """Compare trajectories in their group, and turns taken in the same state: A_k = E + step_weight S_k.
 
-    E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also of one trajectory, are an
-    anchor group; S_k = (G_k - mean) / (std + eps) over it, G_k = sum over l >= k of gamma^(l-k) r_l; 0 in a state that was
-    met once. Without `norm_by_std` both are only centred, as its code does by default. The key of a state is the `state_key`
-    that the turn before it left in its info, else what that turn's observation says; the first turn is in the state of the
-    task. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
+    E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also within one trajectory, form
+    an anchor group. S_k = (G_k - mean) / (std + eps) over the anchor group, with G_k = sum over l >= k of gamma^(l-k) r_l; 0
+    for a state that occurs once. Without `norm_by_std` both are only centred, as in the authors' code by default. The key of
+    a state is the `state_key` in the previous turn's info, else the text of that turn's observation; the first turn is in
+    the state of the task. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
     """
     check_outcome(outcome)
     advantages = []
@@ -127,17 +127,17 @@ def gigpo(
                 if state is not None:
                     anchors.setdefault(state, []).append((i, k))
         credits = [np.full(len(g), e) for g, e in zip(returns, of_group, strict=True)]
-        # A state that was met once stands alone in its group, where `_standing` gives 0: the trajectory's credit is left.
-        for places in anchors.values():
-            values = np.array([returns[i][k] for i, k in places])
-            for (i, k), standing in zip(places, _standing(values, norm_by_std, eps), strict=True):
+        # For a state that occurs once `_standing` returns 0, which leaves the trajectory's credit.
+        for indices in anchors.values():
+            values = np.array([returns[i][k] for i, k in indices])
+            for (i, k), standing in zip(indices, _standing(values, norm_by_std, eps), strict=True):
                 credits[i][k] += step_weight * standing
         advantages.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(advantages)
 
 
 def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.float64]:
-    """Return [K] the discounted sum of the rewards from each turn on, penalties on tokens included."""
+    """Return [K] the discounted sum of rewards from each turn on, including penalties on tokens."""
     returns_K = turn_rewards(member, outcome) + turn_penalties(member)
     for k in reversed(range(len(returns_K) - 1)):
         returns_K[k] += gamma * returns_K[k + 1]
@@ -145,7 +145,7 @@ def _returns(member: MemberView, gamma: float, outcome: Outcome) -> NDArray[np.f
 
 
 def _standing(values: NDArray[np.float64], norm_by_std: bool, eps: float) -> NDArray[np.float64]:
-    """Return each value's standing among all of them; 0 if there is only one."""
+    """Return each value minus the mean, divided by the standard deviation if `norm_by_std`; 0 for a single value."""
     if len(values) < 2:
         return np.zeros(len(values))
     scalars = centred(values)

@@ -3,10 +3,10 @@
     token.py        ppo_clip (dapo), policy_gradient (gpg), cispo, sapo, none      the ratio of one token
     sequence.py     gspo, gspo_sequence (luspo), geo_mean, vespo                   the ratio of a sequence
     divergence.py   dppo_tv, dppo_kl, dro                                          how far a probability moved
-    covariance.py   clip_cov, kl_cov                                               a few tokens of the step apart
+    covariance.py   clip_cov, kl_cov                                               another loss for a few tokens
 
-Separate from aggregation: a loss here says what one token contributes, `aggregate.py` says how much each token counts, and
-the trainer's loss is the sum of both multiplied. So no loss needs to know a batch, and gradients of micro-batches add up.
+A loss returns the term of each token, and `aggregate.py` the coefficient of each token. The trainer's loss is the sum of
+their products. So a loss does not depend on the batch, and gradients of micro-batches add up.
 """
 
 from polyturn.algorithms.losses.base import (

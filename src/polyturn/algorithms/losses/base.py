@@ -21,31 +21,32 @@ from polyturn.core.reward import brief
 from polyturn.core.sample import TrainSample
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to this before `exp`: beyond it nothing is trained anyway, and exp(89) is infinite in float32."""
+"""Bound of log ratios before `exp`: tokens beyond it are clipped anyway, and exp(89) is infinite in float32."""
 
 
 USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
-"""Bounds for a loss that asks for some and has none of its own, when the configuration says nothing: those of `ppo_clip`."""
+"""Default bounds, those of `ppo_clip`, for a loss whose parameters of these names have no default."""
 
 
 class TokenLoss(NamedTuple):
-    """The result of a policy loss: what each token contributes, and figures of each token that become metrics."""
+    """The result of a policy loss: the term of each token, and per-token numbers that become metrics."""
 
     loss_T: Tensor
     stats: Mapping[str, Tensor] = MappingProxyType({})
-    """Name -> [T] detached. The mean over all tokens of a step is the metric `policy/<name>`: clip_fraction, ratio."""
+    """Name -> [T], detached. The mean over all tokens of a step is the metric `policy/<name>`, such as clip_fraction or
+    ratio."""
 
 
 PolicyLoss = Callable[..., TokenLoss]
-"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. A parameter `sequence_T` gets
-equal numbers for the tokens of one sample (a segment, never cut by a micro-batch). A parameter `marks_T` gets the tokens
-that the loss's selection chose (`marks`)."""
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. A parameter `sequence_T` receives equal numbers for
+the tokens of one sample (a segment, never cut by a micro-batch). A parameter `marks_T` receives 1 at the tokens that the
+loss's selection chose (`marks`)."""
 
 policy_losses: Registry[PolicyLoss] = Registry("losses")
 
 
 Selection = Callable[..., NDArray[np.bool_]]
-"""(old_logprobs_N, advantages_N, rng, **options) -> [N] which of all trained tokens of a step are marked."""
+"""(old_logprobs_N, advantages_N, rng, **options) -> [N] whether each trained token of a step is marked."""
 
 _selections: dict[PolicyLoss, Selection] = {}
 
@@ -53,7 +54,7 @@ _selections: dict[PolicyLoss, Selection] = {}
 def marks(selection: Selection) -> Callable[[PolicyLoss], PolicyLoss]:
     """Return a decorator for a loss with a parameter `marks_T`: [T] 1 at the tokens that `selection` chose of a whole step.
 
-    A loss sees one micro-batch; what it wants to know of the batch as a whole must be known before that is cut (I7).
+    A loss sees one micro-batch. A choice that depends on the whole batch must be made before the batch is cut (I7).
     """
 
     def add(loss: PolicyLoss) -> PolicyLoss:
@@ -64,7 +65,7 @@ def marks(selection: Selection) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def selection_of(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> Selection | None:
-    """Return the selection that `loss` needs, with those of its options that are for it; None if it needs none."""
+    """Return the selection of `loss`, with its options from `kwargs` bound; None if the loss has no selection."""
     selection = _selections.get(loss)
     if selection is None:
         return None
@@ -75,28 +76,28 @@ def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> 
     """Return for each sample [T] 1 at the trained tokens that `selection` chose among those of all samples.
 
     Args:
-        samples: Everything that one optimizer step trains on, with advantages and old_logprobs.
-        selection: What `selection_of` returned.
-        seed: Of what is drawn; the step.
+        samples: All samples of one optimizer step, with advantages and old_logprobs.
+        selection: The result of `selection_of`.
+        seed: Seed of the random choice: the step.
 
     Raises:
-        TrainingError: a sample lacks them.
+        TrainingError: a sample has no advantages or no old_logprobs.
     """
-    places = [np.flatnonzero(s.loss_weights) for s in samples]
+    indices = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample in samples:
         if sample.advantages is None or sample.old_logprobs is None:
             raise TrainingError(
-                f"the policy loss chooses tokens by advantage and old_logprobs, and sample {sample.id} lacks them"
+                f"the policy loss chooses tokens by advantages and old_logprobs, and sample {sample.id} lacks one of them"
             )
     chosen = [np.zeros(len(s), np.float32) for s in samples]
-    if any(len(p) for p in places):
-        old_N = np.concatenate([np.asarray(s.old_logprobs, np.float64)[p] for s, p in zip(samples, places, strict=True)])
+    if any(len(p) for p in indices):
+        old_N = np.concatenate([np.asarray(s.old_logprobs, np.float64)[p] for s, p in zip(samples, indices, strict=True)])
         advantages_N = np.concatenate(
-            [np.asarray(s.advantages, np.float64)[p] for s, p in zip(samples, places, strict=True)]
+            [np.asarray(s.advantages, np.float64)[p] for s, p in zip(samples, indices, strict=True)]
         )
         marked_N = selection(old_N, advantages_N, np.random.default_rng(seed))
-        cuts = np.cumsum([len(p) for p in places])[:-1]
-        for out, index, marked in zip(chosen, places, np.split(marked_N, cuts), strict=True):
+        cuts = np.cumsum([len(p) for p in indices])[:-1]
+        for out, index, marked in zip(chosen, indices, np.split(marked_N, cuts), strict=True):
             out[index] = marked
     return chosen
 
@@ -116,7 +117,7 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict[str, Tensor]:
     """Return the figures that every loss with a ratio reports."""
     log_T = log_ratio_T.detach()
-    # k3 of the policy that sampled against the present one, Schulman 2020: E_old[(r - 1) - log r].
+    # k3 of KL(old policy || policy), Schulman 2020: E_old[(r - 1) - log r].
     stats = {"ratio": log_T.exp(), "approx_kl": torch.expm1(log_T) - log_T}
     return stats if is_clipped_T is None else {"clip_fraction": is_clipped_T.to(log_T.dtype), **stats}
 
@@ -124,26 +125,26 @@ def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return [T] for each token the mean of `values_T` over the tokens of its sequence."""
     _, row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)
-    # Out of place: the mean carries the gradient of every token that went into it.
+    # Out of place, because the mean carries the gradient of every token of the sequence.
     sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)  # [B]
     return (sums_B / count_B)[row_T]  # [T]
 
 
 def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
-    """Sum of `values_T` over the tokens of its sequence, [T] for each token."""
+    """Return [T] for each token the sum of `values_T` over the tokens of its sequence."""
     unique_B, row_T = torch.unique(sequence_T, return_inverse=True)
     return values_T.new_zeros(len(unique_B)).index_add(0, row_T, values_T)[row_T]
 
 
 def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
-    """Return `loss` with its options, to be called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
+    """Return `loss` with its options bound, called as (logprobs_T, old_logprobs_T, advantages_T, sequence_T, marks_T).
 
     Args:
         loss: The policy loss.
-        kwargs: Its options. A bound that it asks for and has no default of is one of `USUAL_CLIPS` where it is left out.
+        kwargs: Its options. A missing bound without a default is taken from `USUAL_CLIPS`.
 
     Raises:
-        ConfigError: neither it nor its selection has a parameter for one of `kwargs`.
+        ConfigError: neither the loss nor its selection has a parameter for one of `kwargs`.
     """
     selection = _selections.get(loss)
     for name in kwargs:
@@ -168,7 +169,7 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
         with told_in_a_sentence("the policy loss", TrainingError):
             result = loss(logprobs_T, old_logprobs_T, advantages_T, **extra, **bound)
         if not isinstance(result, TokenLoss) or np.shape(result.loss_T) != logprobs_T.shape:
-            raise TrainingError(f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats), a loss a token")
+            raise TrainingError(f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats)")
         for name, stat in result.stats.items():
             if not isinstance(stat, Tensor) or stat.shape != logprobs_T.shape:
                 raise TrainingError(

@@ -1,10 +1,10 @@
-"""Policy losses with a special treatment of the few tokens that reduce entropy most: those of the largest covariance.
+"""Policy losses that treat the few tokens of largest covariance, which reduce entropy most, specially.
 
     c_t = (A_t - mean A) (logprob_t - mean logprob)       means over all trained tokens of the optimizer step
 
 Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models), equations 10 to 13.
-A micro-batch does not know the mean or the ranking, so tokens are chosen before the step is split, by the log-probabilities
-at its start. On fresh rollouts those are the policy's own.
+Mean and ranking need the whole step, so tokens are chosen before the step is split, by the log-probabilities at its start.
+For fresh rollouts these are the log-probabilities of the policy itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose_within(
     able = np.flatnonzero((value_N > clip_cov_lb) & (value_N < clip_cov_ub))
     count = max(int(clip_cov_ratio * len(value_N)), 1)
     marked_N = np.zeros(len(value_N), bool)
-    # Drawn from the band, as the source does; above it lie outliers that a rank would always take.
+    # Drawn from between the bounds, as in the source; a ranking would always take the outliers above them.
     marked_N[rng.permutation(able)[:count]] = True
     return marked_N
 
@@ -53,7 +53,7 @@ def choose_largest(
     """Mark the share `kl_cov_ratio` of all tokens (at least one) with the largest c."""
     value_N = covariance(old_logprobs_N, advantages_N)
     marked_N = np.zeros(len(value_N), bool)
-    # Stable, so that equal covariances are marked alike on every machine.
+    # Stable, so that ties are broken alike on every machine.
     marked_N[np.argsort(-value_N, kind="stable")[: max(int(kl_cov_ratio * len(value_N)), 1)]] = True
     return marked_N
 
@@ -68,7 +68,7 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
 ) -> TokenLoss:
-    """Return PPO's clipped loss, and 0 at the marked tokens.
+    """Return PPO's clipped loss, with 0 at the marked tokens.
 
     Source: Cui et al. 2025, equations 10 and 11 (Clip-Cov).
 

@@ -2,8 +2,8 @@
 
     p = exp(logprob)      q = exp(old_logprob)      r = p / q      sg = without gradient
 
-A ratio of 2 is harmless for a token of probability 1e-4 and a large move for one of 0.4: PPO's clip treats them alike, and
-these do not.
+A ratio of 2 is harmless for a token of probability 1e-4 and a large move for one of 0.4: PPO's clip treats both alike; these
+losses do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyturn.algorithms.losses.base import TokenLoss, log_ratio, ratio_stats
 from polyturn.core.errors import ConfigError
 
 TINY = 1e-8
-"""Added to the probability of all other tokens, which may round to 0 or below for a token that is certain."""
+"""Added to the probability of all other tokens, which may round to 0 or below if the token is certain."""
 
 
 def dppo_tv(
@@ -27,14 +27,14 @@ def dppo_tv(
     clip_high: float = 0.28,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """-sg(min(r, cap)) A logprob, and 0 where A pushes p on although p - q is above clip_high, or below -clip_low.
+    """Return -sg(min(r, cap)) A logprob; 0 where A pushes p further up although p - q > clip_high, or down below -clip_low.
 
     Source: Qi et al. 2026 (Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879), DPPO-Binary-TV:
     |p - q| is the total variation of the two-outcome distributions "this token, or another".
 
     Args:
         clip_low: How far p may fall below q, a difference of probabilities.
-        clip_high: How far it may rise above.
+        clip_high: How far p may rise above q.
         cap: Bound of the importance weight r.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
@@ -52,7 +52,7 @@ def dppo_kl(
     clip_high: float = 0.28,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """`dppo_tv` with KL((q, 1 - q) || (p, 1 - p)), in nats, in place of the difference of probabilities.
+    """Return the loss of `dppo_tv` with KL((q, 1 - q) || (p, 1 - p)), in nats, as the distance.
 
     Source: Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-KL.
 
@@ -70,7 +70,7 @@ def dppo_kl(
 
 
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, dro_beta: float = 0.1) -> TokenLoss:
-    """-(A logprob - dro_beta / 2 (logprob - old_logprob)^2): no clip; a square holds the policy near the old one.
+    """Return -(A logprob - dro_beta / 2 (logprob - old_logprob)^2): the square keeps the policy near the old one.
 
     Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), with the square taken of each token.
 
@@ -89,7 +89,7 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, dro
 
 
 def binary_kl(log_q_T: Tensor, log_p_T: Tensor) -> Tensor:
-    """KL of "this token, or another" under q from the same under p, [T] in nats."""
+    """Return [T] KL(q || p) of the two-outcome distributions "this token, or another", in nats."""
     q_T, p_T = log_q_T.exp(), log_p_T.exp()
     return q_T * (log_q_T - log_p_T) + (1 - q_T) * torch.log(
         ((1 - q_T).clamp(min=0) + TINY) / ((1 - p_T).clamp(min=0) + TINY)

@@ -1,9 +1,9 @@
-"""Policy losses whose ratio is that of a whole sequence. A sequence is a segment: one sample, its trained tokens.
+"""Policy losses with one ratio for a whole sequence. A sequence is a segment: the trained tokens of one sample.
 
     s = exp(mean over the sequence of logprob - old_logprob), the geometric mean of the tokens' ratios
 
-Micro-batches hold whole samples, so these see every token of a sequence at once, and means over sequences stay those of
-`aggregate.py`. The papers average over sequences: aggregate with seq-mean-token-mean.
+Micro-batches contain whole samples, so a loss sees every token of a sequence at once. The papers average over sequences:
+aggregate with seq-mean-token-mean.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """Return PPO's clipped loss with s in place of r, each token's own gradient: s_t = sg(s) probability / sg(probability).
+    """Return PPO's clipped loss with s in place of r and the gradient of the token: s_t = sg(s) probability /
+    sg(probability).
 
-    Source: Zheng et al. 2025 (GSPO), equations 13 and 14, the token form. Where all tokens of a sequence have one advantage
-    its gradient is that of the sequence form (`gspo_sequence`); where turns have their own, each keeps its own.
+    Source: Zheng et al. 2025 (GSPO), equations 13 and 14, the token form. If all tokens of a sequence have the same
+    advantage, its gradient is that of the sequence form (`gspo_sequence`). Advantages of single turns stay with their
+    tokens.
 
     Args:
         sequence_T: [T] equal numbers for the tokens of one sequence.
-        clip_low: How far below 1 the sequence's ratio may go. The paper's bounds are far narrower than a token's.
+        clip_low: How far below 1 the sequence's ratio may go. The paper's bounds are far narrower than those of token
+            ratios.
         clip_high: How far above 1.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
-    own_T = logprobs_T - logprobs_T.detach()  # 0, with the gradient of the token
+    own_T = logprobs_T - logprobs_T.detach()  # value 0, gradient of the token
     log_s_T = sequence_mean(log_T.detach(), sequence_T)
     loss_T, is_clipped_T = clipped((log_s_T + own_T).exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     return TokenLoss(loss_T, {**ratio_stats(log_T, is_clipped_T), "sequence_ratio": log_s_T.exp()})
@@ -59,12 +62,12 @@ def gspo_sequence(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """Return PPO's clipped loss with s in place of r, and its gradient through every token of the sequence.
+    """Return PPO's clipped loss with s in place of r, with gradients through every token of the sequence.
 
     Source: Zheng et al. 2025 (GSPO), equations 5 and 7.
 
     Args:
-        advantages_T: [T]; they reach all tokens of the sequence alike.
+        advantages_T: [T] each acts on all tokens of its sequence.
         sequence_T: [T] equal numbers for the tokens of one sequence.
         clip_low: How far below 1 the sequence's ratio may go.
         clip_high: How far above 1.
@@ -96,7 +99,7 @@ def geo_mean(
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     bounded_T = log_T.clamp(-clip_low, clip_high)
-    # Clipped where the advantage pushes and open where it pulls back, as in PPO's minimum.
+    # Clipped in the direction in which the advantage pushes, open in the other, as in PPO's minimum.
     chosen_T = torch.where(advantages_T >= 0, torch.minimum(log_T, bounded_T), torch.maximum(log_T, bounded_T))
     mean_T = sequence_mean(chosen_T, sequence_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss_T = -sequence_mean(advantages_T, sequence_T) * mean_T.exp()
@@ -114,10 +117,11 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> TokenLoss:
-    """-phi(w) A logprob, w = exp(sum of log ratios over the sequence) and phi(w) = w^k exp(lambda (1 - w)), no gradient.
+    """Return -phi(w) A logprob, w = exp(sum of the sequence's log ratios), phi(w) = w^k exp(lambda (1 - w)) without
+    gradient.
 
-    A smooth weight takes the place of the clip: 1 on policy, and towards 0 where a sequence became far likelier or less
-    likely. Source: Shen et al. 2026 (VESPO, arXiv 2602.10693), with w between 1e-8 and e^20 as its code has it.
+    A smooth weight replaces the clip: 1 on policy, approaching 0 as a sequence becomes far likelier or less likely. Source:
+    Shen et al. 2026 (VESPO, arXiv 2602.10693), with w between 1e-8 and e^20 as in its code.
 
     Args:
         sequence_T: [T] equal numbers for the tokens of one sequence.

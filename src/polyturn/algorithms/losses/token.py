@@ -1,9 +1,9 @@
-"""Policy losses whose ratio is that of one token.
+"""Policy losses with one ratio per token.
 
 r = exp(logprob - old_logprob)      A = advantage      sg = without gradient
 
-Every loss is called with `logprobs_T` [T], under the policy and with gradient, `old_logprobs_T` [T], of the policy that the
-ratio compares with, and `advantages_T` [T].
+The inputs of every loss: `logprobs_T` [T] under the policy, with gradient; `old_logprobs_T` [T] under the policy in the
+denominator of the ratio; `advantages_T` [T].
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from polyturn.core.errors import ConfigError
 
 
 class Clipped(NamedTuple):
-    """A clipped objective."""
+    """A clipped loss, and the tokens at which the clip is active."""
 
     loss_T: Tensor
     is_clipped_T: Tensor
 
 
 def clipped(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Clipped:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and where the clip decides."""
-    # max of losses is -min of objectives: the more pessimistic of the two, which clips only what would gain.
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and the tokens at which the clip is active."""
+    # The max of losses is -min of objectives, the more pessimistic of the two: it clips only moves that would gain.
     open_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     return Clipped(torch.maximum(open_T, bounded_T), bounded_T > open_T)
@@ -54,7 +54,7 @@ def ppo_clip(
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
     loss_T, is_clipped_T = clipped(log_ratio_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None:
-        # PPO's minimum leaves r open above for A < 0: one token that became far likelier would outweigh the batch.
+        # PPO's minimum does not bound r above for A < 0: one token that became far likelier would outweigh the batch.
         bound_T = -advantages_T * dual_clip
         is_bounded_T = (advantages_T < 0) & (bound_T < loss_T)
         loss_T = torch.where(is_bounded_T, bound_T, loss_T)
@@ -63,9 +63,9 @@ def ppo_clip(
 
 
 def policy_gradient(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
-    """Return -A logprob, the plain policy gradient: no ratio, no clip, right on policy only; the old are for figures.
+    """Return -A logprob, the plain policy gradient, correct on policy only; `old_logprobs_T` only serves metrics.
 
-    Source: Williams 1992 (REINFORCE); without anything around it: Chu et al. 2025 (GPG), equation 4.
+    Source: Williams 1992 (REINFORCE); without any further term: Chu et al. 2025 (GPG), equation 4.
     """
     return TokenLoss(-advantages_T * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
 
@@ -78,7 +78,8 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> TokenLoss:
-    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: the weight is clipped, and no token loses its gradient.
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob: only the weight is clipped, so every token keeps its
+    gradient.
 
     Source: MiniMax 2025 (MiniMax-M1), equations 4 and 5; a clip_low of 1 means no lower bound, as there.
 
@@ -88,7 +89,7 @@ def cispo(
     """
     log_ratio_T = log_ratio(logprobs_T, old_logprobs_T)
     ratio_T = log_ratio_T.detach().exp()
-    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)  # of a detached ratio: the gradient is the log-probability's
+    weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)  # detached: the gradient is that of the log-probability
     return TokenLoss(-weight_T * advantages_T * logprobs_T, ratio_stats(log_ratio_T, weight_T != ratio_T))
 
 
@@ -100,14 +101,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> TokenLoss:
-    """Return -(4 / tau) sigmoid(tau (r - 1)) A: a gate that closes softly around r = 1 takes the place of the clip.
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A: a gate that closes softly around r = 1 replaces the clip.
 
     Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), equations 5 and 6; tau is tau_pos where A > 0 and tau_neg
     elsewhere. The gradient at r = 1 is that of r A.
 
     Args:
-        tau_pos: How fast the gate closes for tokens to be made likelier.
-        tau_neg: The same for tokens to be made less likely; above tau_pos for stability.
+        tau_pos: Slope of the gate for tokens of positive advantage.
+        tau_neg: Slope of the gate for the other tokens; larger than tau_pos for stability.
 
     Raises:
         ConfigError: a temperature is not positive.
@@ -122,6 +123,6 @@ def sapo(
 
 
 def none(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor) -> TokenLoss:
-    """Return 0: rewards teach nothing, and what remains is distillation, KL and entropy."""
-    # 0 times the log-probabilities, so that there is a graph to go back through where nothing else remains.
+    """Return 0: only the other terms (distillation, KL, entropy) train."""
+    # 0 times the log-probabilities, so that backward works even if there is no other term.
     return TokenLoss(0.0 * logprobs_T, ratio_stats(log_ratio(logprobs_T, old_logprobs_T)))
