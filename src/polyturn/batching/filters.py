@@ -1,9 +1,9 @@
-"""Filters of samples before the loss, each with its reason in the metrics (I3): nothing disappears uncounted.
+"""Filters that drop groups and samples before the loss. The metrics count every drop by its reason (I3).
 
-failed trajectories       out of the loss and of their group's statistics
-groups with one left      of several trajectories: a group baseline has nothing to compare it with
+failed trajectories       left out of the loss and of their group's statistics
+groups with one left      the other members failed, so a group baseline has nothing to compare with
 zero-variance groups      every advantage would be 0: no gradient, and tokens that would only dilute a token mean
-truncated trajectories    optional: out of the loss, still in the statistics (Yu et al. 2025, DAPO, section 3.4)
+truncated trajectories    optional: left out of the loss, kept in the statistics (Yu et al. 2025, DAPO, section 3.4)
 samples without weight    nothing to train
 """
 
@@ -19,14 +19,14 @@ from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
 
 class FilteredGroups(NamedTuple):
-    """The groups that are kept, and what was left out."""
+    """The groups that are kept, and the counts of the dropped ones."""
 
     groups: list[TrajectoryGroup]
     metrics: Metrics
 
 
 class FilteredSamples(NamedTuple):
-    """The samples that are kept, and what was left out."""
+    """The samples that are kept, and the counts of the dropped ones."""
 
     samples: list[TrainSample]
     metrics: Metrics
@@ -35,13 +35,13 @@ class FilteredSamples(NamedTuple):
 def has_signal(
     group: TrajectoryGroup, *, min_members: int = 1, by_turns: bool = False, components: Collection[str] = ()
 ) -> bool:
-    """Return whether the rewards of the trajectories that did not fail differ, so that there is something to learn from.
+    """Return whether the rewards of the live trajectories (those that did not fail) differ, so that the group can teach.
 
     Args:
-        group: Finished trajectories of one task; one in which all failed has nothing.
-        min_members: How many that did not fail are needed; where one is enough, a single one is taken as it is.
-        by_turns: Whether the scores of turns count too, for an estimator that reads them.
-        components: Parts of the reward that count by themselves, for an estimator that takes it apart.
+        group: Finished trajectories of one task. A group without a live trajectory has no signal.
+        min_members: Smallest number of live trajectories. With 1, a single live trajectory is a signal by itself.
+        by_turns: Whether to compare the scores of turns too, for an estimator that reads them.
+        components: Reward components to compare too, for an estimator that weighs each of them.
     """
     live = [t for t in group.trajectories if not t.is_failed]
     seen = {(_rewards(t), tuple(t.turn_scores) if by_turns else (), _parts(t, components)) for t in live}
@@ -49,19 +49,19 @@ def has_signal(
 
 
 def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, zero_variance: bool = True) -> FilteredGroups:
-    """Drop failed trajectories, groups that have too few left, and groups whose rewards are all equal.
+    """Drop failed trajectories, groups with too few live trajectories, and groups whose rewards are all equal.
 
     Args:
-        groups: What the rollout returned.
-        min_members: How many trajectories must be left of a group.
-        zero_variance: Drop groups of several trajectories with one and the same reward. Turn it off for an estimator that
-            uses more than the trajectory's scalar reward, and for groups of one.
+        groups: Finished groups from the rollout.
+        min_members: Smallest number of live trajectories that a group keeps.
+        zero_variance: Drop groups of several trajectories whose rewards are all equal. Turn it off for an estimator that
+            uses more than the scalar reward, and for groups of one.
     """
     kept: list[TrajectoryGroup] = []
     failed: list[Trajectory] = []
     alone: list[tuple[Trajectory, ...]] = []
     flat: list[tuple[Trajectory, ...]] = []
-    # The first reason that applies is the one that is counted, so that the counts add up to what was dropped.
+    # A drop is counted under the first reason that applies, so the counts add up to the number of drops.
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
@@ -88,11 +88,11 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, ze
 def filter_samples(
     samples: Sequence[TrainSample], groups: Sequence[TrajectoryGroup], *, drop_truncated: bool = False
 ) -> FilteredSamples:
-    """Drop samples that have no weighted token and, if asked, those of truncated trajectories.
+    """Drop samples without a weighted token and, with `drop_truncated`, those of truncated trajectories.
 
     Call it after the advantages are assigned: a truncated trajectory still counts in its group's statistics.
     """
-    # By group and trajectory: a trajectory that was cut into several samples leaves with all of them.
+    # Keyed by trajectory, because a trajectory that was cut into several samples leaves with all of them.
     truncated = {(g.id, t.id) for g in groups for t in g.trajectories if t.stop_reason.is_truncation}
     is_cut = [drop_truncated and (s.id.group, s.id.trajectory) in truncated for s in samples]
     kept = [s for s, cut in zip(samples, is_cut, strict=True) if not cut and s.num_weighted]
@@ -107,7 +107,7 @@ def filter_samples(
 
 
 def _rewards(trajectory: Trajectory) -> tuple[float, tuple[tuple[str, float], ...]] | None:
-    """Return all that is compared: in a game between two agents, totals may be equal and the agents' rewards not."""
+    """Return the total and the agents' rewards: in a game of two agents, equal totals may hide different rewards."""
     reward = trajectory.reward
     return None if reward is None else (reward.total, tuple(sorted(reward.agents.items())))
 

@@ -1,9 +1,9 @@
-"""From samples to micro-batches and back: the ONE place where targets are shifted.
+"""Lay samples out as micro-batches, and bring per-target numbers back: the only module that shifts targets.
 
-index t describes token t; the shift to targets happens once, here.
+In every array of a sample, index t describes token t. Only this module shifts.
 
     sample      ids      [ p0 p1 a2 a3 o4 a5 o6 ]      weights [ 0 0 1 1 0 1 0 ]
-    row         input    [ p0 p1 a2 a3 o4 ]            cut before the last weighted token: what follows changes nothing
+    row         input    [ p0 p1 a2 a3 o4 ]            cut before the last weighted token: the tokens after it change nothing
                 targets        a2 a3    a5             read off at columns 1, 2 and 4
 
 Rows are sorted by length and padded on the right, so a batch needs no mask: attention is causal, padding follows every real
@@ -38,46 +38,46 @@ from polyturn.tokens.positions import MediaRows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadTargets:
-    """Everything that a forward pass predicts where a run has an observation loss, in the order of the rows: the targets of
-    the policy's loss (axis S) among the tokens of observations (axis O)."""
+    """The predicted tokens of a forward pass in a run with an observation loss (axis R, in the order of the rows): the
+    targets of the policy's loss (axis S) and the tokens of observations (axis O)."""
 
     flat_R: Tensor
     targets_R: Tensor
     temperature_R: Tensor
-    """[R] 1 at observations, which this policy did not sample."""
+    """[R] the sampling temperature; 1 at observations, because no policy sampled them."""
     support_RK: Tensor | None
-    """[R, K] as `MicroBatch.support_SK`, -1 at observations."""
+    """[R, K] like `MicroBatch.support_SK`; -1 at observations."""
     sample_R: NDArray[np.int64]
     token_R: NDArray[np.int64]
     at_S: Tensor
-    """[S] int64: where on axis R each target of the policy's loss is."""
+    """[S] int64: index on axis R of each target of the policy's loss."""
     at_O: Tensor
-    """[O] int64: where on axis R each token of an observation is."""
+    """[O] int64: index on axis R of each token of an observation."""
     coef_O: Tensor
-    """[O] what the cross-entropy of each is multiplied by."""
+    """[O] coefficient of the cross-entropy of each token of an observation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Rows for one forward pass, and the targets that are read off them."""
+    """The rows of one forward pass, and the targets that they predict."""
 
     input_ids_BT: Tensor
     """[B, T] int64, padded on the right with 0."""
     position_ids: Tensor
     """[1, T] int64, the same for every row; [3, B, T] where a row shows media to a model with three positions a token."""
     num_tokens: int
-    """Number of entries of `input_ids_BT` that are real."""
+    """Number of entries of `input_ids_BT` that are not padding."""
     flat_S: Tensor
-    """[S] int64: b * T + t of the position whose next token is the target."""
+    """[S] int64: b * T + t of the position that predicts the target."""
     targets_S: Tensor
     """[S] int64 the tokens to predict."""
     loss_coef_S: Tensor
-    """[S] what each target's loss is multiplied by (`algorithms/aggregate.py`)."""
+    """[S] coefficient of each target's loss (`algorithms/aggregate.py`)."""
     temperature_S: Tensor | None
-    """[S] or None where every temperature is 1."""
+    """[S] sampling temperature; None if all are 1."""
     support_SK: Tensor | None
-    """[S, K] int64 the tokens that each target was drawn from, padded with -1; all -1 means the whole vocabulary. None where
-    that holds for all."""
+    """[S, K] int64 the tokens that each target was drawn from, padded with -1. A row of -1 means the whole vocabulary; None
+    means the whole vocabulary for every target."""
     advantages_S: Tensor | None
     old_logprobs_S: Tensor | None
     ref_logprobs_S: Tensor | None
@@ -85,22 +85,22 @@ class MicroBatch:
     correction_S: Tensor | None
     marks_S: Tensor | None
     sample_S: NDArray[np.int64]
-    """[S] the sample that each target belongs to, an index into the list that was laid out."""
+    """[S] index of each target's sample in the list passed to `layout`."""
     token_S: NDArray[np.int64]
-    """[S] the target's index t within its sample."""
+    """[S] index t of each target within its sample."""
     media_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """The model's inputs beside ids and positions: the rows' images, videos and sounds, in the order of the rows."""
+    """Further inputs of the model: images, videos and sounds, in the order of the rows."""
     routes_NLK: Tensor | None = None
-    """[N, L, K] int32, over the flat axis of all rows: the experts that each token went to, -1 where that is not known; None
-    where it is of no token."""
-    places: tuple[NDArray[np.int64], ...] = ()
-    """For each row where its tokens stand on the flat axis."""
+    """[N, L, K] int32 over the flat axis of all rows: the experts that processed each token, -1 if unknown. None if unknown
+    for every token."""
+    row_indices: tuple[NDArray[np.int64], ...] = ()
+    """For each row [T] the indices of its tokens on the flat axis."""
     packing: Packing | None = None
-    """The attention mask where rows stand end to end ([1, N] ids); None for padded rows."""
+    """The attention mask of rows laid end to end ([1, N] ids); None for padded rows."""
     is_padding: bool = False
-    """Coefficients are 0 and nothing is counted: it keeps this rank in step with others."""
+    """True if this micro-batch only keeps the rank in step with others: all coefficients are 0, and metrics skip it."""
     read: ReadTargets | None = None
-    """The targets and the tokens of observations together; None without an observation loss."""
+    """Targets and tokens of observations; None without an observation loss."""
 
     @property
     def num_targets(self) -> int:
@@ -109,7 +109,7 @@ class MicroBatch:
 
     @property
     def with_observations(self) -> MicroBatch:
-        """This micro-batch for a forward pass that also predicts observations: its target axis is R of `read`."""
+        """This micro-batch with axis R of `read` as its targets, for a forward pass that also predicts observations."""
         read = self.read
         if read is None:
             return self
@@ -125,8 +125,8 @@ class MicroBatch:
 
     @property
     def num_shared(self) -> int:
-        """Number of tokens that are not computed, because another row holds them."""
-        return 0 if self.packing is None else sum(map(len, self.packing.places)) - self.num_tokens
+        """Number of tokens that are not computed because another row of the micro-batch contains them."""
+        return 0 if self.packing is None else sum(map(len, self.packing.row_indices)) - self.num_tokens
 
 
 def layout(
@@ -142,17 +142,17 @@ def layout(
     """Lay `samples` out as micro-batches.
 
     Args:
-        samples: Everything that one optimizer step trains on. Samples without a token that a loss reads take no row.
+        samples: The samples of one optimizer step. A sample without a token that a loss reads gets no row.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
         settings: The size of a micro-batch.
         batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.
-        dtype: Of the per-target numbers.
-        device: Where the tensors go.
-        media: Makes what a model reads of images, videos and sounds; None for text.
+        dtype: Type of the per-target numbers.
+        device: Device of the tensors.
+        media: Makes the model's inputs from images, videos and sounds; None for text.
 
     Raises:
-        AlignmentError: a sample weighs its first token, which nothing precedes; `coefs` have another length; some samples
-            carry an array (such as advantages) that others lack; samples show media and `media` is None.
+        AlignmentError: a sample weighs its first token, which no token precedes; an entry of `coefs` has another length than
+            its sample; only some samples carry an array such as advantages; samples show media and `media` is None.
     """
     weighted = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample, tokens, coef in zip(samples, weighted, coefs, strict=True):
@@ -161,7 +161,7 @@ def layout(
         if np.shape(coef) != (len(sample),):
             raise AlignmentError(f"sample {sample.id} has {np.shape(coef)} coefficients for {len(sample)} tokens")
         if sample.media and media is None:
-            raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy was given no processor")
+            raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy has no processor")
     lengths = input_lengths(samples)
     step = _Step(
         samples=samples,
@@ -178,12 +178,12 @@ def layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """The inputs of one step's micro-batches, each list by sample."""
+    """The inputs of one step's micro-batches; each list has an entry per sample."""
 
     samples: Sequence[TrainSample]
     inputs: Sequence[Ids]
     weighted: Sequence[NDArray[np.int64]]
-    """The tokens with a weight."""
+    """For each sample the indices of its weighted tokens."""
     arrays: Mapping[str, Sequence[ArrayLike] | None]
     dtype: torch.dtype
     device: torch.device | str
@@ -192,12 +192,11 @@ class _Step:
     """Whether a loss reads observations."""
 
     def lay_out(self, planned: PlannedBatch) -> MicroBatch:
-        """Return one micro-batch."""
         rows, device, weighted = planned.samples, self.device, self.weighted
         counts = [len(weighted[i]) for i in rows]
         input_ids, flat_S, read = self._rows(planned)
         taken = {f"{name}_S": self._take(name, rows) for name in self.arrays}
-        if planned.is_padding:  # it only keeps a rank in step, and its gradient must be 0
+        if planned.is_padding:  # it only keeps this rank in step, so its gradient must be 0
             taken["loss_coef_S"] = torch.zeros_like(taken["loss_coef_S"])
         temperature_S = np.repeat([self.samples[i].temperature for i in rows], counts)
         targets_S = np.concatenate([self.samples[i].token_ids[weighted[i]] for i in rows])
@@ -211,16 +210,16 @@ class _Step:
             else torch.from_numpy(temperature_S).to(device=device, dtype=self.dtype),
             support_SK=self._support(rows, [self.weighted[i] for i in rows]),
             **taken,
-            routes_NLK=self._routes(rows, read["places"], input_ids.size),
+            routes_NLK=self._routes(rows, read["row_indices"], input_ids.size),
             sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
             token_S=np.concatenate([weighted[i] for i in rows]),
             is_padding=planned.is_padding,
-            read=self._read(planned, read["places"]),
+            read=self._read(planned, read["row_indices"]),
             **read,
         )
 
-    def _read(self, planned: PlannedBatch, places: Sequence[NDArray[np.int64]]) -> ReadTargets | None:
-        """Predicted observations of a micro-batch; None without an observation loss."""
+    def _read(self, planned: PlannedBatch, row_indices: Sequence[NDArray[np.int64]]) -> ReadTargets | None:
+        """Return the targets and observations that a micro-batch predicts; None without an observation loss."""
         if not self.has_observed:
             return None
         rows, device = [self.samples[i] for i in planned.samples], self.device
@@ -231,7 +230,7 @@ class _Step:
         temperature_R = np.where(is_own_R, np.repeat([s.temperature for s in rows], counts), 1.0)
         coef_O = torch.from_numpy(coef_R[~is_own_R]).to(device=device, dtype=self.dtype)
         return ReadTargets(
-            flat_R=torch.from_numpy(np.concatenate([p[t - 1] for p, t in zip(places, tokens, strict=True)])).to(device),
+            flat_R=torch.from_numpy(np.concatenate([p[t - 1] for p, t in zip(row_indices, tokens, strict=True)])).to(device),
             targets_R=torch.from_numpy(np.concatenate([s.token_ids[t] for s, t in every]).astype(np.int64)).to(device),
             temperature_R=torch.from_numpy(temperature_R).to(device=device, dtype=self.dtype),
             support_RK=self._support(planned.samples, tokens),
@@ -243,46 +242,54 @@ class _Step:
         )
 
     def _rows(self, planned: PlannedBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
-        """Return the ids [B, T], where in them each target is read off [S], and positions, media and packing."""
+        """Return the ids [B, T], the flat index that predicts each target [S], and positions, media and packing."""
         inputs = [self.inputs[i] for i in planned.samples]
         # Token t is predicted at position t - 1: this subtraction is the shift.
         before = [self.weighted[i] - 1 for i in planned.samples]
         if planned.shared:
             packing = pack(inputs, shared=planned.shared)
             input_ids = np.zeros((1, packing.num_tokens), dtype=np.int64)
-            for span, ids in zip(packing.places, inputs, strict=True):
+            for span, ids in zip(packing.row_indices, inputs, strict=True):
                 input_ids[0, span] = ids
-            flat_S = np.concatenate([span[t] for span, t in zip(packing.places, before, strict=True)])
+            flat_S = np.concatenate([span[t] for span, t in zip(packing.row_indices, before, strict=True)])
             positions = torch.from_numpy(packing.positions_N).to(self.device)[None]
-            read = {"position_ids": positions, "media_inputs": {}, "packing": packing, "places": packing.places}
+            read = {"position_ids": positions, "media_inputs": {}, "packing": packing, "row_indices": packing.row_indices}
             return input_ids, flat_S, read
         width = max(map(len, inputs))
         input_ids = np.zeros((len(inputs), width), dtype=np.int64)
         for b, ids in enumerate(inputs):
             input_ids[b, : len(ids)] = ids
         flat_S = np.concatenate([b * width + t for b, t in enumerate(before)])
-        places = tuple(b * width + np.arange(len(ids)) for b, ids in enumerate(inputs))
+        row_indices = tuple(b * width + np.arange(len(ids)) for b, ids in enumerate(inputs))
         if self.media is None:
-            return input_ids, flat_S, {"position_ids": torch.arange(width, device=self.device)[None], "places": places}
+            return (
+                input_ids,
+                flat_S,
+                {"position_ids": torch.arange(width, device=self.device)[None], "row_indices": row_indices},
+            )
         inputs_and_media = [(self.inputs[i], self.samples[i].media) for i in planned.samples]
         read = self.media.stack(inputs_and_media, width=width, device=self.device)
-        return input_ids, flat_S, {"position_ids": read.pop("position_ids"), "media_inputs": read, "places": places}
+        return (
+            input_ids,
+            flat_S,
+            {"position_ids": read.pop("position_ids"), "media_inputs": read, "row_indices": row_indices},
+        )
 
-    def _routes(self, rows: Sequence[int], places: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
-        """Return [N, L, K] the experts of the tokens at `places` of an axis of `count`, -1 elsewhere and where unknown."""
+    def _routes(self, rows: Sequence[int], row_indices: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
+        """Return [N, L, K] the experts of the tokens at `row_indices` on an axis of `count`; -1 elsewhere and if unknown."""
         routes_of_rows = [self.samples[i].routed_experts for i in rows]
         known = next((routes for routes in routes_of_rows if routes is not None), None)
         if known is None:
             return None
         flat = np.full((count, *known.shape[1:]), -1, np.int32)
-        for span, routes in zip(places, routes_of_rows, strict=True):
+        for span, routes in zip(row_indices, routes_of_rows, strict=True):
             if routes is not None:
                 own = routes[: len(span)]  # [T, L, K], cut as the row is, before the last weighted token
                 flat[span] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
         return torch.from_numpy(flat).to(self.device)
 
     def _support(self, rows: Sequence[int], tokens: Sequence[NDArray[np.int64]]) -> Tensor | None:
-        """Return [S, K] the supports of `tokens` of each of the `rows`."""
+        """Return [S, K] the supports of the given tokens of each row."""
         supports = [self.samples[i].support for i in rows]
         parts = [(len(own), None if known is None else known[own]) for own, known in zip(tokens, supports, strict=True)]
         support_SK = joined_support(parts)
@@ -291,7 +298,7 @@ class _Step:
         return torch.from_numpy(support_SK.astype(np.int64)).to(self.device)
 
     def _take(self, name: str, rows: Sequence[int]) -> Any:
-        """Return [S] an array of the samples at the targets of `rows`; None where they have none."""
+        """Return [S] the samples' array `name` at the targets of `rows`; None if they have no such array."""
         arrays = self.arrays[name]
         if arrays is None:
             return None
@@ -300,18 +307,18 @@ class _Step:
 
 
 def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Floats]:
-    """Put numbers per target back onto the samples: for each sample [T], 0 where nothing is weighted.
+    """Return per-target numbers as one array per sample: [T], 0 at tokens without a weight.
 
     Args:
-        batches: What `layout` returned.
-        values: For each batch [S].
-        lengths: The length of each sample that was laid out.
+        batches: The micro-batches from `layout`.
+        values: For each batch [S] the numbers of its targets.
+        lengths: The length of each sample that was passed to `layout`.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    # One flat array that is cut at the end: a write per micro-batch instead of one per sample.
+    # One flat array, cut into samples at the end, needs one write per micro-batch instead of one per sample.
     flat = np.zeros(starts[-1], dtype=np.float32)
     pairs = [(batch, value_S) for batch, value_S in zip(batches, values, strict=True) if not batch.is_padding]
-    if pairs:  # one copy from the device, because each waits for it
+    if pairs:  # one copy from the device, because every copy waits for it
         at = np.concatenate([starts[batch.sample_S] + batch.token_S for batch, _ in pairs])
         flat[at] = torch.cat([value_S.detach() for _, value_S in pairs]).to("cpu", torch.float32).numpy()
     return [flat[a:b] for a, b in itertools.pairwise(starts)]
@@ -321,7 +328,7 @@ _OPTIONAL = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "
 
 
 def _all_or_none(samples: Sequence[TrainSample], name: str) -> list[Floats] | None:
-    """Return one array per sample, or None when no sample has it; half of them is a mistake upstream."""
+    """Return one array per sample, or None if no sample has it. An array that only some samples have is an error."""
     arrays: list[Floats | None] = [getattr(s, name) for s in samples]
     present = [a for a in arrays if a is not None]
     if present and len(present) < len(arrays):

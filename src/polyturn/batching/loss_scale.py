@@ -2,13 +2,14 @@
 
     default              every token that the model wrote, in all turns
     all                  the same: only sampled tokens are ever trained
-    last_round           of each training sample, the turns of its last message only
-    ignore_empty_think   not the tokens of an empty <think></think>
-    ignore_think_prefix  not the <think> that a turn begins with
-    last_round+mine      several at once: their weights are multiplied
+    last_round           only the turns of each training sample's last message
+    ignore_empty_think   all but the tokens of an empty <think></think>
+    ignore_think_prefix  all but the <think> that a turn begins with
+    last_round+mine      several strategies: their weights are multiplied
 
-A strategy is called once per training sample with the turns that were sampled into it, and gives each a weight, or one per
-token. Weights that a scheduler set itself (`episode.weigh`) do not change. Tokens of prompts and observations stay at 0.
+A strategy is called once per training sample with the turns that were sampled into it. It returns a weight for each turn, or
+one for each of the turn's tokens. Weights that a scheduler set (`episode.weigh`) stay. Tokens of prompts and observations
+keep 0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 Decode = Callable[[Ids], str]
 
 _MAX_TOGETHER = 16
-"""Tokens that may share characters with one another: a character has four bytes at most, some signs several characters."""
+"""Number of tokens that may share one character: a character has up to four bytes, and some symbols several characters."""
 
 
 @dataclass(kw_only=True)
@@ -41,14 +42,14 @@ class SampledTurn:
 
     turn: Turn
     ids: Ids
-    """[N] what was sampled and kept."""
+    """[N] the sampled tokens that the sample keeps."""
     is_last_round: bool
-    """Whether it belongs to the last message of the sample."""
+    """Whether the turn belongs to the last message of the sample."""
     decode: Decode
 
     @cached_property
     def starts(self) -> list[int]:
-        """[N] where in `text` each token begins."""
+        """[N] offset in `text`, in characters, at which each token begins."""
         starts: list[int] = []
         at = 0
         while len(starts) < len(self.ids):
@@ -70,7 +71,8 @@ class SampledTurn:
         return self.decode(self.ids)
 
     def weights_of(self, parts: Sequence[tuple[int, int, float]]) -> Floats:
-        """[N] weights of the tokens that begin in a part of the text, (start, end, weight), and 1 elsewhere."""
+        """Return [N] the weight of each token: that of the part (start, end, weight) of `text` in which it begins, else
+        1."""
         weights = np.ones(len(self.ids), np.float32)
         starts = np.asarray(self.starts)
         for start, end, weight in parts:
@@ -79,12 +81,12 @@ class SampledTurn:
 
 
 def _num_shared(beginning: str, text: str) -> int:
-    """Return the number of characters that `beginning` shares with the start of `text`; the last may be half of one."""
+    """Return the length in characters of the common prefix; the last character of `beginning` may be incomplete."""
     return next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), min(len(beginning), len(text)))
 
 
 Strategy = Callable[[Sequence[SampledTurn]], Sequence[ArrayLike]]
-"""(the turns of a sample, in order) -> for each, a weight or one per token."""
+"""(the turns of a sample, in order) -> for each turn a weight, or one weight per token."""
 
 loss_scale: Registry[Strategy] = Registry("loss_scale")
 
@@ -110,13 +112,13 @@ _THINK_PREFIX = re.compile(r"\A<think>\n*")
 
 @loss_scale.register("ignore_empty_think")
 def ignore_empty_think(turns: Sequence[SampledTurn]) -> list[Floats]:
-    """Leave out empty reasoning."""
+    """Leave out the tokens of empty reasoning."""
     return [t.weights_of([(m.start(), m.end(), 0.0) for m in _EMPTY_THOUGHT.finditer(t.text)]) for t in turns]
 
 
 @loss_scale.register("ignore_think_prefix")
 def ignore_think_prefix(turns: Sequence[SampledTurn]) -> list[Floats]:
-    """Leave out the mark that opens a turn's reasoning."""
+    """Leave out the tag that opens a turn's reasoning."""
     return [t.weights_of([(m.start(), m.end(), 0.0) for m in _THINK_PREFIX.finditer(t.text)]) for t in turns]
 
 
@@ -129,10 +131,10 @@ class LossScale:
     decode: Decode
 
     def weights(self, trajectory: Trajectory, segment: Segment) -> Floats:
-        """[T] the weight of each token of a training sample.
+        """Return [T] the weight of each token of a training sample.
 
         Raises:
-            AlignmentError: a strategy gave weights for another number of turns or tokens, or one that is not finite.
+            AlignmentError: a strategy returned a wrong number of weights, or a weight that is not finite.
         """
         turns = self._turns(trajectory, segment)
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
@@ -149,14 +151,14 @@ class LossScale:
                         f"loss_scale {self.name!r} gave the weights {brief(values.tolist())} for the {len(one.ids)} tokens "
                         f"of turn {one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each"
                     )
-                factors[one.turn.index] = factors[one.turn.index] * values  # [N], a single number for all of them
+                factors[one.turn.index] = factors[one.turn.index] * values  # [N], or one number for all tokens of the turn
         parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)
         for span in segment.spans:
             own = span.loss_weights
             if span.source is SpanSource.SAMPLED and len(span):
                 start = used[span.turn]
                 used[span.turn] += len(span)
-                # What a scheduler weighed itself stays as it is.
+                # Weights that a scheduler set stay.
                 own = own if span.weights is not None else factors[span.turn][start : used[span.turn]]
             parts.append(own)
         return np.concatenate(parts)
@@ -168,7 +170,7 @@ class LossScale:
             if span.source is SpanSource.SAMPLED and len(span):
                 ids.setdefault(span.turn, []).append(span.ids)
         indices = list(ids)
-        first = len(indices) - 1  # of the turns that make up the last message
+        first = len(indices) - 1  # the first turn of the last message
         while first > 0 and by_index[indices[first - 1]].is_continued:
             first -= 1
         return [
@@ -178,10 +180,10 @@ class LossScale:
 
 
 def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = None) -> LossScale | None:
-    """Return the strategies that `a+b` names; None where they change nothing.
+    """Return the strategies that a name such as `a+b` lists; None if they change no weight.
 
     Raises:
-        ConfigError: a name leads to no function.
+        ConfigError: a name does not lead to a function.
     """
     strategies = []
     for part in [one.strip() for one in name.split("+")] if isinstance(name, str) else [name]:

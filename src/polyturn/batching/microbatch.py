@@ -5,9 +5,9 @@
     packed    end to end, without padding                       [ a a a a b b b c c c c c c c ]
     shared    packed, common prefixes once (`packing.py`)       [ a a a a b c c c c ]
 
-Separate from the layout because a plan is numbers only: the leader makes it for all ranks, and each rank lays out its own
-share. Every rank gets equally many micro-batches, so that collectives inside the model meet; where there are too few, a rank
-repeats the shortest sample with no weight. Gradients are sums over the global batch, so the plan cannot change them (I7).
+A plan consists of numbers only: the leader makes it for all ranks, and each rank lays out its share. Every rank gets equally
+many micro-batches, so that collectives inside the model match. If there are too few, a rank repeats the shortest sample
+without weight. Gradients are sums over the global batch, so the plan does not change them (I7).
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ Kind = Literal["rows", "packed", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSettings:
-    """The size of a micro-batch, and the layout of samples in it."""
+    """The size of a micro-batch, and how samples lie in it."""
 
     max_tokens_per_batch: int = 4096
-    """The tokens of one forward pass, padding included. A single longer sample makes a micro-batch of its own."""
+    """Largest number of tokens in one forward pass, padding included. A longer sample is a micro-batch by itself."""
     max_targets_per_batch: int | None = None
-    """Bounds the targets of a micro-batch; None means no bound. Logits need none: they are computed in chunks."""
+    """Largest number of targets in a micro-batch; None means no bound. Logits are computed in chunks and need none."""
     max_padding_per_batch: int | None = None
-    """A micro-batch of rows ends before its padding would pass so many tokens; None takes a sixteenth of
-    `max_tokens_per_batch`. One forward pass more costs about as much as this, computing padding costs more."""
+    """Largest number of padding tokens in a micro-batch of rows; None takes a sixteenth of `max_tokens_per_batch`. Computing
+    more padding than that takes longer than another forward pass."""
     packed: bool = False
-    """Lay samples end to end instead of in rows; samples that show media go in rows all the same."""
+    """Lay samples end to end instead of in rows. Samples that show media always lie in rows."""
     shared_prefix: bool = False
-    """Compute common prefixes once where that saves at least `min_saving`."""
+    """Compute common prefixes once if that saves at least `min_saving`."""
     min_saving: float = 0.15
-    """The share of tokens that sharing must save; below, the attention of many short pieces costs more than that."""
+    """Smallest share of tokens that sharing must save. Below it, attention over many short pieces costs more than it
+    saves."""
     min_shared: int = 16
-    """A shorter common prefix is computed again."""
+    """Shortest common prefix, in tokens, that is shared."""
 
     def __post_init__(self) -> None:
         if self.max_tokens_per_batch < 1:
@@ -55,23 +56,23 @@ class LayoutSettings:
             raise ConfigError(f"max_targets_per_batch is {self.max_targets_per_batch}; it must be at least 1, or None")
         if not 0 <= self.min_saving <= 1 or self.min_shared < 1:
             raise ConfigError(
-                f"min_saving is {self.min_saving} and min_shared is {self.min_shared}; the first is a share, "
-                "the second at least 1"
+                f"min_saving is {self.min_saving} and min_shared is {self.min_shared}; the first must be a share, the "
+                "second at least 1"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """One micro-batch, before it is laid out."""
+    """One micro-batch of a plan."""
 
     samples: tuple[int, ...]
-    """Indices into the list that was planned, in the order of their rows."""
+    """Indices of its samples in the list passed to `plan`, in the order of their rows."""
     shared: tuple[int, ...] = ()
-    """For each sample, the number of tokens that it shares with the one before it (kind "shared")."""
+    """For each sample, the number of tokens that it shares with the previous one (kind "shared")."""
     cost: int
-    """The tokens that its forward pass computes, padding included."""
+    """Number of tokens that its forward pass computes, padding included."""
     is_padding: bool = False
-    """True if it only keeps the ranks in step: its targets have no weight and are not counted."""
+    """True if it only keeps the rank in step with others: its targets have no weight, and metrics skip them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +81,18 @@ class MicroBatchPlan:
 
     kind: Kind
     ranks: tuple[tuple[PlannedBatch, ...], ...]
-    """The micro-batches of each rank, equally many."""
+    """The micro-batches of each rank; all ranks have equally many."""
     num_shared: int = 0
-    """Tokens that are not computed because an earlier row of their micro-batch holds them."""
+    """Number of tokens that are not computed because an earlier row of their micro-batch contains them."""
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
-    """Return the number of tokens of each sample that go into the model: those before the last one that is predicted."""
+    """Return for each sample the number of tokens that the model reads: all before the last predicted one."""
     return [int(tokens[-1]) if len(tokens := predicted(sample)) else 0 for sample in samples]
 
 
 def predicted(sample: TrainSample) -> NDArray[np.int64]:
-    """Return the tokens of `sample` that a loss reads: those with a weight, and those of the observation loss."""
+    """Return the indices of the tokens that a loss reads: those with a weight, and those of the observation loss."""
     is_read = sample.loss_weights != 0
     return np.flatnonzero(is_read if sample.observed is None else is_read | (sample.observed != 0))
 
@@ -100,10 +101,10 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     """Plan the micro-batches of one optimizer step.
 
     Args:
-        samples: Everything that the step trains on, of all ranks. Samples without a token that a loss reads go nowhere.
+        samples: The samples of the step, for all ranks. Those without a token that a loss reads are in no micro-batch.
         settings: The size of a micro-batch and how samples lie in it.
-        num_ranks: Over how many ranks they are spread. Rank r lays out its share with
-            `layout(samples, coefs=…, settings=…, batches=plan.ranks[r])`.
+        num_ranks: Number of ranks. Rank r lays out its share with `layout(samples, coefs=…, settings=…,
+            batches=plan.ranks[r])`.
 
     Raises:
         ConfigError: `num_ranks` is below 1.
@@ -117,8 +118,9 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     batches: list[PlannedBatch] = []
     if settings.shared_prefix and is_text:
         rows = [s.token_ids[:n] for s, n in zip(samples, lengths, strict=True)]
-        order = [i for i in sorted_rows(rows) if lengths[i]]  # in which rows with a common prefix are neighbours
-        # Cut before it is decided: prefixes are shared within a micro-batch only, so the cut says what is saved.
+        order = [i for i in sorted_rows(rows) if lengths[i]]  # rows with a common prefix are neighbours
+        # Cut first, then decide whether to share: only prefixes within a micro-batch can be shared, so the saving depends on
+        # the cut.
         shared = _common(rows, order, settings.min_shared, [s.routed_experts for s in samples])
         batches = _cut_packed(lengths, counts, order, shared, settings)
         if sum(sum(b.shared) for b in batches) >= settings.min_saving * max(1, sum(lengths)):
@@ -134,9 +136,10 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
 
 
 def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int, routes: Sequence[Any | None]) -> NDArray[np.int64]:
-    """For each row in `order` the tokens it has in common with the one before it, 0 where these are too few.
+    """Return for each row in `order` the length of the prefix it shares with the previous row, 0 below `min_shared`.
 
-    Tokens that went to other experts are other tokens: rounding in the engine may tell apart what is spelt alike.
+    Tokens that went to other experts do not count as equal: rounding in the engine can send equal tokens to different
+    experts.
     """
     common = [0]
     for a, b in itertools.pairwise(order):
@@ -158,7 +161,7 @@ def _cut_packed(
     shared: NDArray[np.int64],
     settings: LayoutSettings,
 ) -> list[PlannedBatch]:
-    """Cut `order` where the tokens or targets of a micro-batch would pass their bound."""
+    """Cut `order` where the tokens or targets of a micro-batch would exceed their bound."""
     max_targets = settings.max_targets_per_batch or sum(counts)
     batches: list[PlannedBatch] = []
     taken: list[tuple[int, int]] = []
@@ -174,7 +177,7 @@ def _cut_packed(
         if taken and (tokens + own > settings.max_tokens_per_batch or targets + counts[i] > max_targets):
             close()
             taken, tokens, targets = [], 0, 0
-        if not taken:  # the first of a micro-batch shares nothing
+        if not taken:  # the first row of a micro-batch shares nothing
             own, common = lengths[i], 0
         taken.append((i, common))
         tokens, targets = tokens + own, targets + counts[i]
@@ -183,14 +186,14 @@ def _cut_packed(
 
 
 def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: LayoutSettings) -> list[PlannedBatch]:
-    """Cut the samples into rows of like length, shortest first, equal lengths in their order."""
+    """Cut the samples into micro-batches of similar length, shortest first."""
     max_targets = settings.max_targets_per_batch or sum(num_targets)
     max_padding = settings.max_padding_per_batch
     if max_padding is None:
         max_padding = settings.max_tokens_per_batch // 16
     batches: list[list[int]] = []
     targets = tokens = 0
-    # Rising lengths: the row that is added is always the longest, and tells the width of the whole micro-batch.
+    # Lengths rise, so the row that is added is always the longest and sets the width of the micro-batch.
     for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: lengths[i]):
         padded = (len(batches[-1]) + 1) * lengths[i] if batches else 0
         is_full = (
@@ -208,9 +211,9 @@ def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: Layo
 
 
 def _enough(batches: list[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> list[PlannedBatch]:
-    """Halve the costliest micro-batches until they can be dealt out evenly, as far as they can be halved."""
+    """Halve the costliest micro-batches until their number is a multiple of `num_ranks`, or none can be halved."""
     batches = list(batches)
-    # Halved rather than padded with empty passes: a pass without weight costs time and teaches nothing.
+    # Halving is better than adding passes without weight, which cost time and teach nothing.
     while len(batches) % num_ranks:
         halvable = [b for b in batches if len(b.samples) > 1]
         if not halvable:
@@ -231,10 +234,10 @@ def _part(batch: PlannedBatch, which: slice, lengths: Sequence[int]) -> PlannedB
 
 
 def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> tuple[tuple[PlannedBatch, ...], ...]:
-    """Deal micro-batches out, each to the rank that has least to do and still has room, the costliest first."""
+    """Give each micro-batch, costliest first, to the rank with the least work that still has room."""
     if num_ranks == 1 or not batches:
         return (tuple(batches), *((),) * (num_ranks - 1))
-    # Equally many for each, because a rank with one more would wait alone in a collective.
+    # All ranks get equally many, because a rank with one more would wait alone in a collective.
     room = -(-len(batches) // num_ranks)
     shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
     costs = [0] * num_ranks

@@ -17,6 +17,6 @@ class LayoutOptions:
     PART: ClassVar[str] = "any layout"
 
     name: Literal["auto", "rows", "packed"] = "auto"
-    """Padded rows of like length, or end to end without padding; auto packs on a GPU."""
+    """rows: padded rows of similar length. packed: end to end without padding. auto packs on a GPU."""
     shared_prefix: Literal["auto", "off"] = "auto"
-    """Compute what samples of a micro-batch begin with in common only once, where that saves enough (auto)."""
+    """Compute the common prefix of samples in a micro-batch only once. auto does so if that saves enough."""

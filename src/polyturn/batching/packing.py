@@ -1,12 +1,12 @@
 """Packing: rows end to end on one axis, without padding; a common prefix is stored once.
 
     rows      a b c d e          flat     a b c d e | x y | z          x y follows a b c, z follows a b c x
-              a b c x y          place    row 0 = 0 1 2 3 4,  row 1 = 0 1 2 5 6,  row 2 = 0 1 2 5 7
+              a b c x y          index    row 0 = 0 1 2 3 4,  row 1 = 0 1 2 5 6,  row 2 = 0 1 2 5 7
               a b c x z          until    a b c: 8,  d e: 5,  x: 8,  y: 7,  z: 8
 
-A token sees those before it on its own row and no others. In sorted order rows with a common prefix are neighbours, and a
-prefix that is written first is seen by everything up to its `until`: token q sees token k where k <= q < until[k]. The
-keys and values of a prefix are computed once and read by every row behind it; autograd adds up what they all send back.
+A token attends to the earlier tokens of its row only. In sorted order, rows with a common prefix are neighbours: the prefix
+is written once, and all tokens up to its `until` attend to it. Token q attends to token k if k <= q < until[k]. The keys and
+values of a prefix are computed once and read by every row that continues it; autograd adds up their gradients.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from polyturn.core.arrays import Ids
 
 
 class PackedRow(NamedTuple):
-    """One row on the flat axis: its own tokens, and the prefix that they attend to."""
+    """One row on the flat axis: the tokens that it adds, and the prefix that they continue."""
 
     own: tuple[int, int]
-    """The pieces that it adds, first and behind the last; equal where earlier rows hold all of it."""
+    """The pieces that it adds, as a half-open interval; empty if earlier rows contain all of its tokens."""
     context: tuple[int, ...]
-    """The pieces that it continues, root first."""
+    """The pieces of the prefix, root first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """The attention mask of a flat axis of N tokens, which is cut into pieces so that every row is made of whole ones."""
+    """The attention mask of a flat axis of N tokens, cut into pieces such that every row consists of whole pieces."""
 
     pieces: tuple[int, ...]
-    """The sizes of the pieces; they add up to N."""
+    """Number of tokens of each piece; they add up to N."""
     rows: tuple[PackedRow, ...]
-    places: tuple[NDArray[np.int64], ...]
-    """For each row [T] where its tokens stand."""
+    row_indices: tuple[NDArray[np.int64], ...]
+    """For each row [T] the indices of its tokens on the flat axis."""
     until_N: NDArray[np.int64]
-    """[N] token q sees token k where k <= q < until[k]."""
+    """[N] token q attends to token k if k <= q < until[k]."""
     positions_N: NDArray[np.int64]
-    """[N] each token's index in its row."""
+    """[N] index of each token in its row."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,19 +59,19 @@ def common_prefix(a: Ids, b: Ids) -> int:
 
 
 def sorted_rows(rows: Sequence[Ids]) -> list[int]:
-    """Return the indices of `rows` in the order of their tokens, in which the longest common prefixes are neighbours."""
+    """Return the indices of `rows` sorted by their tokens, so that rows with a common prefix are neighbours."""
     keys = [np.ascontiguousarray(row, dtype=">u4").tobytes() for row in rows]
     return sorted(range(len(rows)), key=keys.__getitem__)
 
 
 def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
-    """Put rows end to end.
+    """Lay rows end to end.
 
     Args:
-        rows: In the order in which they are written.
-        shared: For each row how many tokens it takes from the row before it; 0 where it begins anew.
+        rows: The token ids of each row, in the order in which they are laid.
+        shared: For each row the number of tokens that it shares with the previous row.
     """
-    places: list[NDArray[np.int64]] = []
+    row_indices: list[NDArray[np.int64]] = []
     ends: list[int] = []
     until_N = np.zeros(sum(len(row) for row in rows) - sum(shared), np.int64)
     positions_N = np.zeros_like(until_N)
@@ -79,29 +79,29 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
     end = 0
     for row, taken in zip(rows, shared, strict=True):
         start, end = end, end + len(row) - taken
-        before = places[-1][:taken] if taken else np.zeros(0, np.int64)
+        before = row_indices[-1][:taken] if taken else np.zeros(0, np.int64)
         span = np.concatenate([before, np.arange(start, end)])
-        until_N[span] = end  # of the prefix too: its tokens are now seen up to the end of this row
+        until_N[span] = end  # of the prefix too: this row attends to it up to its end
         positions_N[start:end] = np.arange(taken, len(row))
         cuts.update((start, end))
         if taken:
-            # The prefix itself may be in several pieces, which are cut wherever two of its tokens are not neighbours.
+            # The prefix may lie in several pieces; cut it wherever two of its tokens are not neighbours.
             jumps = np.flatnonzero(np.diff(before) != 1)
             cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
-        places.append(span)
+        row_indices.append(span)
         ends.append(end)
     bounds = sorted(cuts)
     number = {bound: index for index, bound in enumerate(bounds)}
     starts = np.array(bounds[:-1], np.int64)
     packed = []
-    for span, taken, end in zip(places, shared, ends, strict=True):
-        # A prefix is made of whole pieces: it holds the first token of each.
+    for span, taken, end in zip(row_indices, shared, ends, strict=True):
+        # A prefix consists of whole pieces, so it contains the first token of each.
         context = np.flatnonzero(np.isin(starts, span[:taken])) if taken else ()
         packed.append(PackedRow((number[end - (len(span) - taken)], number[end]), tuple(int(p) for p in context)))
     return Packing(
         pieces=tuple(b - a for a, b in itertools.pairwise(bounds)),
         rows=tuple(packed),
-        places=tuple(places),
+        row_indices=tuple(row_indices),
         until_N=until_N,
         positions_N=positions_N,
     )

@@ -1,9 +1,9 @@
-"""From a group to training samples: one per segment with sampled tokens.
+"""Turn a group into training samples: one per segment with sampled tokens.
 
     trajectory with segments [PROMPT SAMPLED OBS SAMPLED] and [PROMPT SAMPLED]  ->  two samples
 
-A segment owns the tokens that were sampled into it; in a later segment that replays them they are part of the prompt. So
-every sampled token is in exactly one sample (I4). All arrays come from the segment.
+A segment trains the tokens that were sampled into it. A later segment that replays them has them in its prompt. So every
+sampled token is trained in exactly one sample (I4).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def to_samples(
 
     Args:
         group: The trajectories of one task.
-        temperature: The one they were sampled at. Greedy decoding (0) reports logprobs at temperature 1, so 0 means 1.
-        loss_scale: Weighs what no scheduler weighed; None leaves all weights as they were recorded.
+        temperature: The sampling temperature. Greedy decoding (0) reports logprobs at temperature 1, so 0 means 1.
+        loss_scale: Sets the weights that no scheduler set; None keeps all weights as recorded.
         observed: Mark the tokens of observations, for the observation loss.
     """
     return [
@@ -54,7 +54,7 @@ def to_samples(
 
 
 def scores_of_turns(trajectory: Trajectory) -> Floats | None:
-    """[K] the score of each turn, NaN where nothing scored it; None if no turn was scored."""
+    """Return [K] the score of each turn, NaN for a turn without one; None if no turn has a score."""
     scores = trajectory.turn_scores
     if all(s is None for s in scores):
         return None
@@ -62,7 +62,7 @@ def scores_of_turns(trajectory: Trajectory) -> Floats | None:
 
 
 def dropped_by_scale(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample]) -> Metrics:
-    """Count the sampled tokens that no scheduler masked and that the loss scale left out (I3)."""
+    """Count the sampled tokens that the loss scale left out although no scheduler masked them (I3)."""
     live = [t for g in groups for t in g.trajectories if not t.is_failed]
     recorded = sum(int(np.count_nonzero(s.loss_weights)) for t in live for s in t.segments)
     return {"tokens/dropped_loss_scale": Sum(recorded - sum(s.num_weighted for s in samples))}

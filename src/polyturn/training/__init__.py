@@ -1,1 +1,1 @@
-"""The trainer's side: the policy that owns parameters and gradients, its forward pass, its optimizer, and model files."""
+"""The trainer: the loop, the policy with its parameters and gradients, the forward pass, the optimizer, and model files."""

@@ -1,10 +1,10 @@
-"""Do trainer and engine agree? Their log-probabilities of the same sampled tokens, compared after the training forward.
+"""Compare the trainer's and the engine's log-probabilities of the same sampled tokens.
 
     log r = trainer's - engine's        k3 = mean of (r - 1) - log r, an estimate of KL(engine || trainer), Schulman 2020
 
-Separate because it needs no pass of its own: the numbers fall out of the forward that trains. Each figure is given for
-all tokens and by turn (0, 1, 2, 3 and later), and once more for the first token of turns, because where a disagreement
-starts says where it comes from (`tracking/alarms.py` reads that off).
+The trainer's numbers come from the training forward pass, so this needs no further pass. Each metric exists for all tokens,
+by turn (0, 1, 2, 3 and later), and for the first tokens of turns: the position at which a disagreement starts shows its
+cause (`tracking/alarms.py`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from polyturn.core.sample import TrainSample
 
 MAX_LOG_RATIO = 20.0
 LATE = 3
-"""Turns from this one on are one figure."""
+"""Turns from this index on share one metric."""
 
 
 def agreement(samples: Sequence[TrainSample], policy_logprobs: Sequence[Floats]) -> Metrics:
-    """Return the difference of the trainer's and the engine's log-probabilities, under policy/rollout_….
+    """Return metrics policy/rollout_… of the difference between the trainer's and the engine's log-probabilities.
 
     Args:
-        samples: With rollout_logprobs.
+        samples: Samples with rollout_logprobs.
         policy_logprobs: For each sample [T] the trainer's log-probability of each weighted token, under the weights that the
             step began with.
     """
-    places = [np.flatnonzero(s.loss_weights) for s in samples]
-    pairs = list(zip(samples, places, strict=True))
-    if not any(len(p) for p in places):
+    indices = [np.flatnonzero(s.loss_weights) for s in samples]
+    pairs = list(zip(samples, indices, strict=True))
+    if not any(len(p) for p in indices):
         return {}
     engine = np.concatenate([np.asarray(s.rollout_logprobs, np.float64)[p] for s, p in pairs])
-    own = np.concatenate([np.asarray(lp, np.float64)[p] for lp, p in zip(policy_logprobs, places, strict=True)])
+    own = np.concatenate([np.asarray(lp, np.float64)[p] for lp, p in zip(policy_logprobs, indices, strict=True)])
     turns = np.concatenate([s.turn_ids[p] for s, p in pairs])
     is_first = np.concatenate([_starts_turn(s)[p] for s, p in pairs])
-    # Clamped, for one token that the trainer finds impossible would make every mean infinite.
+    # Clamped, because one token that is impossible for the trainer would make every mean infinite.
     log_ratio = np.clip(own - engine, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = np.expm1(log_ratio) - log_ratio
     apart = np.abs(log_ratio)
@@ -66,6 +66,6 @@ def _figures(suffix: str, k3: NDArray[np.float64], apart: NDArray[np.float64]) -
 
 
 def _starts_turn(sample: TrainSample) -> NDArray[np.bool_]:
-    """[T] whether each token was sampled and the one before it was not."""
+    """Return [T] whether each token was sampled and the previous one was not."""
     is_sampled = sample.versions >= 0 if sample.versions is not None else sample.loss_weights != 0
     return is_sampled & ~np.concatenate([[False], is_sampled[:-1]])

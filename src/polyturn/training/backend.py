@@ -1,12 +1,12 @@
-"""Backend: the parameters, gradients and moments of one network, wherever they are.
+"""Backend: the interface to the parameters, gradients and moments of one network, on one device or many ranks.
 
-    ModelPolicy, Critic     what is computed over the batch of a whole step: coefficients, marks, the weight of the KL term
+    ModelPolicy, Critic     computations over the batch of a whole step: coefficients, marks, the weight of the KL term
       |  score, forward_backward, optim_step, save, load
     ModelBackend            the network of this process: whole (`Placement`), or this rank's shards of it (`Sharded`)
-    RankedBackend           the same calls, made on every rank of a group, each with a share of the samples
+    RankedBackend           makes the same calls on every rank of a group, each with a share of the samples
 
-Another way of holding a model (pipelines, experts spread over nodes) is another `Placement` on the ranks, an entry point of
-`polyturn.backends`; nothing above it learns of it.
+To split a model in another way (pipelines, experts over nodes), register another `Placement` as an entry point of
+`polyturn.backends`. The code above does not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from polyturn.core.protocols import PassResult, Stored
 from polyturn.core.sample import TrainSample
 
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
-# megatron-core's, as it is imported
+# megatron-core warns on import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,53 +35,53 @@ class Degrees:
     """The number of ranks that each kind of parallelism spans."""
 
     tensor_parallel: int = 1
-    """The matrices of a layer."""
+    """Ranks that split the matrices of a layer."""
     pipeline_parallel: int = 1
     """The layers."""
     expert_parallel: int = 1
-    """The experts of a layer."""
+    """Ranks that split the experts of a layer."""
     context_parallel: int = 1
-    """The tokens of a micro-batch."""
+    """Ranks that split the tokens of a micro-batch."""
     gradient_sync: str = "each"
-    """"each" sums gradients after each micro-batch, "last" after the last one alone."""
+    """"each" sums gradients over ranks after each micro-batch, "last" only after the last one."""
 
 
 OWN, REFERENCE, ENTROPY = "own", "reference", "entropy"
-"""What scores: the network that is trained, the frozen reference beside it, or the entropy of the trained policy."""
+"""Scorers: log-probabilities of the trained network, or of the frozen reference, or the entropy of the trained policy."""
 
 
 backends: Registry[Any] = Registry("backends")
-"""Name -> a `Placement` of ranks (`model_backend.py`) that is made by `of(degrees, device, start=…)`, and whose
-`check(model, degrees)` refuses a model, of which the weights are not read yet, that it cannot split."""
+"""Name -> a class of `Placement` (`model_backend.py`). `of(degrees, device, start=…)` makes one; `check(model, degrees)`
+raises for a model, still without weights, that it cannot split."""
 
 
 class TermWeights(NamedTuple):
-    """The weights that may change from step to step."""
+    """Weights of loss terms that may change from step to step."""
 
     kl: float = 0.0
-    """Of the KL to the reference."""
+    """Weight of the KL to the reference."""
     entropy: float = 0.0
-    """Of the bonus for entropy."""
+    """Weight of the entropy bonus."""
 
 
 NO_WEIGHTS = TermWeights()
 
 
 class Backend(Stored, Protocol):
-    """A network with its optimizer. On the ranks of a group every call is collective: all make it, in the same order.
+    """A network with its optimizer. On a group of ranks every call is collective: all ranks make it, in the same order.
 
-    Checkpoints are written by `torch.distributed.checkpoint`: `model/NAME` by the names of the Hugging Face model, which is
-    what exports, another number of ranks and another backend read; `reference/NAME`, `masters/NAME` and `moments/KIND/NAME`
-    follow it (`shards.Names`).
+    Checkpoints are written by `torch.distributed.checkpoint` as `model/NAME`, `reference/NAME`, `masters/NAME` and
+    `moments/KIND/NAME` (`shards.Names`). NAME is the name in the Hugging Face model, so that exports, other numbers of ranks
+    and other backends can read them.
     """
 
     @property
     def step_count(self) -> int:
-        """Number of optimizer steps that were taken or skipped."""
+        """Number of optimizer steps, taken or skipped."""
         ...
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
-        """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere."""
+        """Return for each sample [T] the result of `scorer` at each weighted token, 0 elsewhere."""
         ...
 
     def forward_backward(
@@ -91,56 +91,56 @@ class Backend(Stored, Protocol):
         objective: str,
         weights: TermWeights = NO_WEIGHTS,
     ) -> PassResult:
-        """Add the gradient of an objective over `samples`, whose tokens count as `coefs` say, and return its figures; its
-        terms beside the policy loss count as `weights` say."""
+        """Add the gradient of the named objective over `samples`, and return its metrics. `coefs` has the coefficient of
+        each token, `weights` those of the KL and entropy terms."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it."""
+        """Take one optimizer step from the summed gradient, or skip it on all ranks, and clear the gradient."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> weight without gradient, for an engine; streamed where no process holds them whole."""
+        """Return name -> weight without gradient, for an engine; streamed if the weights are spread over ranks."""
         ...
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Return name -> what training changes, whole: with LoRA the adapter, else as `weights`."""
+        """Return name -> whole tensor that training changes: with LoRA the adapter, else the weights."""
         ...
 
     def weight_groups(self, is_merged: bool = True) -> list[str]:
-        """Return the groups of parameters, one of a name in all layers, that `shift_weights` moves: the model's own, or what
-        training changes."""
+        """Return the groups of parameters for `shift_weights`, each a name across all layers: of the merged model, or of the
+        tensors that training changes."""
         ...
 
     def shift_weights(self, group: str, scale: float) -> None:
-        """Move a group to `scale` times some noise of the size of its values from where it was; 0 puts it back to the bit.
+        """Add to a group `scale` times noise of the size of its values; 0 restores the exact values.
 
-        So it is proved that each group arrives at an engine.
+        This tests that each group reaches an engine.
         """
         ...
 
     def free_cache(self) -> None:
-        """Return cached, unused GPU memory, so that a server on the same GPU can have it."""
+        """Release cached, unused GPU memory to other processes, such as a server on the same GPU."""
         ...
 
     def close(self) -> None:
-        """Free what training needed beside the model."""
+        """Free the resources of training; the model stays."""
         ...
 
 
 class OverBackend:
-    """Base of the policy and of the critic, whose state lives in a `Backend`."""
+    """Base of the policy and the critic, which keep their state in a `Backend`."""
 
     backend: Backend
 
     def save(self, folder: Path) -> None:
-        """Let the backend begin to write its state."""
+        """Start writing the backend's state."""
         self.backend.save(folder)
 
     def is_saved(self) -> bool:
-        """Return whether the backend has written it."""
+        """Return whether the backend's state is written."""
         return self.backend.is_saved()
 
     def load(self, folder: Path) -> None:
-        """Let the backend continue from what it wrote."""
+        """Load the backend's state."""
         self.backend.load(folder)

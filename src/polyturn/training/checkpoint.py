@@ -1,12 +1,12 @@
-"""Checkpoints: a folder per step that is either whole or not there, and from which a run goes on.
+"""Checkpoints: one folder per step, either complete or absent, from which a run resumes.
 
     checkpoints/step-000040/state.pt      step, task order, evaluation state
-                            policy/       parameters and optimizer in shards (`shards`), and critic/ where there is one
-                            model/        weights, tokenizer, template in Hugging Face format, made of the shards
-    checkpoints/best        a link-free copy of the name: a text file that says which step was best
+                            policy/       parameters and optimizer in shards (`shards`); critic/ if there is a critic
+                            model/        weights, tokenizer, template in Hugging Face format, made from the shards
+    checkpoints/best        a text file with the name of the best checkpoint
 
-A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the last good one intact; the
-one that it replaces is renamed first, and comes back if the kill fell between the two.
+A checkpoint is written into a hidden folder and renamed, so that a kill at any moment leaves the previous one intact. A
+folder of the same name is renamed first, and restored if the kill falls between the two renames.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from polyturn.core.protocols import Stored
 STATE = "state.pt"
 MODEL = "model"
 WARM_START = "warm_start"
-"""The folder, in a run's, of the checkpoint of a warm start that is under way."""
+"""Name of the folder, in the run's folder, for the checkpoint of an unfinished warm start."""
 _BEST = "best"
 _FORMER, _GONE = ".former-", ".gone-"
 _POLL_S = 0.02
-"""Seconds between two looks at whether the shards are written."""
+"""Seconds between two checks whether the shards are written."""
 _MAX_SAVING = 50
-"""Checkpoints by time keep at least so many times apart what writing one takes, so that they cost 2 % at most."""
+"""Checkpoints by time are at least this many times the writing time apart, so that they cost at most 2 %."""
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, former: Path | None = None) -> None:
-        """Keep the newest `keep` ones, the best one, and those of every `keep_every` steps for good; 0 keeps none so.
+        """Keep the newest `keep` checkpoints, the best one, and forever those of every `keep_every` steps (0: none).
 
-        The folder `former`, of checkpoints that a run goes on from until there is one here, is removed with the first.
+        `former` has the checkpoints of an earlier run to resume from; it is removed when the first checkpoint is written
+        here.
         """
         self.folder = folder
         self._keep = keep
@@ -52,7 +53,7 @@ class Checkpoints:
         self._former = former
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> Path:
-        """Write the checkpoint of `step` and return its folder; the arguments and errors are those of `begin`."""
+        """Write the checkpoint of `step` and return its folder; arguments and errors are those of `begin`."""
         return self.begin(step, state, **options)()
 
     def begin(
@@ -64,23 +65,23 @@ class Checkpoints:
         stored: Mapping[str, Stored] | None = None,
         is_best: bool = False,
     ) -> Callable[[], Path]:
-        """Begin to write the shards, and return a function that writes the rest, in a thread or not.
+        """Start writing the shards, and return a function that writes the rest, which may run in a thread.
 
-        Older checkpoints beyond `keep` go then, the best one stays.
+        That function also removes older checkpoints beyond `keep`, except the best one.
 
         Args:
             step: The number of optimizer steps taken.
-            state: Everything needed to continue beside the shards.
-            export: Writes the model in Hugging Face format into the folder that it is given, once the shards are written.
-            stored: What writes itself in shards, from copies, each in a folder of its name.
-            is_best: Whether this is the best one so far.
+            state: The state needed to resume, except the shards.
+            export: Writes the model in Hugging Face format into a folder, once the shards are written.
+            stored: Name -> part that writes its state in shards, from copies, into the folder of that name.
+            is_best: Whether this is the best checkpoint so far.
 
         Raises:
-            CheckpointError: it cannot be written, for instance on a full disk; the earlier ones are intact.
+            CheckpointError: the checkpoint cannot be written, for instance on a full disk; earlier ones are intact.
         """
         draft, parts = self.folder / f".draft-{step:06d}", stored or {}
         with self._writing(draft, step):
-            self._restore()  # before the names are used again that a kill left aside
+            self._restore()  # a kill may have left folders under these names
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             for name, one in parts.items():
@@ -102,14 +103,14 @@ class Checkpoints:
         return finish
 
     def _write(self, draft: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Write the rest of a draft, and give it its name."""
+        """Write the rest of a draft and rename it."""
         final = self.folder / f"step-{step:06d}"
         with (draft / STATE).open("wb") as file:
             torch.save(dict(state), file)
             file.flush()
-            os.fsync(file.fileno())  # a crash of the machine may keep the rename below and lose the bytes
+            os.fsync(file.fileno())  # else a crash of the machine may keep the rename below and lose the bytes
         former = self.folder / f"{_FORMER}{final.name}"
-        # Two renames, because no system call exchanges two folders: between them `_restore` knows which name is missing.
+        # Two renames, because no portable call exchanges two folders; `_restore` repairs a kill between them.
         if final.exists():
             final.rename(former)
         draft.rename(final)
@@ -118,7 +119,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, draft: Path, step: int) -> Iterator[None]:
-        """Remove a draft that cannot be written, and name the free space, of which torch's own error says nothing."""
+        """Remove a draft that cannot be written, and add the free space to the error, which torch's error lacks."""
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as problem:
@@ -131,13 +132,13 @@ class Checkpoints:
             ) from problem
 
     def mark_best(self, step: int) -> None:
-        """Mark the checkpoint of `step` as the best one; it stays, however many follow."""
+        """Mark the checkpoint of `step` as the best one, which is kept until another is better."""
         draft = self.folder / f".{_BEST}"
-        draft.write_text(f"step-{step:06d}\n")  # a name and no link: object stores and copies keep no links
+        draft.write_text(f"step-{step:06d}\n")  # a name, not a link, because object stores do not keep links
         draft.replace(self.folder / _BEST)
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint; None if there is none."""
+        """Return the newest checkpoint; None if there is none."""
         checkpoints = self._all()
         return checkpoints[-1] if checkpoints else None
 
@@ -153,15 +154,15 @@ class Checkpoints:
         """Return the state that `save` wrote.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the checkpoint is missing or damaged.
         """
         file = path / STATE
         if not file.is_file():
             raise CheckpointError(f"there is no checkpoint at {path}; a checkpoint is a folder with {STATE} in it")
         try:
-            # Tensors and plain values alone: a foreign checkpoint must not run code.
+            # Only tensors and plain values: a foreign checkpoint must not run code.
             state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as problem:  # whatever damaged bytes come to
+        except Exception as problem:  # damaged bytes may raise anything
             raise CheckpointError(
                 f"the checkpoint {file} cannot be read ({one_line(problem)}); to resume from an earlier one, remove {path}"
             ) from problem
@@ -175,7 +176,7 @@ class Checkpoints:
         return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
     def _restore(self) -> None:
-        """Bring back a checkpoint that a kill left set aside, and clear what a kill left half deleted."""
+        """Restore a checkpoint that a kill left renamed, and remove those that a kill left half deleted."""
         for former in self.folder.glob(f"{_FORMER}step-*"):
             final = self.folder / former.name.removeprefix(_FORMER)
             if final.exists():
@@ -186,7 +187,7 @@ class Checkpoints:
             shutil.rmtree(rest, ignore_errors=True)
 
     def _prune(self) -> None:
-        best = self.best()  # read once `mark_best` has run: the former best may go with this very checkpoint
+        best = self.best()  # after `mark_best`, so that the former best may be removed now
         for old in self._all()[: -self._keep]:
             step = int(old.name.removeprefix("step-"))
             stays = self._keep_every and step and step % self._keep_every == 0
@@ -198,11 +199,11 @@ class SavingClock:
     """Decides when the next checkpoint is due by time."""
 
     def __init__(self, every_s: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Let one be due every `every_s` seconds, or later where writing one takes long; None lets none be due."""
+        """Make a checkpoint due every `every_s` seconds, or later if writing takes long; None: never."""
         self._every_s = every_s
         self._clock = clock
         self._saved, self._saving_s = clock(), 0.0
-        """When the latest checkpoint was written, and how long that held up training."""
+        """Time of the latest checkpoint, and the seconds for which it paused training."""
 
     def is_due(self) -> bool:
         """Return whether it is time to save."""
@@ -217,15 +218,16 @@ class SavingClock:
         try:
             yield
         finally:
-            self._saved = self._clock()  # counted from the end, so that slow disks never leave only saving to do
+            self._saved = self._clock()  # measured from the end, so that a slow disk does not fill the run with saving
             self._saving_s = self._saved - began
 
 
 class Saver:
-    """Writes checkpoints beside training, one after another, from copies that no step changes: ranks their shards, and a
-    thread here the rest.
+    """Writes checkpoints during training, one at a time, from copies that training does not change: the ranks write their
+    shards, and a thread writes the rest.
 
-    A kill while one is being written leaves the one before it. The next call of `save` or `wait` raises what went wrong.
+    A kill during a write leaves the previous checkpoint. The next call of `save` or `wait` raises the error of a failed
+    write.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -234,11 +236,11 @@ class Saver:
         self._problem: BaseException | None = None
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> None:
-        """Begin to write the checkpoint of `step`, once the one before it is written; `state` and `export`, of the
-        options of `Checkpoints.begin`, share nothing with what is trained.
+        """Start writing the checkpoint of `step`, once the previous one is written. `state` and `export` (options of
+        `Checkpoints.begin`) must not share memory with the trained model.
 
         Raises:
-            CheckpointError: the one before it could not be written.
+            CheckpointError: the previous checkpoint could not be written.
         """
         self.wait()
         finish = self._checkpoints.begin(step, state, **options)
@@ -246,14 +248,14 @@ class Saver:
         def work() -> None:
             try:
                 finish()
-            except BaseException as problem:  # a thread's own would be printed and forgotten
+            except BaseException as problem:  # an exception in a thread would only be printed
                 self._problem = problem
 
         self._thread = threading.Thread(target=work, name="polyturn-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until what was begun is written.
+        """Wait until the checkpoint under way is written.
 
         Raises:
             CheckpointError: it could not be written.
@@ -267,9 +269,9 @@ class Saver:
 
 
 def _discard(folder: Path) -> None:
-    """Delete `folder` so that no half of it can be taken for a checkpoint."""
+    """Delete `folder` without leaving a partial checkpoint if a kill interrupts."""
     if folder.exists():
-        # Renamed first: a deletion takes seconds, and a kill within them would leave a folder that lacks some shards.
+        # Renamed first, because deleting takes seconds, and a kill meanwhile would leave a folder that lacks some shards.
         gone = folder.with_name(f"{_GONE}{folder.name}")
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)

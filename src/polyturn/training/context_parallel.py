@@ -1,15 +1,17 @@
-"""Context parallelism: a row of ranks splits the flat axis of a packed micro-batch, for conversations too long for one.
+"""Context parallelism: a row of ranks splits the flat axis of a packed micro-batch, for conversations too long for one rank.
 
     flat axis of N tokens, padded to M     0 1 2 3 4 5 6 .        in 2n chunks for n ranks
-    rank r has the chunks r and 2n-1-r     rank 0: 0 1 6 .        a token attends to those before it, so an early and
-                                           rank 1: 2 3 4 5        a late chunk together are the same work for every rank
+    rank r has the chunks r and 2n-1-r     rank 0: 0 1 6 .        a token attends to earlier ones, so an early and a late
+                                           rank 1: 2 3 4 5        chunk together are the same work for every rank
 
-A rank computes each layer for its own tokens. For attention alone it gathers the keys and values of the whole axis, by the
-all-gather of torch's context parallelism (`flex_cp_allgather`, whose backward pass is a reduce-scatter), so that packed rows
-and shared prefixes see what they see on one rank. Source: Llama Team 2024 (The Llama 3 Herd of Models, section 3.3.2).
+A rank computes each layer for its share of the tokens. Only attention gathers the keys and values of the whole axis, by the
+all-gather of torch's context parallelism (`flex_cp_allgather`, whose backward pass is a reduce-scatter). So packed rows and
+shared prefixes attend to the same tokens as on one rank. Source: Llama Team 2024 (The Llama 3 Herd of Models, section
+3.3.2).
 
-The results at all targets are put together on every rank of the row, so that each computes the same loss, whatever it
-compares within a sequence, and its backward pass runs through its own tokens. So gradients add up to that of one rank (I7).
+The results at all targets are gathered on every rank of the row, so that each computes the same loss, even one that compares
+tokens of a sequence. A rank's backward pass runs through its share of the tokens, so gradients add up to that of one rank
+(I7).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class ContextRow:
 
     @classmethod
     def of(cls, device: torch.device, *, size: int, inner: int = 1) -> ContextRow:
-        """Return this rank's row of `size` ranks, each of which is `inner` ranks that split the layers of the same tokens.
+        """Return this rank's row of `size` ranks; each stands for `inner` ranks that split the layers of the same tokens.
 
         Raises:
             ConfigError: the ranks do not divide into such rows.
@@ -54,7 +56,7 @@ class ContextRow:
         return _row(dist.group.WORLD, device.type, size, inner)
 
     def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare]:
-        """Return the tokens and targets of a packed `batch` that are this rank's, and how it came to them."""
+        """Return this rank's share of the tokens and targets of a packed `batch`, and the description of the share."""
         assert batch.packing is not None
         share = ContextShare(self, batch.packing, batch.input_ids_BT.device)
         local_S = share.local_M[batch.flat_S]
@@ -74,7 +76,7 @@ class ContextRow:
 
 @functools.cache
 def _row(world: Any, device_type: str, size: int, inner: int) -> ContextRow:
-    # One for each way of splitting, because its groups of ranks have threads, and policy, critic and reference share it.
+    # Cached by shape, because groups of ranks have threads; policy, critic and reference share it.
     shape = (world.size() // (size * inner), size, inner)
     return ContextRow(init_device_mesh(device_type, shape, mesh_dim_names=("rows", "cp", "inner"))["cp"].get_group())
 
@@ -91,40 +93,41 @@ class ContextShare:
         own_L = order_M.reshape(row.size, -1)[row.rank]
         local_M = np.full(len(order_M), -1)
         local_M[own_L] = np.arange(len(own_L))
-        # Padding sees itself, for attention to nothing at all would be NaN; nothing else sees it, because it stands behind.
+        # Padding attends to itself, because attention to no token would be NaN. No real token attends to it, because it
+        # comes last.
         until_M = np.concatenate([packing.until_N, np.full(len(order_M) - packing.num_tokens, len(order_M))])
         self.own_L = torch.from_numpy(own_L).to(device)
-        """[L] where on the axis this rank's tokens stand; from N on, padding."""
+        """[L] index on the axis of each of this rank's tokens; from N on, padding."""
         self.local_M = torch.from_numpy(local_M).to(device)
-        """[M] which of this rank's tokens each is; -1 for those of other ranks."""
+        """[M] index of each token among this rank's tokens; -1 for tokens of other ranks."""
         self.until_M = torch.from_numpy(until_M).to(device)
-        """[M] token q sees token k where k <= q < until[k]."""
+        """[M] token q attends to token k if k <= q < until[k]."""
         self.mine_S: Tensor = torch.empty(0, dtype=torch.bool)
-        """[S] which targets are read off this rank's tokens."""
+        """Indices on axis S of the targets that this rank's tokens predict."""
         self._back_M = torch.from_numpy(np.argsort(order_M)).to(device)
 
     def take(self, along_N: Tensor, *, fill: int = 0) -> Tensor:
-        """Return [L, …] what [N, …] says of this rank's tokens, and `fill` of padding."""
+        """Return [L, …] the entries of [N, …] at this rank's tokens, and `fill` at padding."""
         is_real = self.own_L < self._num_tokens
         taken = along_N[self.own_L.clamp(max=self._num_tokens - 1)]
         return torch.where(is_real.reshape(-1, *(1,) * (taken.dim() - 1)), taken, fill)
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [1, KV, M, D] the keys and values of the whole axis, of [1, KV, L, D]; the call is collective."""
+        """Gather keys and values [1, KV, L, D] of all ranks into [1, KV, M, D]; the call is collective."""
         key, value = flex_cp_allgather(key, value, 2, self._row.group.group_name)
         return key.index_select(2, self._back_M), value.index_select(2, self._back_M)
 
     def sees(self, own: slice) -> Tensor:
-        """Return [Q, M] whether some of this rank's tokens see each token of the axis."""
+        """Return [Q, M] whether each of the tokens `own` of this rank attends to each token of the axis."""
         at_Q1, every_M = self.own_L[own, None], torch.arange(len(self.until_M), device=self.own_L.device)
         return (every_M <= at_Q1) & (at_Q1 < self.until_M)
 
     def of_targets(self, values: Tensor) -> Tensor:
-        """Return [S] the results at all targets, of those at this rank's; the call is collective."""
+        """Gather the results at this rank's targets into [S] those at all targets; the call is collective."""
         return self._summed(values, self.mine_S.nonzero()[:, 0], len(self.mine_S))
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Return [N, …] what is found of all tokens, of [L, …]; the call is collective."""
+        """Gather the results [L, …] at this rank's tokens into [N, …] those at all tokens; the call is collective."""
         return self._summed(values, self.own_L, len(self.until_M))[: self._num_tokens]
 
     def _summed(self, values: Tensor, at: Tensor, count: int) -> Tensor:
@@ -133,7 +136,7 @@ class ContextShare:
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over a row, of which each rank computes the same loss: the gradient of its own part is what it finds."""
+    """The sum over a row whose ranks all compute the same loss: the gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,11 +1,11 @@
-"""Critic: the model's backbone with one number per position, trained to predict the return from there.
+"""Critic: the model's backbone with a value per position, trained to predict the return from that position on.
 
     sample      ids      [ p0 p1 a2 a3 o4 a5 o6 ]      values at the weighted tokens [ . . v2 v3 . v5 . ]
     row         input    [ p0 p1 a2 a3 o4 ]            v2 is read off column 1, where a2 is about to be sampled
 
-Index t describes token t: v_t is the value of the state that token t is sampled in, read at the position that predicts it,
-through the same `layout` that shifts targets. Values exist at weighted tokens only, so observations have no part in them.
-It is a backend with another network and another objective than the policy's, in one process or over ranks.
+v_t is the value of the state in which token t is sampled. It is read at the position that predicts token t, by the same
+`layout` that shifts targets. Values exist at weighted tokens only, never at observations. The critic is a backend with its
+own network and objective, in one process or over ranks.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ _NAMES = {
     "loss/grad_norm_clipped": "critic/grad_norm_clipped",
     "loss/skipped_steps": "critic/skipped_steps",
 }
-"""A backend's names of metrics -> those of a critic."""
+"""Metric names of a backend -> those of a critic."""
 
 
 class Critic(OverBackend):
-    """A value function that is trained, over whichever `Backend` holds its parameters."""
+    """A trained value function over a `Backend`."""
 
     def __init__(self, backend: Backend, *, settings: CriticSettings | None = None) -> None:
-        """Train what `backend` holds, made by `critic_backend` with the same settings; at first every value is 0."""
+        """Train `backend`, made by `critic_backend` with the same settings. At first every value is 0."""
         self.backend = backend
         self.settings = settings or CriticSettings()
 
     def score(self, samples: Sequence[TrainSample]) -> list[Floats]:
-        """Return for each sample [T] the value of the state that each weighted token is sampled in, 0 elsewhere."""
+        """Return for each sample [T] the value of the state in which each weighted token is sampled, 0 elsewhere."""
         return self.backend.score([bare(s) for s in samples])
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> Metrics:
-        """Add the gradient of the value loss over `samples`, everything that one optimizer step trains on.
+        """Add the gradient of the value loss over `samples`, the samples of one optimizer step.
 
-        A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
+        If the loss is not finite, `optim_step` skips the step or ends the run.
 
         Args:
-            samples: With `values` and `returns`; a token whose return is NaN is not trained.
+            samples: Samples with `values` and `returns`; a token whose return is NaN is not trained.
             coefs: For each sample [T]; None computes them over `samples` by `value_coefs`.
 
         Raises:
-            TrainingError: the samples lack them.
+            TrainingError: the samples have no values or returns.
         """
         start = time.perf_counter()
-        # Over the whole step, before ranks and micro-batches see a share of it: a mean of their means would be another.
+        # Over the whole step, before it is divided over ranks and micro-batches: a mean of their means would differ.
         coefs = value_coefs(samples) if coefs is None else coefs
         result = self.backend.forward_backward([bare(s) for s in samples], coefs, "value")
         metrics: Metrics = {"time/critic_s": Sum(time.perf_counter() - start)}
@@ -80,14 +80,13 @@ class Critic(OverBackend):
         """Take one optimizer step from the summed gradient, and clear it.
 
         Raises:
-            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+            TrainingError: more consecutive steps had a loss or gradient that is not finite than may be skipped.
         """
         return _renamed(self.backend.optim_step())
 
 
 def local_critic(model: PreTrainedModel, *, settings: CriticSettings | None = None, **options: Any) -> Critic:
-    """Return a critic in this process over a copy of `model`'s backbone, usually the policy's as it is now; `options` are
-    those of `critic_backend`."""
+    """Return a critic in this process over a copy of `model`'s backbone; `options` are those of `critic_backend`."""
     backbone = copy.deepcopy(model.base_model)
     assert isinstance(backbone, PreTrainedModel)
     return Critic(critic_backend(model, backbone=backbone, settings=settings, **options), settings=settings)
@@ -106,13 +105,13 @@ def critic_backend(
     """Return the backend that trains a value function.
 
     Args:
-        model: The language model that the backbone is of.
-        optim: The critic's own optimizer and schedule.
-        backbone: What is trained; None takes that of `model`, which is used up by it.
+        model: The language model with the backbone.
+        optim: The critic's optimizer and schedule.
+        backbone: The backbone to train; None takes that of `model`, which must not be used afterwards.
         settings: The value loss.
         layout: The size of micro-batches.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
-        placement: Where the parameters go; None leaves them where they are.
+        placement: The devices of the parameters; None leaves them where they are.
 
     Raises:
         ConfigError: the model cannot be split as `placement` asks.
@@ -135,7 +134,7 @@ def critic_backend(
 
 
 class ValueTerms(Objective):
-    """The value loss that `CriticSettings` describes."""
+    """The value loss with `CriticSettings`."""
 
     def __init__(self, settings: CriticSettings) -> None:
         self._settings = settings
@@ -148,7 +147,7 @@ class ValueTerms(Objective):
 
         def terms(network: Network, batch: MicroBatch) -> Terms:
             values_S: Tensor = network(batch)
-            if batch.is_padding:  # of no sample: the pass is made because other ranks make one
+            if batch.is_padding:  # no sample: this pass only keeps the rank in step
                 return Terms(values_S, values_S.detach())
             places = starts[batch.sample_S] + batch.token_S
             # A token without a return has the coefficient 0, and 0 times NaN would be NaN.
@@ -167,7 +166,7 @@ class ValueTerms(Objective):
         )
 
     def _loss(self, values_S: Tensor, target_S: Tensor, old_S: Tensor) -> tuple[Tensor, Tensor]:
-        # The larger of the two, so that a clip never hides an error: PPO's value loss; see `CriticSettings`.
+        # PPO's value loss takes the larger of the two, so that clipping never hides an error; see `CriticSettings`.
         plain_S = 0.5 * (values_S - target_S).square()
         if self._settings.clip is None:
             return plain_S, torch.zeros_like(plain_S)
@@ -177,7 +176,7 @@ class ValueTerms(Objective):
 
 
 def value_coefs(samples: Sequence[TrainSample]) -> list[NDArray[np.float64]]:
-    """Return for each sample [T] the coefficients of its value losses, which average over the whole batch.
+    """Return for each sample [T] coefficients that average the value loss over the whole batch.
 
     Raises:
         TrainingError: the samples have no values or returns.
@@ -190,13 +189,13 @@ def value_coefs(samples: Sequence[TrainSample]) -> list[NDArray[np.float64]]:
 
 
 def bare(sample: TrainSample) -> TrainSample:
-    """Return a sample with what a critic needs: the rest would travel to every rank, and be laid out, for nothing."""
+    """Return a sample with only the arrays that a critic reads, to avoid sending and laying out the others."""
     unread = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "correction", "marks", "rewards", "versions")
     return sample.replace(**dict.fromkeys(unread))
 
 
 def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
-    """Return the variance of a step's returns that its values explain: 1 - var(returns - values) / var(returns)."""
+    """Return the share of the returns' variance that the values explain: 1 - var(returns - values) / var(returns)."""
     pairs = [(_array(s.returns)[_is_target(s)], _array(s.values)[_is_target(s)]) for s in samples if s.returns is not None]
     returns = np.concatenate([*(r for r, _ in pairs), np.empty(0)])
     values = np.concatenate([*(v for _, v in pairs), np.empty(0)])
@@ -206,7 +205,7 @@ def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
         "critic/value": Mean(float(values.sum()), len(values)),
         "critic/return": Mean(float(returns.sum()), len(returns)),
     }
-    if returns.var() > 0:  # equal returns leave nothing to explain
+    if returns.var() > 0:  # equal returns have no variance to explain
         metrics["critic/explained_variance"] = Mean(float(1 - (returns - values).var() / returns.var()))
     return metrics
 

@@ -1,8 +1,8 @@
-"""Alarms about limits: most episodes of a step, an evaluation or a rollout ended at one.
+"""Alarms about limits that ended most episodes of a step, an evaluation or a rollout.
 
     step 1: 13 of 16 episodes were cut by rollout.limits.max_tokens_per_turn; a cut turn is not answered: …
 
-Separate from the alarms over metrics because an evaluation and a rollout without training raise them too.
+Evaluations and rollouts without training raise these alarms too, unlike the alarms over metrics.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from polyturn.evaluation.report import is_success
 from polyturn.tracking.alarms import Alarm
 
 MOST_CUT = 0.5
-"""The share of episodes that one limit may cut without an alarm."""
+"""Share of episodes that a limit may cut without an alarm."""
 MOST_OUT_OF_TURNS = 0.9
-"""The share that may use up their turns, where fewer than half of them succeed."""
+"""Share of episodes that may use up their turns without an alarm if fewer than half of them succeed."""
 BY_REQUEST = "request"
-"""In the place of LENGTH, where the request of an agent that owns its loop asked for the cut."""
+"""Stands for LENGTH if the request of an agent with its own loop set the limit."""
 _CUT = "a cut turn is not answered: no tool runs and no interaction speaks"
 _WHAT_TO_DO: Mapping[StopReason | str, str] = {
     StopReason.LENGTH: f"were cut by rollout.limits.max_tokens_per_turn; {_CUT}. Raise rollout.limits.max_tokens_per_turn, "
     "or ask for shorter answers in the prompt",
-    BY_REQUEST: "were cut by the max_tokens of the agent's own requests; let the agent ask for more",
+    BY_REQUEST: "were cut by the max_tokens of the agent's own requests; raise max_tokens in the agent",
     StopReason.MAX_TOKENS: f"ended at rollout.limits.max_tokens; {_CUT}. Raise rollout.limits.max_tokens, or lower "
     "rollout.limits.max_tokens_per_turn",
     StopReason.CONTEXT_FULL: f"filled the context; {_CUT}. Raise rollout.limits.max_context as far as the model allows, "
@@ -33,7 +33,7 @@ _WHAT_TO_DO: Mapping[StopReason | str, str] = {
     StopReason.TIMEOUT: "ended at rollout.limits.timeout_s; raise it, or look at which tool or interaction is slow "
     "(time/tool/… and time/interaction/…)",
     StopReason.MAX_TURNS: "used up rollout.limits.max_turns (or max_user_turns), and fewer than half of them succeeded; "
-    "raise it if they need more turns, or read some of them if they go round in circles",
+    "raise it if they need more turns, or read some of them for endless repetition",
 }
 
 
@@ -44,11 +44,11 @@ class EndAlarms:
         self._raised: set[StopReason | str] = set()
 
     def feed(self, groups: Sequence[TrajectoryGroup], *, during: str) -> list[Alarm]:
-        """Take in finished episodes and return the alarms that they raise.
+        """Count finished episodes and return the alarms that they raise.
 
         Args:
             groups: The episodes.
-            during: What they were run for: "step 3", "eval greedy", "rollout".
+            during: The phase for messages: "step 3", "eval greedy", "rollout".
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         alarms = []
@@ -69,6 +69,6 @@ class EndAlarms:
 
 
 def _limit_of(trajectory: Trajectory) -> StopReason | str:
-    """Return why a trajectory ended; `BY_REQUEST` where its agent's own request cut the last completion."""
+    """Return the stop reason of a trajectory; `BY_REQUEST` if the agent's own request cut the last completion."""
     is_cut, last = trajectory.stop_reason is StopReason.LENGTH, trajectory.turns[-1:]
     return BY_REQUEST if is_cut and last and CUT_BY_REQUEST in last[0].info else trajectory.stop_reason

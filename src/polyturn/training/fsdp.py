@@ -1,17 +1,17 @@
-"""Sharded: the placement of a network whose parameters, gradients and moments are spread over many devices.
+"""Sharded: a placement that spreads the parameters, gradients and moments of a network over many devices.
 
     mesh (dp, tp):       a row of `tp` ranks splits every layer's matrices and sees the same samples, the `dp` rows see
                          different samples; fully_shard spreads each parameter over the rows
     mesh (copies, ep):   the same ranks once more: a group of `ep` ranks has every expert of a layer once, and tokens travel
                          within it; fully_shard spreads an expert over the groups
 
-Several rows that split the tokens of the same samples (`context_parallel.py`) are rows like any others here: each has a part
-of the gradient.
+Rows that split the tokens of the same samples (`context_parallel.py`) count as rows here too: each has a part of the
+gradient.
 
-It differs from one device in three things. Gradients of the rows are summed, never averaged, because coefficients were
-normalised over the global batch (I7). Every rank runs the same number of micro-batches, the shorter ones empty passes of
-weight zero, because each pass of a sharded model is a collective. And the norm of the gradient is that of all shards, so
-that clipping, and skipping a step that is not finite, come out the same everywhere.
+It differs from one device in three points. Gradients of the rows are summed, never averaged, because coefficients are
+normalised over the global batch (I7). Every rank runs the same number of micro-batches, some of them without weight, because
+each pass of a sharded model is collective. The norm of the gradient covers all shards, so that all ranks clip, or skip a
+step, alike.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _FILLER = TrainSample(
         ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "correction", "marks"), np.zeros(2, np.float32)
     )
 )
-"""The sample that a rank computes, without weight, while the others still have samples."""
+"""The sample that a rank computes, without weight, while other ranks still have samples."""
 
 
 def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
-    """Return the mesh over all ranks of the process group: rows that hold the same samples along "tp".
+    """Return the mesh over all ranks of the process group; ranks along "tp" have the same samples.
 
     Raises:
         ConfigError: the ranks do not divide into rows.
@@ -78,18 +78,18 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
 
 @functools.cache
 def _mesh(world: Any, device_type: str, width: int, names: tuple[str, str]) -> DeviceMesh:
-    # One of a kind, because its groups of ranks have threads, and policy and critic share it.
+    # Cached, because groups of ranks have threads; policy and critic share it.
     return init_device_mesh(device_type, (world.size() // width, width), mesh_dim_names=names)
 
 
 class OverRanks(Placement):
-    """A placement over ranks, whose calls are collective."""
+    """A placement over ranks. All of its calls are collective."""
 
     def __init__(self, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
-        """Let this rank compute on `device`.
+        """Compute on `device`.
 
-        What is trained, and a copy of it, begins with this rank's parts `start`, by the names of its backbone; None leaves
-        it its own weights, which a model that is unread is given from its files.
+        The trained network and copies of it start with this rank's parts `start`, by the names of the backbone. None keeps
+        the model's weights; an unread model reads them from its files.
         """
         self._device = device
         self._start = start
@@ -99,20 +99,20 @@ class OverRanks(Placement):
         return self._device
 
     def in_step(self, cut: Cut) -> Cut:
-        """Return `cut`, made to give every rank as many micro-batches as the one that has most."""
+        """Wrap `cut` such that every rank gets as many micro-batches as the rank with the most."""
         return functools.partial(self._cut_in_step, cut)
 
     def _cut_in_step(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
-        """Cut the samples of this rank's row, and add passes without weight until it has as many as the longest row.
+        """Cut the samples of this rank's row, and add passes without weight up to the number of the longest row.
 
         Raises:
-            PolyturnError: on every rank, with the reason of the one whose samples cannot be laid out.
+            PolyturnError: samples of a rank cannot be laid out; raised on every rank, with that rank's reason.
         """
         batches: list[MicroBatch] = []
         problem: PolyturnError | None = None
         try:
             batches = cut(samples, coefs) if samples else []
-        except PolyturnError as caught:  # a medium that cannot be read, too: the other ranks are waiting
+        except PolyturnError as caught:  # such as an unreadable image; the other ranks are waiting
             problem = caught
         counts = torch.tensor([len(batches), problem is not None], device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
@@ -123,7 +123,7 @@ class OverRanks(Placement):
             raise problem or AlignmentError(next(r for r in reasons if r is not None))
         if len(batches) == most:
             return batches
-        # A rank that runs fewer passes would leave the others waiting in a collective for ever.
+        # A rank with fewer passes would leave the others waiting in a collective forever.
         (empty,) = cut([_FILLER], [np.zeros(2)])
         return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
 
@@ -139,10 +139,10 @@ class Sharded(OverRanks):
         start: Mapping[str, Tensor] | None = None,
         degrees: Degrees | None = None,
     ) -> None:
-        """Spread over `mesh`, from `make_mesh`, whose rows split matrices, and split the rest as `degrees` say.
+        """Spread over `mesh` (from `make_mesh`), whose rows split matrices; `degrees` sets the other kinds of parallelism.
 
         Raises:
-            ConfigError: the rows do not divide into those that split the same samples.
+            ConfigError: the number of rows is not a multiple of `degrees.context_parallel`.
         """
         super().__init__(device, start=start)
         self._mesh = mesh
@@ -157,7 +157,7 @@ class Sharded(OverRanks):
 
     @property
     def needs_packing(self) -> bool:  # type: ignore[override]
-        """Whether tokens are split, which are those of packed rows."""
+        """Whether ranks split tokens, which requires packed rows."""
         return self._context is not None
 
     @classmethod
@@ -168,15 +168,15 @@ class Sharded(OverRanks):
 
     @staticmethod
     def check(model: PreTrainedModel, degrees: Degrees) -> None:
-        """Refuse degrees of parallelism that FSDP2 does not offer.
+        """Raise for degrees of parallelism that this placement does not support.
 
         Raises:
-            ConfigError: layers are to be shared out, tokens of a model that cannot be packed, or heads or experts that are
-                not there or do not divide.
+            ConfigError: pipeline stages, context parallelism of a model that cannot be packed, or a model whose heads or
+                experts do not divide.
         """
         where = "train.distributed"
         if degrees.context_parallel > 1:
-            why = "it does not take text alone" if towers_of(model) else other_attention(model)
+            why = "it does not read text only" if towers_of(model) else other_attention(model)
             if why is not None:
                 raise ConfigError(
                     f"{where}.context_parallel is {degrees.context_parallel}, which splits packed rows, and "
@@ -184,8 +184,8 @@ class Sharded(OverRanks):
                 )
         if degrees.pipeline_parallel > 1:
             raise ConfigError(
-                f"{where}.pipeline_parallel is {degrees.pipeline_parallel} and train.backend is torch, which has none; set "
-                "train.backend: megatron, or leave it at 1"
+                f"{where}.pipeline_parallel is {degrees.pipeline_parallel} and train.backend torch has no pipeline; "
+                "set train.backend: megatron, or pipeline_parallel: 1"
             )
         if degrees.tensor_parallel > 1:
             plan_of_layers(model, parts=degrees.tensor_parallel)
@@ -193,7 +193,7 @@ class Sharded(OverRanks):
             require_experts(model, parts=degrees.expert_parallel)
 
     def values(self, backbone: PreTrainedModel) -> Network:
-        """Return the form of a value function, which begins with the backbone of what is trained."""
+        """Return the form of a value function that starts with the backbone of the trained model."""
         if self._start is not None:
             self._start = inside(self._start, f"{backbone.base_model_prefix}.")
         return super().values(backbone)
@@ -206,65 +206,65 @@ class Sharded(OverRanks):
         """
         partial = self._shard(network, is_copy=True)
         prefix = next(name for name, module in network.saved.named_modules() if module is network.backbone)
-        self._start = None  # a share of the weights; a copy of what is trained was made before
+        self._start = None  # frees memory: copies of the trained network were made before
         named = [f"{prefix}.{name}".lstrip(".") for name in partial]
         return ShardedOptimizer(network.saved, settings, mesh=self._mesh, partial=named)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Split and shard a network that is only scored with, as one that is trained.
+        """Split and shard a network that only scores, like a trained one.
 
         Raises:
-            ConfigError: it cannot be split as the mesh asks, or its files do not hold its weights.
+            ConfigError: the model cannot be split as the mesh asks, or its files lack weights.
         """
         self._shard(network, is_copy=is_copy)
 
     def _shard(self, network: Network, *, is_copy: bool) -> list[str]:
-        """Split `network` over a row and its experts over their groups, shard it over the rest of the ranks, layer by layer,
-        sum gradients instead of averaging them, fill its shards, and name the whole parameters with partial gradients."""
+        """Split `network` over a row and its experts over their groups, shard it layer by layer over the other ranks, and
+        fill the shards. Return the names of whole parameters with partial gradients. Gradients are summed, not averaged."""
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
         groups = self._experts
         experts = [] if groups is None else split_experts(network.backbone, groups["ep"], row=tp)
         network.context = self._context
         network.encoders = encoders = tuple(towers_of(network.backbone))
-        # Gradients of bfloat16 parameters would else be added up in bfloat16, rank after rank.
+        # Otherwise gradients of bfloat16 parameters would be summed over ranks in bfloat16.
         is_low = any(p.dtype.itemsize < 4 for p in network.parameters())
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
         for module in (*experts, *layers_of(network.backbone, encoders), *network.heads, network):
             mesh = groups["copies"] if groups is not None and module in experts else self._mesh["dp"]
             cut = functools.partial(_cut_experts, parts=mesh.size()) if module in experts else None
             sharded = fully_shard(module, mesh=mesh, mp_policy=precision, shard_placement_fn=cut)
-            # Summed, for the coefficients hold the average already; by plain sums, because gloo has none that scale too.
+            # Summed, because the coefficients already average; with factor 1, because gloo cannot scale.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         if is_copy and self._start is not None:
             take_weights(network.backbone, self._start, self._device)
         elif is_unread(network.backbone):
             read_weights(network.backbone, self._device)
-        register_fsdp_forward_method(network, "try_out")  # it runs the model too, which gathers parameters for it
+        register_fsdp_forward_method(network, "try_out")  # it runs the model too, so it must gather parameters
         return partial
 
     @contextmanager
     def drawing(self, *of: int) -> Iterator[None]:
-        """Let the ranks of a row, which see the same tokens, drop the same of them, and other rows others."""
+        """Use the same dropout on the ranks of a row, which see the same tokens, and another one in other rows."""
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             torch.manual_seed(derive_seed(self._seed, *of, self._mesh["dp"].get_local_rank()))
             yield
 
     def before_backward(self, network: Network, *, is_last: bool) -> None:
-        """Sum this pass's gradient over the rows, or keep it whole until the last pass."""
+        """Sum this pass's gradient over the rows, or, with gradient_sync "last", only in the last pass."""
         if self._degrees.gradient_sync == "last":
             assert isinstance(network, FSDPModule)
             network.set_requires_gradient_sync(is_last)
 
     def release(self, network: Network) -> None:
-        """Free the whole copies of what the last pass used."""
+        """Free the gathered parameters of the last pass."""
         assert isinstance(network, FSDPModule)
         network.reshard()
 
     @contextmanager
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Exchange this rank's shards of the adapter in place, because that is where a sharded module gathers them from."""
+        """Exchange this rank's shards of the adapter in place, because a sharded module gathers from these tensors."""
         own = {name: local_part(tensor) for name, tensor in adapter_tensors(model).items()}
         saved = {name: tensor.clone() for name, tensor in own.items()}
         try:
@@ -277,44 +277,44 @@ class Sharded(OverRanks):
 
 
 def _cut_experts(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """Spread a rank's experts over `parts` ranks: whole, or where they do not divide, by the last axis of their matrices,
-    because the first has gate and up one after the other, which are apart in files.
+    """Choose how to spread a rank's experts over `parts` ranks: whole experts, or if their number does not divide, the last
+    axis of their matrices. The first axis joins gate and up, which are separate in files.
 
     Raises:
-        ConfigError: neither divides.
+        ConfigError: neither the number nor the width divides.
     """
     count, width = len(local_part(parameter)), parameter.shape[-1]
     if count % parts and width % parts:
         raise ConfigError(
-            f"train.distributed.expert_parallel leaves {count} experts of width {width} to {parts} ranks, which divide "
-            "neither; raise it, or take another number of ranks"
+            f"train.distributed.expert_parallel leaves {count} experts of width {width} to {parts} ranks, and neither "
+            "number divides; raise it, or use another number of ranks"
         )
     return Shard(parameter.ndim - 1) if count % parts else None
 
 
 class ShardedOptimizer(Optimizer):
-    """AdamW over shards: each rank updates its own, by the norm of all."""
+    """AdamW over shards: each rank updates its shards, clipped by the norm of all shards."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings, *, mesh: DeviceMesh, partial: Sequence[str] = ()) -> None:
-        """Take the parameters of a sharded `model`; `partial` names those whose gradient must be summed over a row."""
+        """Optimise the parameters of a sharded `model`. `partial` names those whose gradient must be summed over a row."""
         super().__init__(model, settings)
         self._mesh = mesh
         self._partial = set(partial)
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        # Before the norm: each rank of a row has seen its own heads only, and the sum is the gradient.
+        # Before the norm: each rank of a row has only the part of its heads, and the sum is the gradient.
         for name, param in self._named:
             if name in self._partial and param.grad is not None:
                 dist.all_reduce(local_part(param.grad), group=self._mesh["tp"].get_group())
         dtype = torch.promote_types(params[0].dtype, torch.float32)
         squares = torch.zeros((), dtype=dtype, device=local_part(params[0]).device)
         for grad in (p.grad for p in params if p.grad is not None):
-            # What several ranks hold, as a row does what it does not split, counts once.
+            # A tensor that several ranks hold, such as one that a row does not split, counts once.
             share = num_parts(grad) / dist.get_world_size()
             squares += torch.linalg.vector_norm(local_part(grad), dtype=dtype) ** 2 * share
         if self._problem is not None:
             squares += math.nan
-        dist.all_reduce(squares)  # the same bits for all ranks, so all skip or none, and copies stay equal
+        dist.all_reduce(squares)  # identical bits on all ranks, so all skip or none, and copies stay equal
         return torch.sqrt(squares)
 
     def _clip(self, params: Sequence[nn.Parameter], norm: Tensor) -> None:
@@ -325,13 +325,13 @@ class ShardedOptimizer(Optimizer):
                 local_part(param.grad).mul_(factor)
 
     def _skip(self, problem: str) -> None:
-        """Skip with the reason of the rank that has one."""
+        """Skip the step with the reason of the first rank that has one."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, self._problem)
         super()._skip(next((r for r in reasons if r is not None), problem))
 
     def _non_finite_message(self, norm: float) -> str:
-        # By this rank's shards alone: not every rank comes here, and a look at whole tensors is a collective.
+        # Only this rank's shards: not every rank gets here, and gathering whole tensors is collective.
         bad = [n for n, p in self._named if p.grad is not None and not torch.isfinite(local_part(p.grad)).all()]
         where = f", first in {bad[0]!r}" if bad else ""
         return (

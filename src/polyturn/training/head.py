@@ -1,13 +1,13 @@
-"""Scores of targets from hidden states: output embedding, log-softmax and entropy, in chunks, with their own backward pass.
+"""Compute scores of targets from hidden states in chunks: output embedding, log-softmax and entropy, with a custom backward.
 
     forward    hidden [S, H] -> logits of a chunk [V, C] -> log-sum-exp, log-probability, entropy      keeps [S] numbers
     backward   the logits of the chunk once more -> their gradient in place -> gradients of hidden and weight
 
-Separate from the network because autograd would keep four arrays of [S, V], or compute them twice through checkpoints. Here
-one buffer holds a chunk's logits and then their gradient.
+Autograd would keep four arrays of [S, V], or compute them twice with checkpointing. Here one buffer holds a chunk's logits
+and then their gradient.
 
-The logits are made as [V, C] = weight @ hidden.T: for few targets and a large vocabulary, MKL on a CPU computes that up to
-twice as fast as hidden @ weight.T.
+Logits are computed as [V, C] = weight @ hidden.T: for few targets and a large vocabulary, MKL computes that up to twice as
+fast as hidden @ weight.T.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeadScores(NamedTuple):
 
 
 def is_plain(head: nn.Module | None) -> bool:
-    """Return whether a head is a linear map with whole weights and without an adapter, so that its weights define it."""
+    """Return whether a head is a linear map with whole weights and without an adapter."""
     return type(head) is nn.Linear and not isinstance(head.weight, DTensor)
 
 
@@ -48,12 +48,13 @@ def target_scores(
 
     Args:
         head: The output embedding, [V, H].
-        hidden_SH: The last hidden state at each target.
-        targets_S: int64, the tokens.
-        temperature_S: float32; None is 1.
-        support_SK: int64, the tokens that each target was drawn from; both results are over them alone (`MicroBatch`).
-        entropy_grad: None computes no entropy, False without gradient, True with.
-        chunk: Targets at a time.
+        hidden_SH: [S, H] the last hidden state at each target.
+        targets_S: [S] int64, the tokens.
+        temperature_S: [S] float32; None is 1.
+        support_SK: [S, K] int64, the tokens that each target was drawn from; both results are over these tokens
+            (`MicroBatch`).
+        entropy_grad: None: no entropy. False: entropy without gradient. True: entropy with gradient.
+        chunk: Number of targets per chunk.
     """
     scores = _Scores.apply(hidden_SH, head.weight, head.bias, targets_S, temperature_S, support_SK, entropy_grad, chunk)
     logprobs_S, entropy_S = scores
@@ -61,9 +62,9 @@ def target_scores(
 
 
 def outside(support_SK: Tensor, vocab: int) -> Tensor:
-    """Return [S, V] which tokens are outside the support of each target; none where the support is empty."""
+    """Return [S, V] whether each token is outside the support of each target; False if the support is empty."""
     is_outside_SV = torch.ones(len(support_SK), vocab, dtype=torch.bool, device=support_SK.device)
-    # Padding repeats the first token, so that no write undoes another one.
+    # Padding repeats the first token, so that writes do not conflict.
     ids_SK = torch.where(support_SK < 0, support_SK[:, :1], support_SK).clamp(min=0)
     return is_outside_SV.scatter_(1, ids_SK, False) & (support_SK[:, :1] >= 0)
 
@@ -89,7 +90,7 @@ class _Scores(torch.autograd.Function):
         for part in _parts(size, chunk):
             logits_VC = _logits(hidden_SH, weight_VH, bias_V, temperature_S, support_SK, part)
             top_C = logits_VC.amax(dim=0)
-            logits_VC.sub_(top_C)  # large logits would cancel in what follows
+            logits_VC.sub_(top_C)  # against cancellation of large logits below
             chosen_C = logits_VC.gather(0, targets_S[None, part])[0]
             exp_VC = logits_VC.exp_() if entropy_grad is None else logits_VC.exp()
             sum_C = exp_VC.sum(dim=0)
@@ -145,8 +146,8 @@ def _logits(
     support_SK: Tensor | None,
     part: slice,
 ) -> Tensor:
-    """Return [V, C] the logits of a part of the targets, divided by their temperatures, in float32 or better; `OUTSIDE` for
-    tokens that are not in the support."""
+    """Return [V, C] the logits of a part of the targets, divided by their temperatures, in at least float32; `OUTSIDE` for
+    tokens outside the support."""
     logits_VC = weight_VH @ hidden_SH[part].t()
     if bias_V is not None:
         logits_VC += bias_V[:, None]
@@ -159,5 +160,5 @@ def _logits(
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of log-probabilities: bfloat16 would round them by more than one optimizer step changes them."""
+    """Return the type for log-probabilities. Rounding to bfloat16 would exceed the change by one optimizer step."""
     return torch.promote_types(dtype, torch.float32)

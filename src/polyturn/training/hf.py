@@ -1,10 +1,10 @@
-"""Models in and out of the Hugging Face format: build from a config, load from a folder, save so that others can load.
+"""Build, load and save models in the Hugging Face format.
 
     build_model({"model_type": "qwen3", "hidden_size": 128, …}, seed=0)      random weights, the same for the same seed
     save_model(model, folder, tokenizer=tokenizer)                            AutoModelForCausalLM.from_pretrained(folder)
 
-A save is atomic: a folder is either complete or not there, whatever moment the process dies at (a process that dies just
-while a folder is being replaced leaves the former one beside it, under a name that ends in `.old`).
+A save is atomic: a folder is either complete or absent, whenever the process dies. If it dies while replacing a folder, the
+former folder remains under a name that ends in `.old`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a randomly initialised causal language model, which may also see; the global random state is left as it was.
+    """Return a randomly initialised causal language model, possibly one that also reads images. The global random state
+    stays.
 
     Args:
         config: The fields of the transformers config; `model_type` names the architecture.
-        seed: Of the initialisation.
-        dtype: Of the parameters.
+        seed: Seed of the initialisation.
+        dtype: Type of the parameters.
 
     Raises:
         ConfigError: an unknown `model_type`, or fields that this architecture cannot be built from.
@@ -83,10 +84,10 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the causal language model in folder `source`, or of that name and revision on the hub.
+    """Return the causal language model in the folder `source`, or with that name and revision on the hub.
 
     Raises:
-        ConfigError: there is none, or it cannot be loaded.
+        ConfigError: there is no such model, or it cannot be loaded.
     """
     return _opened(source, dtype, revision, plan_above=None)
 
@@ -94,7 +95,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revisi
 def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
-        # A model's folder is data: code that it may hold is never run.
+        # A model's folder is data: code in it is never run.
         config = AutoConfig.from_pretrained(str(source), trust_remote_code=False, **of)
         model: PreTrainedModel
         if plan_above is not None:
@@ -106,7 +107,7 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as problem:
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
-            f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder that holds "
+            f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder with "
             "config.json and weights, or a name on the hub"
         ) from problem
     return model
@@ -115,7 +116,7 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
 def load_outline(
     source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, above: int = 0
 ) -> PreTrainedModel:
-    """Return the model, without weights where it has more than `above` parameters: its config and shapes alone.
+    """Return the model; if it has more than `above` parameters only its config and shapes, without weights.
 
     Raises:
         ConfigError: as `load_model` does.
@@ -124,12 +125,12 @@ def load_outline(
 
 
 load_plan = functools.partial(load_outline, above=1_000_000_000)
-"""For a plan of memory: a small model is loaded whole, so that the plan tells whether it can be."""
+"""For a memory plan: a small model is loaded with weights, so that the plan also tests loading."""
 
 
 def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
-    """Return the model without its weights, for shards that are filled by `part_loading`; its `name_or_path` is a folder of
-    this machine. Weights that are not in safetensors cannot be read in parts and are loaded.
+    """Return the model without its weights, which `part_loading` reads into shards. Its `name_or_path` is a folder on this
+    machine. Weights that are not in safetensors cannot be read in parts and are loaded now.
 
     Raises:
         ConfigError: as `load_model` does.
@@ -145,13 +146,13 @@ def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revis
 
 
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares no memory with `model` and wants no gradients, an adapter merged into it."""
+    """Return a copy that shares no memory with `model` and needs no gradients, with an adapter merged."""
     if lora.has_lora(model):
-        with torch.random.fork_rng():  # weights are drawn here to be written over, and no run must notice
+        with torch.random.fork_rng():  # initialisation draws random weights, which are overwritten
             plain: PreTrainedModel = type(model)(model.config)
         copied = plain.to(model.device)  # type: ignore[arg-type]  # a mixin hides the signature
         weights = plain_weights(model)
-        for name, parameter in copied.named_parameters():  # not the buffers: those of positions stay float32
+        for name, parameter in copied.named_parameters():  # not the buffers: those for positions stay float32
             parameter.data = parameter.data.to(weights[name].dtype)
         write_weights(copied, weights)
     else:
@@ -160,8 +161,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def plain_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of `model` under the names of one without an adapter, which is merged into them; live tensors
-    where nothing is."""
+    """Return the weights of `model` under the names without an adapter, which is merged; without an adapter, the live
+    tensors."""
     return lora.merged_weights(model) if lora.has_lora(model) else lora.base_weights(model)
 
 
@@ -169,12 +170,12 @@ def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     """Write weights into `model`, in place.
 
     Raises:
-        CheckpointError: they are those of another model.
+        CheckpointError: names or shapes do not fit.
     """
     own, tied = model.state_dict(), dict(model.named_parameters(remove_duplicate=False)).keys()
     again = tied - dict(model.named_parameters()).keys()
     if odd := sorted((own.keys() ^ weights.keys()) - again):
-        raise CheckpointError(f"the weights do not fit {type(model).__name__}: {odd[0]!r} is in one of the two alone")
+        raise CheckpointError(f"the weights do not fit {type(model).__name__}: {odd[0]!r} is in only one of the two")
     try:
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -184,15 +185,15 @@ def write_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
 
 
 def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, liger: bool = False) -> PreTrainedModel:
-    """Let a model compute by other kernels, and return it.
+    """Set the kernels of a model, and return it.
 
     Args:
-        model: Changed in place; its parameters are not.
-        attention: As transformers names it; None leaves it.
-        liger: Whether Liger's kernels replace norms, rotations and feed-forward layers, where it knows the architecture.
+        model: Changed in place, except for its parameters.
+        attention: Name of the attention in transformers; None keeps the present one.
+        liger: Whether Liger's kernels replace norms, rotations and feed-forward layers, if Liger supports the architecture.
 
     Raises:
-        ConfigError: they are not installed, or the model cannot use them.
+        ConfigError: the kernels are not installed, or the model cannot use them.
     """
     if attention is not None:
         try:
@@ -214,11 +215,11 @@ def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, lige
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep the input of every layer only, and compute the layer again in the backward pass: a third more time for much
-    less memory. It counts in train mode alone; an engine over the same parameters does not notice.
+    """Keep only the input of every layer, and compute the layer again in the backward pass: a third more time for much less
+    memory. This applies in train mode only, so it does not affect an engine over the same parameters.
 
     Raises:
-        ConfigError: the architecture has no such layers.
+        ConfigError: the architecture does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} cannot compute layers again; set model.gradient_checkpointing to false")
@@ -226,15 +227,16 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def takes_media(model: PreTrainedModel) -> bool:
-    """Return whether the model reads more than text: its config holds the config of a text model beside others."""
+    """Return whether the model reads more than text: its config contains a text model's config among others."""
     return model.config.get_text_config() is not model.config
 
 
 def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return weights of `model` as its checkpoints name and shape them, a tied tensor once; where nothing differs, the same.
+    """Return weights of `model` with the names and shapes of its published checkpoint, tied tensors once.
 
-    A class of transformers may hold what was published as `visual.blocks.0…` under `model.visual.blocks.0…`, or the experts
-    of a layer as one tensor; a server reads the published form. Of weights that are streamed, such a layer comes at once.
+    A transformers class may use the name `model.visual.blocks.0…` for the published `visual.blocks.0…`, or one tensor for
+    all experts of a layer; servers read the published form. If nothing differs, the same mapping is returned. From streamed
+    weights, such a layer is read as a whole.
     """
     if not isinstance(weights, StreamedTensors):
         first = dict.fromkeys(first_names(weights).values())
@@ -248,7 +250,7 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     groups: list[list[str]] = []
     for names in layers.values():
         outline = {n: torch.empty(weights.kinds[n].shape, dtype=weights.kinds[n].dtype, device="meta") for n in names}
-        names_reverted = revert_weight_conversion(model, outline)  # without values: only names and shapes are asked for here
+        names_reverted = revert_weight_conversion(model, outline)  # without values: only names and shapes matter here
         is_same = {n: t.shape for n, t in names_reverted.items()} == {n: t.shape for n, t in outline.items()}
         kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in names_reverted.items()}
         source |= {name: [name] if is_same else names for name in names_reverted}
@@ -264,9 +266,9 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
 
 
 def _save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write what a model's folder holds beside weights."""
+    """Write the files of a model's folder except weights."""
     folder.mkdir(parents=True)
-    config = copy.deepcopy(model.config)  # the live one belongs to the model that is trained
+    config = copy.deepcopy(model.config)  # the live config belongs to the trained model
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     config.save_pretrained(folder)
     if model.can_generate():
@@ -283,12 +285,12 @@ def save_model(
     tensors: Mapping[str, torch.Tensor] | None = None,
     merged: bool = True,
 ) -> Path:
-    """Write `model` to `folder`, replacing what is there, with the tokenizer and its chat template, and the processor of a
-    model that reads more than text; return `folder`.
+    """Write `model` to `folder`, replacing the folder, with the tokenizer, its chat template, and the processor of a model
+    that reads more than text; return `folder`.
 
-    A model with an adapter is written merged, as one without, or not `merged`, without it; with `adapter_only` its adapter
-    alone, in peft's format.
-    `tensors` are written in place of what training changes of it, an adapter's alone; they are asked for a few at a time.
+    An adapter is merged into the weights; if not `merged`, it is left out; with `adapter_only`, only the adapter is written,
+    in peft's format. `tensors` replace those that training changes (with an adapter, only the adapter's); they are read a
+    few at a time.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +308,7 @@ def save_model(
             processor.save_pretrained(fresh)
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
-        # In two renames, because no system replaces a folder that is not empty in one.
+        # Two renames, because a folder that is not empty cannot be replaced in one.
         if folder.exists():
             os.replace(folder, old)
         try:
@@ -322,5 +324,5 @@ def save_model(
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the model; tied tensors count once."""
+    """Return the number of parameters; tied tensors count once."""
     return sum(p.numel() for p in model.parameters())

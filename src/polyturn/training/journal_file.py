@@ -1,16 +1,16 @@
-"""JournalFile: conversations that are under way, on disk turn by turn, so that a kill costs no whole one.
+"""JournalFile: conversations in flight, written turn by turn, so that a killed run can continue them.
 
-    runs/x/journal/step-000040.jsonl      what the weights of checkpoint 40 or before sampled, and is not yet trained
+    runs/x/journal/step-000040.jsonl      sampled by the weights of checkpoint 40 or before, not yet trained
                    {"s": "g81/3", "begun": "5e1…", "why_not": null}              an episode is in flight
-                   {"s": "g81/3", "line": 1, "versions": [40], "events": […], "state": {…}}      behind a complete turn
-                   {"s": "g81/3", "line": 2, "versions": [40], "trajectory": {…}}                it is over and scored
+                   {"s": "g81/3", "line": 1, "versions": [40], "events": […], "state": {…}}      after a complete turn
+                   {"s": "g81/3", "line": 2, "versions": [40], "trajectory": {…}}                finished and scored
 
-What a line says is the episode's business (`rollout/journal.py`); this file decides which lines a resumed run may use: those
-of groups that the checkpoint has not trained, sampled by weights that it stands for. A line is handed to the operating
-system in a thread, before the episode goes on, so that kill -9 keeps it and a slow disk delays no other episode.
+`rollout/journal.py` defines the content of a line. This module decides which lines a resumed run may use: those of groups
+that the checkpoint has not trained, sampled by weights up to the checkpoint's. A thread hands each line to the operating
+system before the episode continues, so that the line survives kill -9 and a slow disk delays only its episode.
 
-Lines that no resumed run may use leave the file once they are more than half of it, and a journal without conversations in
-flight is removed with the last checkpoint of a run.
+Useless lines are removed once they are more than half of the file. A journal without conversations in flight is removed with
+the last checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from polyturn.rollout.journal import JournaledEpisode
 logger = logging.getLogger(__name__)
 
 FOLDER = "journal"
-"""The folder in a run's folder."""
+"""Name of the folder in the run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
-"""The beginning of the ids of training episodes; those of evaluations differ."""
+"""Prefix of the ids of training episodes; those of evaluations differ."""
 _MIN_WASTE = 1 << 20
-"""Bytes of lines without use from which on a journal is written anew, if they are also more than half of it."""
+"""Smallest number of bytes of useless lines at which a journal is rewritten, if they are also more than half of it."""
 _METRICS = {
     "resumed": "rollout/resumed_episodes",
     "restarted": "rollout/restarted_episodes",
@@ -54,7 +54,7 @@ class Line(NamedTuple):
 
     data: bytes
     begins: bool
-    """Whether it is the first line of an episode that starts from its task."""
+    """Whether it is the first line of an episode that starts at its task."""
 
 
 class _Place(NamedTuple):
@@ -70,11 +70,11 @@ _Lines = dict[int, dict[str, list[_Place]]]
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """The lines of one episode in the file."""
+    """The usable lines of one episode in the file."""
 
     state: JournaledEpisode
     first: _Place
-    """Of the line that it began with."""
+    """Position of its first line."""
     others: list[tuple[Mapping[str, Any], _Place]] = field(default_factory=list)
     given_up: _Place | None = None
 
@@ -83,36 +83,36 @@ class JournalFile:
     """The journal of one run."""
 
     def __init__(self, folder: Path, *, why_not: str | None = None) -> None:
-        """Keep a journal in `folder`; with `why_not`, a reason, of the names of episodes alone, which then restart."""
+        """Keep a journal in `folder`. With `why_not`, a reason, it keeps only the names of episodes, which then restart."""
         self.why_not = why_not
         self._folder = folder
         self._thread = OneThread("polyturn-journal")
         self._lock = threading.Lock()
-        """Held while the file, or the record of its lines, changes."""
+        """Guards the file and the record of its lines."""
         self._file: int | None = None
         self._size = 0
         self._step = 0
-        """The step of the checkpoint that the journal stands beside."""
+        """The step of the journal's checkpoint."""
         self._live: _Lines = {}
         self._trained: _Lines = {}
-        """The same of groups that are trained, or cut off, since the checkpoint, and that its weights may have sampled."""
+        """The lines of groups that were trained or cut off since the checkpoint, if its weights may have sampled them."""
         self._gone: set[int] = set()
-        """Tickets that were cut off; a late line of theirs is not kept."""
+        """Tickets that were cut off; their later lines are dropped."""
         self._held: dict[str, JournaledEpisode] = {}
-        """Episodes that were in flight when the run before this one ended, and did not start here yet."""
+        """Episodes in flight when the previous run ended, which have not started again yet."""
         self._counts: Counter[str] = Counter()
         self._unsaid: Counter[str] = Counter()
-        """The fates of episodes that were in flight, not reported yet."""
+        """Outcome -> number of episodes since the last report."""
         self._reasons: Counter[str] = Counter()
         self._warned: set[str] = set()
 
-    # For the loop.
+    # Called by the loop.
 
     def begin(self, step: int) -> None:
-        """Start the journal of the checkpoint of `step`, which is about to be written; that of the one before it stays. A
-        disk that takes none ends the journal, until the next checkpoint."""
+        """Start the journal of the checkpoint of `step`, which is about to be written; the previous journal stays. If the
+        file cannot be written, there is no journal until the next checkpoint."""
         with self._lock:
-            # What was trained before this checkpoint no run takes again; what is in flight a run that resumes here does.
+            # A run that resumes here trains no group from before this checkpoint, but continues the episodes in flight.
             self._step, self._trained = step, {}
             if self._file is None:
                 self._live = {}
@@ -125,21 +125,22 @@ class JournalFile:
                 self._end(problem)
 
     def settle(self) -> None:
-        """Say that the last checkpoint of the run is written: journals before its own go, and its own if it has no use."""
+        """Remove older journals after the run's last checkpoint, and this one if no episode is in flight."""
         with self._lock:
             for path in self._folder.glob("*step-*.jsonl"):
                 if path != self._path(self._step) or not self._live:
                     path.unlink(missing_ok=True)
             if not self._live and self._folder.is_dir():
                 self._close()
-                with contextlib.suppress(OSError):  # it holds a file of the user's
+                with contextlib.suppress(OSError):  # the folder contains a user's file
                     self._folder.rmdir()
 
     def resume(self, step: int, *, oldest: Callable[[int], int]) -> None:
-        """Read the episodes that were in flight at the checkpoint of `step`.
+        """Read the episodes in flight at the checkpoint of `step`.
 
         Args:
-            step: Of the checkpoint; what later weights sampled is not of use, because those are trained anew.
+            step: Step of the checkpoint. Lines sampled by later weights are dropped, because those weights will be trained
+                anew.
             oldest: Ticket -> the oldest policy version that its tokens may have.
         """
         path = self._path(step)
@@ -155,16 +156,16 @@ class JournalFile:
                 self._held[episode] = entries.state
                 self._live.setdefault(ticket, {})[episode] = places
             self._open(path)
-            self._put(b"\n")  # the last line may be half a one
+            self._put(b"\n")  # the last line may be incomplete
 
     def forget(self, tickets: Iterable[int], *, oldest: int = 0, are_cut: bool = False) -> None:
-        """Drop the lines of the groups of `tickets`, which are trained or cut off.
+        """Drop the lines of the groups of `tickets`, which were trained or cut off.
 
         Args:
-            tickets: Of the groups.
-            oldest: The oldest policy version that their tokens may have. A run that is resumed from the checkpoint takes
-                these groups again, and has no use for what later weights than the checkpoint's sampled.
-            are_cut: Whether they were cut off.
+            tickets: Tickets of the groups.
+            oldest: The oldest policy version that their tokens may have. If it is newer than the checkpoint, a run resumed
+                from the checkpoint cannot use the lines.
+            are_cut: Whether the groups were cut off.
         """
         with self._lock:
             for ticket in tickets:
@@ -180,18 +181,18 @@ class JournalFile:
             try:
                 self._write_anew(self._path(self._step))
             except OSError as problem:
-                logger.warning("the journal of conversations in flight cannot be written anew (%s); it grows on", problem)
+                logger.warning("the journal of conversations in flight cannot be rewritten (%s); it keeps growing", problem)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return the numbers of episodes that continued, that restarted, and that could not be kept, since the last call."""
+        """Return the numbers of episodes that continued, restarted, and could not be kept since the last call."""
         counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
-        is_over = not self._held or not self._counts  # those that did not start yet may do so in a later step
+        is_over = not self._held or not self._counts  # others may still start in a later step
         self._unsaid += self._counts
         self._counts = Counter()
         if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):
             why = most_common(self._reasons, 5)
             logger.info(
-                "conversations in flight: %d went on from their last complete turn, %d start from their tasks%s",
+                "conversations in flight: %d continued from their last complete turn, %d restarted from their tasks%s",
                 self._unsaid["resumed"],
                 self._unsaid["restarted"],
                 f" ({why})" if why else "",
@@ -204,10 +205,10 @@ class JournalFile:
         with self._lock:
             self._close()
 
-    # For the episodes.
+    # Called by episodes.
 
     def takes(self, episode: str) -> bool:
-        """Return whether it is an episode of training."""
+        """Return whether `episode` is a training episode."""
         return is_of_training(episode)
 
     def recall(self, episode: str) -> JournaledEpisode | None:
@@ -215,7 +216,7 @@ class JournalFile:
         return self._held.pop(episode, None)
 
     def recall_lost(self, episode: str) -> JournaledEpisode | None:
-        """Return the recorded part of an episode that began in this run and whose process died, while the run goes on."""
+        """Return the recorded part of an episode of this run whose process died."""
         with self._lock:
             ticket = _ticket(episode)
             if self._file is None or ticket is None or ticket in self._gone:
@@ -228,7 +229,7 @@ class JournalFile:
         return lines.state
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made in the thread.
+        """Append a line, which is made in the thread.
 
         Raises:
             SnapshotError: the line cannot be made.
@@ -236,7 +237,7 @@ class JournalFile:
         await self._thread.submit(lambda: self._append(episode, to_line(episode, line)))
 
     async def append(self, episode: str, line: Line) -> None:
-        """Append a line that was made elsewhere."""
+        """Append an encoded line."""
         await self._thread.submit(partial(self._append, episode, line))
 
     def count(self, name: str, *, reason: str = "") -> None:
@@ -246,9 +247,9 @@ class JournalFile:
             self._reasons[reason] += 1
         elif name == "failed" and reason not in self._warned:
             self._warned.add(reason)
-            logger.warning("a conversation is not kept for a resumed run, which would start it from its task: %s", reason)
+            logger.warning("a conversation cannot be saved (%s); a resumed run restarts it from its task", reason)
 
-    # In the thread.
+    # Called in the thread.
 
     def _append(self, episode: str, line: Line) -> None:
         ticket = _ticket(episode)
@@ -262,18 +263,18 @@ class JournalFile:
                     places.clear()
                 places.append(span)
 
-    # With the lock.
+    # Called with the lock held.
 
     def _write_anew(self, path: Path) -> None:
-        """Write the lines that are of use to `path`, which is the journal from now on."""
-        draft = path.with_name(f".{path.name}")  # and renamed when it is whole, so that a kill leaves the one or the other
+        """Write the useful lines to `path`, the new journal."""
+        draft = path.with_name(f".{path.name}")  # renamed when complete, so that a kill leaves one of the two
         with draft.open("wb") as file:
             self._trained, self._live = self._copy(self._trained, file), self._copy(self._live, file)
         draft.replace(path)
         self._open(path)
 
     def _copy(self, lines: _Lines, file: BinaryIO) -> _Lines:
-        """Copy lines, and return where they stand now."""
+        """Copy lines, and return their new positions."""
         moved: _Lines = {}
         for ticket, episodes in lines.items():
             for episode, places in episodes.items():
@@ -295,7 +296,7 @@ class JournalFile:
             self._file = None
 
     def _put(self, data: bytes) -> _Place | None:
-        """Append bytes; a disk that takes no more ends the journal, not the run."""
+        """Append bytes. A write error ends the journal, not the run."""
         assert self._file is not None
         span, left = _Place(self._size, len(data)), memoryview(data)
         try:
@@ -317,7 +318,7 @@ class JournalFile:
 
 
 def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
-    """Make and encode a line of an episode, in whichever process the episode runs.
+    """Make and encode a line of an episode, in the process of the episode.
 
     Raises:
         SnapshotError: the line cannot be made.
@@ -326,8 +327,8 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
     values = {"s": episode, **new_line}
     try:
         try:
-            data = to_json(values) + b"\n"  # four times as quick as the standard library's
-        except ValueError:  # which also writes halves of a pair, that are not UTF-8, and says what it cannot write
+            data = to_json(values) + b"\n"  # four times as fast as the standard library
+        except ValueError:  # the standard library also writes lone surrogates, and names values that it cannot write
             data = json.dumps(values).encode() + b"\n"
     except (TypeError, ValueError) as problem:
         raise SnapshotError(f"a conversation cannot be written as JSON: {problem}") from problem
@@ -335,12 +336,12 @@ def to_line(episode: str, line: Callable[[], Mapping[str, Any]]) -> Line:
 
 
 def is_of_training(episode: str) -> bool:
-    """Return whether an episode's turns are worth keeping: it is trained on."""
+    """Return whether an episode is a training episode, whose turns are kept."""
     return _ticket(episode) is not None
 
 
 def _read(path: Path) -> dict[str, _Found]:
-    """Return a journal's record of each episode, since it last began from its task."""
+    """Return the record of each episode since it last started from its task."""
     offset = 0
 
     def placed(data: bytes) -> tuple[bytes, _Place]:
@@ -365,15 +366,15 @@ def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
             else:
                 others = entries[episode].others
                 while others and others[-1][0]["line"] >= line["line"]:
-                    others.pop()  # a run that went on behind an earlier turn wrote this line
+                    others.pop()  # a run that continued after an earlier turn wrote this line
                 others.append((line, span))
-        except (ValueError, KeyError, TypeError):  # half a line: the kill fell there
+        except (ValueError, KeyError, TypeError):  # an incomplete line, written when the run was killed
             continue
     return entries
 
 
 def _choose(entry: _Found, *, step: int, oldest: int) -> list[_Place]:
-    """Keep of an episode the lines that may be used, and return where they stand."""
+    """Keep the usable lines of an episode, and return their positions."""
     places: list[_Place] = []
     lines_kept = entry.state
     for line, span in entry.others:
@@ -382,7 +383,7 @@ def _choose(entry: _Found, *, step: int, oldest: int) -> list[_Place]:
         versions = line["versions"]
         if versions and max(versions) > step:
             if not lines_kept.lines:
-                lines_kept.why_not = lines_kept.why_not or "weights that came after the checkpoint sampled it"
+                lines_kept.why_not = lines_kept.why_not or "it was sampled by weights after the checkpoint"
             break
         if versions and min(versions) < oldest:
             lines_kept.lines, lines_kept.why_not = (

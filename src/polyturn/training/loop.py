@@ -1,13 +1,14 @@
-"""The training loop: one asynchronous loop, of which synchronous training is staleness 0.
+"""The training loop: asynchronous; synchronous training is the case of staleness 0.
 
     producer   sampler -> slot of the buffer -> RolloutPool.run_one -> buffer
     consumer   buffer -> update (filters, samples, advantages, policy) -> new weights -> slots of the next step
 
-The producer starts a group whenever the buffer grants a slot; the consumer takes one step's groups, trains, publishes the
-new weights, and only then frees the slots. Where the engine samples from the trainer's own parameters, training runs
-without giving up the event loop, so that nothing samples from half an update; else it runs in a thread, and rollout goes on
-beside it, unless the engine is on the trainer's GPUs: it then sleeps, and sampling pauses during an update. A cancellation
-never lands in the middle of a step.
+The producer starts a group whenever the buffer grants a slot. The consumer takes one step's groups, trains, publishes the
+new weights, and only then frees the slots.
+
+If the engine samples from the trainer's parameters, training blocks the event loop, so that no token is sampled from half an
+update. Otherwise training runs in a thread while rollout continues; an engine on the trainer's GPUs sleeps during the
+update. A cancellation never lands in the middle of a step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Runs the loop over live objects that `build` made."""
+    """Runs the loop over the objects from `build`."""
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class Trainer:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the parts."""
         self.settings = settings
         self.state = LoopState()
         self.update = update
@@ -76,7 +76,7 @@ class Trainer:
         self._buffer: GroupBuffer | None = None
         self._pending: list[int] = []
         self._training: list[int] = []
-        """Tickets of the groups that are being trained on."""
+        """Tickets of the groups of the step under way."""
         self._saving_clock = SavingClock(settings.train.checkpoint_every_s, clock=clock)
         self._replay = Replay(max_staleness=settings.train.max_staleness, seed=settings.seed)
 
@@ -86,7 +86,7 @@ class Trainer:
         return self._saving.checkpoints
 
     async def run(self) -> LoopState:
-        """Evaluate, train, evaluate again; leave a checkpoint, also when cancelled.
+        """Evaluate, train and evaluate again; write a checkpoint at the end, also when cancelled.
 
         Raises:
             TrainingError, RolloutError: training cannot go on.
@@ -95,7 +95,7 @@ class Trainer:
             await self._engine.channel.start(self.state.step)
             await self._engine.snapshots.start(self.state.step)
             if self.state.step == 0:
-                self._save()  # before anything costly, so that a disk that takes no checkpoint ends the run now
+                self._save()  # before any costly work, so that an unwritable disk ends the run now
                 if self.settings.evaluation.before:
                     results = await self._evaluate(self._data.eval_sets)
                     self.state.reports["before"] = _reports(results)
@@ -116,10 +116,10 @@ class Trainer:
         return self.state
 
     def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of this run.
+        """Resume from a checkpoint of this run.
 
         Raises:
-            CheckpointError: it is missing, damaged, of another model, or of another order of tasks.
+            CheckpointError: the checkpoint is missing, damaged, of another model, or of another order of tasks.
         """
         saved = self.checkpoints.load(path)
         if missing := [name for name in ("fingerprint", "sampler", "policy", "loop") if name not in saved]:
@@ -128,7 +128,7 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
-        # Of a sampler that is made for this alone: it refuses another order of tasks, and what a mix has learnt is shared.
+        # A new sampler: it raises for another order of tasks, and restores the weights that all samplers of a mix share.
         self._sampler().load_state_dict(saved["sampler"])
         require_same_identity(saved.get("identity", {}), self._identity(), path=path)
         critic = [] if self.update.critic is None else [self.update.critic.settings.optim]
@@ -144,10 +144,10 @@ class Trainer:
         logger.info("resumed from %s at step %d", path, self.state.step)
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """Take the steps that are left: a task fills the buffer, and each step takes its groups from there."""
+        """Run the remaining steps: a task fills the buffer, and each step takes its groups from the buffer."""
         train, state, drops = self.settings.train, self.state, DropStats()
         if self._is_validation_due() and state.evaluated != state.step and await self._is_done():
-            return  # the run that is resumed ended before this validation did
+            return  # the resumed run ended before this validation finished
         buffer = self._buffer = GroupBuffer(
             groups_per_step=train.groups_per_step,
             max_staleness=train.max_staleness,
@@ -181,43 +181,43 @@ class Trainer:
                 self._observer.begin_phase("rollout", num_episodes)
                 taken = await buffer.take()
                 self._training = taken.tickets
-                if self._pool.failures.max_share < 1:  # else a run goes on whatever fails
+                if self._pool.failures.max_share < 1:  # with a share of 1 a run continues whatever fails
                     self._pool.failures.require_any()
-                # Before the update, so that abandoned requests leave the engine while the trainer computes.
+                # Before the update, so that the engine drops abandoned requests while the trainer computes.
                 producer.cut(taken.left, tasks)
                 await self._step(taken, sampler, drops, began=began)
                 if await self._is_done():
                     break
-                # Behind the validation: slots that are freed earlier would let training groups compete with it.
+                # After the validation: training groups in slots freed earlier would compete with it.
                 await buffer.advance(state.step)
         finally:
-            # Noted before the buffer goes: the checkpoint of the end is written behind this.
+            # Recorded while the buffer still exists, for the final checkpoint, which is written later.
             self._pending = self._untrained()
             self._buffer = None
             producing.cancel()
             producer.stop()
 
     async def _step(self, taken: Taken, sampler: TaskSampler, drops: DropStats, *, began: tuple[float, float]) -> None:
-        """Train on the groups of a step, bring the new weights to the engine, and record what became of them.
+        """Train on the groups of a step, publish the new weights, and record the step.
 
-        `began` is the wall time, and the engine's busy time, when the step began to wait for its groups.
+        `began` is the wall time and the engine's busy time, in seconds, at which the step began to wait for its groups.
         """
         train, state, groups = self.settings.train, self.state, taken.groups
         check_staleness(groups, step=state.step, max_staleness=train.max_staleness)
         replayed = self._replay.draw(train.replayed_groups, step=state.step)
         if self._engine.sleep is not None:
             await self._engine.sleep()
-        if train.max_staleness == 0:  # else the next step's rollout goes on meanwhile
+        if train.max_staleness == 0:  # otherwise the next step's rollout continues meanwhile
             self._observer.begin_phase("training", None)
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
-        # A cancellation waits for the end of an update that has begun: there is no state to go on from in its middle.
+        # A cancellation waits for the end of the update, because a run cannot resume from the middle of an update.
         try:
             done = Finished(update(), None) if self._thread is None else await self._thread.finish(update)
         except Exception:
             self._observer.on_failed_step(state.step + 1, groups)
             raise
         (metrics, trained), cancelled = done
-        # From here on the step counts as taken: whatever fails below, a checkpoint of this state repeats none of it.
+        # From here on the step counts as taken: whatever fails below, a checkpoint of this state does not repeat it.
         state.step += 1
         self._training = []
         if self._saving.journal is not None:
@@ -230,7 +230,7 @@ class Trainer:
             # Before slots are freed, so that no group of the next step starts under old weights.
             await self._engine.channel.publish(state.step)
             await self._engine.snapshots.follow(state.step)
-        finally:  # the step was taken, so it is recorded, also when the run is cancelled here
+        finally:  # the step was taken, so it is recorded even if the run is cancelled here
             metrics["time/step_s"] = time.perf_counter() - began[0]
             metrics |= state_metrics(groups, step_s=metrics["time/step_s"])
             metrics["time/generate_s"] = self._engine.busy_s() - began[1]
@@ -246,27 +246,27 @@ class Trainer:
         return identity_of(self.settings.train, self._data.tasks, has_baseline=self.update.has_baseline)
 
     def _forget(self, journal: JournalFile, taken: Taken) -> Mapping[str, float]:
-        """Take the groups that were trained, and those that are cut off, out of the journal; return its metrics."""
-        oldest = self.state.step - 1 - self.settings.train.max_staleness  # for the step that was just taken
+        """Remove trained groups and those that were cut off from the journal; return its metrics."""
+        oldest = self.state.step - 1 - self.settings.train.max_staleness  # of the step just taken
         journal.forget(taken.tickets, oldest=oldest)
         journal.forget((slot.ticket for slot in taken.left), oldest=oldest, are_cut=True)
         return journal.read_metrics()
 
     def _untrained(self) -> list[int]:
-        """Return the tickets that were granted out of turn and not trained; a run that goes on grants them first."""
+        """Return the granted tickets that were not trained; a resumed run grants them first."""
         if self._buffer is None or not self.settings.train.carries_over:
             return self._pending
         return sorted([*self._buffer.pending, *self._training])
 
     def _sampler(self) -> TaskSampler:
-        """Return the order of tasks, at the first one that no step so far was trained on."""
+        """Return a sampler at the first task that no step has trained on."""
         sampler, train = self._new_sampler(), self.settings.train
         wave = train.groups_per_step + (0 if train.carries_over else train.extra_groups)
         sampler.seek(self.state.step * wave)
         return sampler
 
     async def _is_done(self) -> bool:
-        """Validate and save where it is time to; return whether training ends early."""
+        """Validate and save if due; return whether training ends early."""
         evaluation, state = self.settings.evaluation, self.state
         if state.step >= self.settings.train.steps:
             return True
@@ -291,22 +291,24 @@ class Trainer:
         return is_enough
 
     def _is_best(self, results: Mapping[str, EvalResult]) -> bool:
-        """Return whether the weights as they are now did better than all before, and remember it if they did."""
+        """Return whether the current weights have the best success so far; if so, record it."""
         success, state = self._success(results), self.state
-        if not success > state.best:  # also false for NaN: there is nothing to choose by
+        if not success > state.best:  # also for NaN, which cannot be compared
             return False
         state.best, state.best_step = success, state.step
         return True
 
     def _success(self, results: Mapping[str, EvalResult]) -> float:
-        """Return the number that chooses the best checkpoint: success of the first set that runs during training.
+        """Return the success on the first set that runs during training, which chooses the best checkpoint.
 
-        It is taken over the tasks that every validation uses, so that all are compared on the same ones.
+        It is computed over the tasks that every validation uses, so that validations are comparable.
         """
         chooser = next((s for s in self._data.eval_sets if s.is_periodic), None)
         if chooser is None:
             return math.nan
-        groups = results[chooser.name].groups[: self.settings.evaluation.limit_during]  # those of before and after are more
+        groups = results[chooser.name].groups[
+            : self.settings.evaluation.limit_during
+        ]  # validations before and after training use more
         return report([t for g in groups for t in g.trajectories], success_at=chooser.success_at).success
 
     async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, EvalResult]:
@@ -331,19 +333,19 @@ class Trainer:
         return every > 0 and step > 0 and step % every == 0
 
     def _oldest_version(self, ticket: int) -> int:
-        """Return the oldest policy version that a resumed run may train tokens of the group of `ticket` at."""
+        """Return the oldest policy version of tokens that a resumed run may train for the group of `ticket`."""
         train = self.settings.train
         if train.carries_over:
-            return self.state.step  # its slot says that it starts now
+            return self.state.step  # it has no slot yet, so it starts now
         return ticket // (train.groups_per_step + train.extra_groups) - train.max_staleness
 
     def _save_last_words(self) -> None:
-        """Save the run as an error or a cancellation left it, unless that is in the middle of a step."""
+        """Save the run after an error or a cancellation, unless that happened in the middle of a step."""
         try:
             if self.update.is_half_done:
                 self._saver.wait()
                 logger.error(
-                    "the run ended in the middle of step %d, whose weights are not kept; go on from %s",
+                    "the run ended in the middle of step %d, so its current weights are not saved; resume from %s",
                     self.state.step + 1,
                     self.checkpoints.latest(),
                 )
@@ -351,10 +353,10 @@ class Trainer:
                 self._save(in_thread=False)
                 self._settle_journal()
         except CheckpointError as problem:
-            logger.error("%s", problem)  # what ended the run is the error to raise
+            logger.error("%s", problem)  # the error that ended the run is raised instead
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
-        """Save the run as it is; `in_thread` only begins to, and the rest is written beside training."""
+        """Save the run. With `in_thread`, only start: the rest is written during training."""
         step = self.state.step
         with self._saving_clock.saving():
             state = {
@@ -369,22 +371,22 @@ class Trainer:
             }
             if followers := self._engine.snapshots.state_dict(step):
                 state["followers"] = followers
-            # First, so that no checkpoint is ever there without its journal.
+            # First, so that every checkpoint has a journal.
             if self._saving.journal is not None:
                 self._saving.journal.begin(step)
             if not in_thread:
                 try:
                     self._saver.wait()
-                except CheckpointError as problem:  # it matters no more: a newer checkpoint follows
+                except CheckpointError as problem:  # harmless, because a newer checkpoint follows
                     logger.warning("%s", problem)
             try:
                 self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
-                if not in_thread or step == 0:  # of the first one, so that a run that is killed can go on
+                if not in_thread or step == 0:  # wait for the first one, so that a killed run can resume
                     self._saver.wait()
             except CheckpointError as problem:
                 if self.settings.train.on_checkpoint_error == "stop" or not in_thread:
                     raise
-                logger.warning("%s; the run goes on, and tries again at the next checkpoint", problem)
+                logger.warning("%s; the run continues and tries again at the next checkpoint", problem)
 
     def _settle_journal(self) -> None:
         if self._saving.journal is not None:
@@ -396,7 +398,7 @@ def _reports(results: Mapping[str, EvalResult]) -> dict[str, dict[str, float]]:
 
 
 def _success(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Return the share of successes of each data source."""
+    """Return the success rate of each data source."""
     outcomes: dict[str, list[bool]] = {}
     for group in groups:
         outcomes.setdefault(group.task.data_source or "", []).extend(is_success(t) for t in group.trajectories)
@@ -404,6 +406,6 @@ def _success(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _other_share(metrics: Mapping[str, float]) -> float:
-    """Return the share of a step's wall time outside generation, forward and backward."""
+    """Return the share of a step's wall time outside generation, forward and backward passes."""
     wall = metrics["time/step_s"]
     return max(0.0, wall - metrics["time/generate_s"] - metrics["time/train_s"]) / wall if wall else 0.0

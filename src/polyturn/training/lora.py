@@ -1,10 +1,10 @@
-"""LoRA: a few low-rank matrices are trained, the model's own weights stay (Hu et al. 2021).
+"""LoRA: train low-rank matrices beside the frozen weights of the model (Hu et al. 2021).
 
     y = W x + (alpha / rank) B A dropout(x)        B starts at 0, so the adapted model starts as the model
 
-The adapter lies inside the model's own modules, so the trainer, an engine that shares its parameters and a forward pass
-see one ordinary model. For others there are two views of it: the adapter alone, which is what a checkpoint keeps, and the
-merged weights W + (alpha / rank) B A under the model's own names, which is what servers and exports get.
+The adapter is part of the model's modules, so the trainer, an engine that shares the parameters and a forward pass see one
+ordinary model. Checkpoints keep the adapter only. Servers and exports get the merged weights W + (alpha / rank) B A under
+the names of the model without an adapter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Put an adapter into `model`; from then on only the adapter wants gradients. The global random state stays as it was.
+    """Add an adapter to `model`, which then is the only part with gradients. The global random state stays.
 
     Raises:
-        ConfigError: peft is not installed, or the settings fit no module of this model.
+        ConfigError: peft is not installed, or the settings match no module of this model.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs peft, which is not installed; pip install 'polyturn[lora]', or drop model.lora")
+        raise ConfigError(
+            "model.lora needs peft, which is not installed; pip install 'polyturn[lora]', or remove model.lora"
+        )
     from peft import LoraConfig
 
     def names(value: str | Sequence[str] | None) -> str | list[str] | None:
@@ -57,7 +59,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
             torch.manual_seed(seed)
             model.add_adapter(config, adapter_name=ADAPTER)
             if model.device.type == "meta":
-                # From the same seed in the same order, so that an adapter is alike on one process and on many ranks.
+                # The same seed and order give the same adapter in one process and on many ranks.
                 torch.manual_seed(seed)
                 _draw_again(model)
     except ValueError as problem:
@@ -68,8 +70,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
 
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[str]:
-    """Return the modules that get an adapter; of a model with experts each linear layer by its name, because for peft all
-    of them are also the experts, which are stacks of matrices, and their routers, which must choose as the engine's do."""
+    """Return the modules to adapt. For a model with experts, name each linear layer: peft's "all" would include the experts,
+    which are stacks of matrices, and the routers, which must choose like the engine's."""
     beside = [beside_experts(layer) for layer in model.modules()]
     if settings.target_modules != "all-linear" or not any(count for count, _ in beside):
         return settings.target_modules
@@ -78,20 +80,21 @@ def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[s
 
 
 def _draw_again(model: nn.Module) -> None:
-    """Give the adapter of a model without weights the values that peft drew and put away with the model's own.
+    """Draw the adapter's values for a model without weights, as peft does for one with weights.
 
     Raises:
-        ConfigError: it lies around something else than linear layers.
+        ConfigError: the adapter wraps a module that is not a linear layer.
     """
     for name, layer in adapted_layers(model).items():
         pairs = [part[ADAPTER] for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
         if not all(isinstance(part, nn.Linear) for part in pairs) or not pairs:
             raise ConfigError(
-                f"model.lora adapts {name}, which is not a linear layer, and on many ranks a model is read in parts, which "
-                "goes with adapters of linear layers alone; leave it out of model.lora.target_modules, or use one process"
+                f"model.lora adapts {name}, which is not a linear layer; on many ranks only linear layers can be "
+                "adapted, because the model is read in parts. Remove it from model.lora.target_modules, or use one "
+                "process"
             )
         dtypes = [part.weight.dtype for part in pairs]
-        # Drawn in float32 and rounded then, as peft does: random numbers of another dtype are other numbers.
+        # Drawn in float32 and then rounded, like peft: drawing in another dtype gives other numbers.
         for part in pairs:
             part.to_empty(device="cpu").float().reset_parameters()
         layer.reset_lora_parameters(ADAPTER, True)
@@ -105,15 +108,15 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> live tensor of the adapter alone."""
+    """Return name -> live tensor of the adapter."""
     return {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
 
 
 @contextmanager
 def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let `model` compute with another adapter of the same shape; its own tensors are only set aside.
+    """Use other adapter tensors of the same shape within the context; afterwards restore the model's own.
 
-    The parameters' storage is exchanged and not written, so an engine that shares it notices nothing.
+    The parameters' storage is exchanged, not overwritten, so an engine that shares it is unaffected.
     """
     own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     saved = {name: p.data for name, p in own.items()}
@@ -127,34 +130,34 @@ def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterato
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a weight has in a model without an adapter."""
+    """Return the name of a weight in the model without an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's own weights without the adapter, as live tensors under the model's own names."""
+    """Return the live weights without the adapter, under the names of the model without an adapter."""
     return {plain_name(name): value.detach() for name, value in model.state_dict().items() if ".lora_" not in name}
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights with the adapter added, under the model's own names.
+    """Return the weights with the adapter added, under the names of the model without an adapter.
 
-    Those that the adapter changes are new tensors; all others are live.
+    Weights that the adapter changes are new tensors; all others are live.
     """
     weights = base_weights(model)
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
             weight = weights[f"{name}.weight"]
-            # A new tensor: the live one is what training multiplies with beside the adapter, and must not hold it twice.
+            # A new tensor: training adds the adapter to the live weight itself, so merging in place would add it twice.
             weights[f"{name}.weight"] = weight + layer.get_delta_weight(ADAPTER).to(weight)
     return weights
 
 
 def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
-    """Return a whole weight of the model's own with the adapter added, whose parts are gathered; the call is collective.
+    """Return a whole weight with the adapter added, gathering the adapter's parts; the call is collective.
 
     Raises:
-        ConfigError: the adapter lies around something else than a linear layer.
+        ConfigError: the adapter wraps a module that is not a linear layer.
     """
     layer = adapted_layers(model).get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if layer is None:
@@ -162,8 +165,8 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     pair = [part[ADAPTER].weight for part in (layer.lora_A, layer.lora_B) if ADAPTER in part]
     if len(pair) != 2 or not all(isinstance(part[ADAPTER], nn.Linear) for part in (layer.lora_A, layer.lora_B)):
         raise ConfigError(
-            f"model.lora adapts {name}, which is of no linear layer, and on many ranks only those are merged for an engine; "
-            "leave it out of model.lora.target_modules, or use one process"
+            f"model.lora adapts {name}, which is not in a linear layer; on many ranks only linear layers can be merged "
+            "for an engine. Remove it from model.lora.target_modules, or use one process"
         )
     down, up = (whole_tensor(part.detach()) for part in pair)
     added = up @ down * layer.scaling[ADAPTER]
@@ -171,29 +174,29 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 
 def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return peft's settings of the model's adapter, as its file of settings has them."""
+    """Return the content of peft's settings file for the model's adapter."""
     config: Any = model.peft_config[ADAPTER]
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=list))
     return settings
 
 
 def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's tensors, by the names that they have in the model, by those that they have in peft's files."""
+    """Rename an adapter's tensors from their names in the model to those in peft's files."""
     return {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in tensors.items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapter alone, in peft's format; with `tensors` in place of its own."""
+    """Write the adapter in peft's format, with the values of `tensors` if given."""
     model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"no adapter was written to {folder}; the model has none")
 
 
 def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
-    """Refuse the adapter in `folder` where it is scaled otherwise, of which the shapes of its tensors say nothing.
+    """Raise if the adapter in `folder` has another scale, which the shapes of its tensors do not show.
 
     Raises:
-        CheckpointError: with what differs.
+        CheckpointError: rank or alpha differ.
     """
     file = folder / CONFIG_FILE
     try:
@@ -204,35 +207,35 @@ def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
     for name, value in own.items():
         if saved.get(name, value) != value:
             raise CheckpointError(
-                f"the adapter in {folder} has {name} {saved[name]!r} and that of model.lora {value!r}; model.lora must be "
-                "what it was"
+                f"the adapter in {folder} has {name} {saved[name]!r}, and model.lora has {value!r}; set model.lora to "
+                "the former value"
             )
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write into the model's adapter what `save_adapter` left in `folder`.
+    """Load the adapter that `save_adapter` wrote to `folder` into the model.
 
     Raises:
-        CheckpointError: there is none, or it is another model's, of another shape, or scaled otherwise.
+        CheckpointError: there is no adapter, or it is of another model, shape or scale.
     """
     from safetensors.torch import load_file
 
     file = folder / WEIGHTS_FILE
     if not file.is_file():
-        raise CheckpointError(f"there is no adapter in {folder}; a folder with one holds {WEIGHTS_FILE}")
+        raise CheckpointError(f"there is no adapter in {folder}; an adapter's folder contains {WEIGHTS_FILE}")
     config: Any = model.peft_config[ADAPTER]
     require_same_settings(folder, rank=config.r, alpha=config.lora_alpha)
     own = adapter_tensors(model)
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
     tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
-    hint = "; model.lora must be what it was"
+    hint = "; set model.lora to the former value"
     require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
     names.take(own, tensors)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the model's own name of each adapted module -> the module around it."""
+    """Return the name of each adapted module in the model without an adapter -> the module that wraps it."""
     if not has_lora(model):
         return {}
     from peft.tuners.lora import LoraLayer

@@ -1,10 +1,10 @@
-"""The contribution of each token to the loss of one micro-batch, and the figures that are read off on the way.
+"""The loss terms of each token of a micro-batch, and the metrics of the same pass.
 
     targets (logprobs, advantages, old, reference)  ->  policy loss + kl_coef * KL - entropy_coef * entropy   [S]
     tokens of observations (logprobs)               ->  observation_coef * cross-entropy                      []
 
-Separate from the policy because nothing here knows how a micro-batch came about or what happens to its gradient: terms are
-per token, their coefficients were normalised over the global batch before, and so gradients of micro-batches add up (I7).
+Terms are per token, and their coefficients are normalised over the global batch beforehand, so gradients of micro-batches
+add up (I7).
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from polyturn.training.network import Network, TargetScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill), each of them weighed."""
+    """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill), with a weight for each term."""
 
     policy_loss: PolicyLoss = ppo_clip
-    """The policy loss of a token."""
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Its options, such as clip_low and clip_high."""
+    """Options of the policy loss, such as clip_low and clip_high."""
     distill: DistillSettings | None = None
-    """Draws the policy to the teacher, on the tokens that the policy sampled."""
+    """Pulls the policy towards the teacher at the sampled tokens; None does not."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
-    """The average over tokens, and the terms beside the policy loss. The ratio's denominator is the samples' old_logprobs;
-    where the whole batch has none it is on-policy by definition, the ratio is 1 and only its gradient counts, which is right
-    for exactly one update on fresh rollouts."""
+    """The average over tokens, and the terms besides the policy loss. The ratio's denominator is the samples' old_logprobs.
+    A batch without old_logprobs counts as on-policy: the ratio is 1 and only its gradient matters, which is correct for
+    exactly one update on fresh rollouts."""
 
     @property
     def kl(self) -> KlOptions:
-        """The options of the KL to the reference; its weight is 0 where there is none."""
+        """The options of the KL to the reference; weight 0 if there is none."""
         return self.algorithm.kl_in("loss")
 
     def __post_init__(self) -> None:
@@ -57,7 +56,8 @@ class LossSettings:
         most = math.inf if self.policy_loss is geo_mean else 1  # geo_mean bounds the logarithm of the ratio
         if not 0 <= (low or 0.0) <= most or not (high or 0.0) >= 0:
             raise ConfigError(
-                f"algorithm.loss: the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must hold 1 and stay above 0"
+                f"algorithm.loss: the clip range is [1 - {low or 0.0}, 1 + {high or 0.0}]; it must contain 1 and stay "
+                "above 0"
             )
         if dual is not None and dual <= 1:
             raise ConfigError(f"algorithm.loss.dual_clip is {dual}; it must be above 1, or None")
@@ -67,44 +67,45 @@ class LossSettings:
 
 
 class Terms(NamedTuple):
-    """The loss of each target of a micro-batch, and the figures that are read off on the way."""
+    """The loss of each target of a micro-batch, and metrics."""
 
     loss_S: Tensor
     scores_S: Tensor
-    """Detached, what the network gave for each target: its log-probability or its value."""
+    """[S] detached output of the network for each target: its log-probability or its value."""
     stats_S: Mapping[str, Tensor] = {}
-    """Detached figures per target, averaged over the targets of the step under their names."""
+    """Name -> [S] detached; its mean over the targets of the step is the metric of that name."""
     parts_S: Mapping[str, Tensor] = {}
-    """Detached addends of `loss_S`, summed with the coefficients under their names."""
+    """Name -> [S] detached addend of `loss_S`; its sum with the coefficients is the metric of that name."""
     own_S: Tensor | None = None
-    """Detached log-probabilities under the weights that the step began with, where the engine's are there to compare."""
+    """[S] detached log-probabilities under the weights at the start of the step, if there are the engine's to compare
+    with."""
     metrics: Mapping[str, Metric] = {}
-    """Of the pass as a whole."""
+    """Metrics of the whole pass."""
     sums: Mapping[str, tuple[Tensor, Callable[[float], Metric]]] = {}
-    """Further detached numbers [] that are still on the device, and the metrics that they become."""
+    """Name -> a detached number [] on the device, and the function that makes a metric of it."""
     observation: Tensor | None = None
-    """The observation loss of the micro-batch, its coefficients applied; None without one."""
+    """[] the observation loss of the micro-batch, with coefficients; None without one."""
 
     def total(self, coef_S: Tensor) -> Tensor:
-        """Return the loss of the micro-batch, whose targets have these coefficients."""
+        """Return the loss of the micro-batch with these coefficients of its targets."""
         loss = (self.loss_S * coef_S).sum()
         return loss if self.observation is None else loss + self.observation
 
 
 class Objective:
-    """The objective that a network is trained to minimise, token by token."""
+    """An objective per token."""
 
     def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
-        """Return a function from the network and a micro-batch of `samples` to its terms, weighed by `weights`.
+        """Return a function from the network and a micro-batch of `samples` to terms with these weights.
 
         Raises:
-            TrainingError: the samples lack what it needs.
+            TrainingError: the samples lack arrays that the objective needs.
         """
         raise NotImplementedError
 
     def problem(self, samples: Sequence[TrainSample], batch: MicroBatch, terms: Terms, *, step: int) -> str:
-        """Return the error message for a loss that is not finite: the first target whose term is not, with its inputs."""
-        # With its coefficient, as the loss sums it: 0 times infinity is not 0.
+        """Return the error message for a loss that is not finite: the first target with such a term, and its inputs."""
+        # With the coefficient, as in the loss: 0 times infinity is NaN.
         bad = torch.nonzero(~torch.isfinite(terms.loss_S.detach() * batch.loss_coef_S)).flatten().tolist()
         s = bad[0] if bad else 0
         arrays = {
@@ -116,10 +117,10 @@ class Objective:
         numbers = "".join(f", {name} {float(a[s]):g}" for name, a in arrays.items() if a is not None)
         sample = samples[int(batch.sample_S[s])]
         return (
-            f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a "
-            f"micro-batch, first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
-            f"{terms.loss_S[s].item():g}, logprob {terms.scores_S[s].item():g}{numbers}; if the logprob is not finite "
-            "look at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at where it comes from"
+            f"the loss is not finite at optimizer step {step}: {len(bad)} of {batch.num_targets} tokens of a micro-batch, "
+            f"first token {int(batch.token_S[s])} of sample {'/'.join(map(str, sample.id))} with loss "
+            f"{terms.loss_S[s].item():g}, logprob {terms.scores_S[s].item():g}{numbers}; if the logprob is not finite look "
+            "at the parameters (loss/grad_norm and loss/lr of the steps before), otherwise at the inputs of the token"
         )
 
 
@@ -133,8 +134,8 @@ class PolicyTerms(Objective):
 
         Args:
             settings: The loss.
-            has_reference: Whether something can give the reference's log-probabilities, which samples bring to a KL term.
-            teacher: Gives [S] the teacher's log-probabilities.
+            has_reference: Whether the samples have the reference's log-probabilities, which a KL term needs.
+            teacher: Returns [S] the teacher's log-probabilities for a micro-batch.
 
         Raises:
             ConfigError: a KL term without a reference, a distillation term without a teacher, or an option that the policy
@@ -150,7 +151,7 @@ class PolicyTerms(Objective):
         self._kl = kl_estimators.resolve(settings.kl.name)
 
     def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
-        """Return the terms of micro-batches of `samples`, those of KL and entropy weighed by `weights`."""
+        """Return a function to the terms of a micro-batch of `samples`, with the KL and entropy weights `weights`."""
         algorithm = self._settings.algorithm
         options = {"entropy_grad": weights.entropy != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
@@ -166,7 +167,7 @@ class PolicyTerms(Objective):
         return terms
 
     def _terms(self, batch: MicroBatch, scores: TargetScores, weights: TermWeights) -> Terms:
-        """Return the loss of each target, which the policy loss, its correction, the KL term and the teacher add up to."""
+        """Return the loss of each target: the policy loss times its correction, plus KL, entropy and teacher terms."""
         settings, algorithm = self._settings, self._settings.algorithm
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
@@ -181,12 +182,13 @@ class PolicyTerms(Objective):
         stats_S = {f"policy/{name}": value for name, value in policy.stats.items()}
         stats_S["policy/advantage"] = batch.advantages_S
         own_S: Tensor | None = None
-        # With the engine are compared those of the step's start: in a later minibatch this pass shows what the step changed.
+        # Compare the engine with the weights at the start of the step: in a later minibatch this pass includes the step's
+        # changes.
         if batch.rollout_logprobs_S is not None:
             is_ours = batch.old_logprobs_S is not None and algorithm.old_logprobs == "trainer"
             own_S = batch.old_logprobs_S if is_ours else logprobs_S.detach()
         if settings.kl.coef:
-            assert batch.ref_logprobs_S is not None  # the policy scores what samples lack before
+            assert batch.ref_logprobs_S is not None  # the policy scored samples without them before
             kl_S = self._kl(logprobs_S, batch.ref_logprobs_S)
             if settings.kl.importance:
                 kl_S = kl_S * log_ratio(logprobs_S, old_S).exp()
@@ -200,7 +202,7 @@ class PolicyTerms(Objective):
                 distill_S = distill_S * batch.correction_S
             loss_S = loss_S + settings.distill.coef * distill_S
             parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
-        if scores.entropy_S is not None:  # a figure of every run, with a gradient only where it is a term
+        if scores.entropy_S is not None:  # always a metric, with a gradient only if it is a term
             stats_S["policy/entropy"] = scores.entropy_S.detach()
             if weights.entropy:
                 loss_S = loss_S - weights.entropy * scores.entropy_S
@@ -215,7 +217,7 @@ class PolicyTerms(Objective):
 def _observation_loss(
     read: ReadTargets, logprobs_R: Tensor
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Callable[[float], Metric]]]]:
-    """Return the observation loss of a micro-batch, and its `Terms.sums`.
+    """Return the observation loss of a micro-batch, and `Terms.sums` for its metrics.
 
     sum over observed tokens of coef * -log pi(o_t | all tokens before), coef = observation_coef / (observed tokens of the
     step). Source: Shrivastava et al. 2026, ECHO (arXiv 2605.24517), here as a mean over the tokens of a step.
@@ -234,7 +236,6 @@ class SupervisedTerms(Objective):
     """The cross-entropy of each target."""
 
     def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
-        """Return the terms of micro-batches."""
         return self._terms
 
     def _terms(self, network: Network, batch: MicroBatch) -> Terms:
@@ -244,7 +245,8 @@ class SupervisedTerms(Objective):
 
 
 class PassFigures:
-    """The figures of a pass's micro-batches. They stay on the device until all are there, so it is waited for once."""
+    """The metrics of a pass's micro-batches. They stay on the device until the end, so that the pass waits for it only
+    once."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[MicroBatch, Terms, Tensor]] = []
@@ -256,12 +258,13 @@ class PassFigures:
         values += [value for value, _ in terms.sums.values()]
         if "policy/ratio" in terms.stats_S:
             values.append(terms.stats_S["policy/ratio"].max())
-        # Detached, because a graph would keep what the backward pass frees.
+        # Detached, because a graph would keep the memory that the backward pass frees.
         kept = terms._replace(loss_S=terms.loss_S.detach(), observation=None)
         self._batches.append((batch, kept, torch.stack([loss.detach(), *values]).double()))
 
     def read(self) -> tuple[list[Metrics], tuple[MicroBatch, Terms] | None]:
-        """Wait for the device; return the metrics of each micro-batch, and the first one whose loss is not finite."""
+        """Wait for the device; return the metrics of each micro-batch, and the first micro-batch whose loss is not
+        finite."""
         if not self._batches:
             return [], None
         numbers = torch.cat([values for *_, values in self._batches]).tolist()
@@ -292,6 +295,6 @@ def _batch_metrics(batch: MicroBatch, terms: Terms, total: float, numbers: Itera
 
 
 def as_step(metrics: Metrics) -> Metrics:
-    """Turn the summed losses of one optimizer step into means, so that several steps in one line are averaged."""
+    """Turn the summed losses of one optimizer step into means, so that several steps in one line of metrics are averaged."""
     is_loss = {n for n, m in metrics.items() if n.startswith("loss/") and isinstance(m, Sum) and n != "loss/micro_batches"}
     return {name: Mean(m.value) if name in is_loss else m for name, m in metrics.items()}

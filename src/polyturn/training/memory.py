@@ -1,15 +1,16 @@
-"""The memory of a run's processes, and the duration of a weight sync: formulas over the sizes of a model.
+"""Estimate the memory of a run's processes, and the duration of a weight sync, from the sizes of a model.
 
     rank      (b + m + 8 + g) P / N, b P / N for each frozen model, the gathered blocks, activations     FSDP2 over N, AdamW
     server    b P / t + KV cache                                                                         t: tensor parallel
     sync      b P / B, once for all servers of a broadcast                                               B: bytes/s of a link
 
-Ranks that spread experts gather only their own of a layer; each is taken to get as many tokens as it sends. Ranks that
-split tokens share activations and logits, and each keeps all keys and values. Each row of Megatron's has a copy: N counts
-the ranks of a row, and of masters and moments all ranks; nothing is gathered, and a row shares activations and logits too.
+Ranks that spread experts gather only their experts of a layer, and are assumed to receive as many tokens as they send. Ranks
+that split tokens divide activations and logits, but each keeps all keys and values. With Megatron each row of ranks has a
+copy: N is the number of ranks of a row, and for masters and moments of all ranks. Nothing is gathered, and a row also
+divides activations and logits.
 
-P numbers of b bytes each. In float32 b is 4, there are no masters (m = 0), and g is 4. In bfloat16 b is 2, m is 4, and g is
-4 + 2: gradients are summed in float32, while those of one backward pass are still there in bfloat16.
+The model has P numbers of b bytes. In float32, b = 4, m = 0 (no masters) and g = 4. In bfloat16, b = 2, m = 4 and g = 4 + 2:
+gradients are summed in float32 while those of one backward pass still exist in bfloat16.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from polyturn.training.modality_encoders import layers_of, towers_of
 from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 
 _AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
-"""Parts of `rank_bytes` that a rank holds between two updates, too."""
+"""Parts of `rank_bytes` that a rank also holds between updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,32 +36,32 @@ class ModelSize:
     """The sizes that memory depends on."""
 
     parameters: int
-    """Tied ones count once."""
+    """Number of parameters; tied ones count once."""
     trained: int
-    """Number of them with gradients: with an adapter those of the adapter."""
+    """Number of parameters with gradients; with an adapter, those of the adapter."""
     layer: int
-    """Parameters of the largest layer, which is gathered by itself."""
+    """Number of parameters of the largest layer, which is gathered by itself."""
     outside: int
-    """Parameters outside the layers, which are gathered together and stay so for a pass."""
+    """Number of parameters outside the layers, which are gathered together for a whole pass."""
     widest: int
-    """Numbers of the largest tensor that is trained, the embedding as a rule."""
+    """Number of parameters of the largest trained tensor, usually the embedding."""
     element: int
-    """Bytes of one."""
+    """Bytes of a parameter."""
     hidden: int
     num_layers: int
     vocab: int
     kv_width: int
-    """Numbers of keys, or of values, that a token has in a layer."""
+    """Width of the keys (and of the values) of a token in a layer."""
     kept: int
-    """Bytes that the backward pass of a layer needs of each token."""
+    """Bytes per token that a layer keeps for its backward pass."""
     experts: int = 0
-    """Parameters of all experts, among those of the layers."""
+    """Number of parameters of all experts, included in those of the layers."""
     layer_experts: int = 0
-    """The same of the largest layer."""
+    """Number of parameters of the experts of the largest layer."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
-        """Return the sizes of a model, which needs no weights."""
+        """Return the sizes of a model, with or without weights."""
         config = model.config.get_text_config()
         layer_list = layers_of(model, towers_of(model))
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_list]
@@ -97,7 +98,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """The demands of a run on each trainer rank beside the model."""
+    """The factors besides the model that determine the memory of a trainer rank."""
 
     ranks: int = 1
     expert_parallel: int = 1
@@ -105,62 +106,62 @@ class RankLoad:
     context_parallel: int = 1
     """Ranks that split the tokens of a micro-batch."""
     megatron: Degrees | None = None
-    """The split of a copy within a row of ranks; None shards one copy over all ranks (FSDP2)."""
+    """How Megatron splits a copy within a row of ranks; None shards one copy over all ranks (FSDP2)."""
     num_trained: int = 1
-    """Models of this size that are trained: the policy, and a critic where the estimator needs one."""
+    """Number of trained models of this size: the policy, and a critic if the estimator needs one."""
     num_frozen: int = 0
-    """Models beside it that are only scored with: a reference, a teacher."""
+    """Number of further models that only score: a reference, a teacher."""
     tokens: int = 0
-    """Of a micro-batch."""
+    """Number of tokens of a micro-batch."""
     recomputes: bool = False
     """Whether layers are computed again in the backward pass."""
     keeps_whole_gradient: bool = False
-    """Whether gradients are summed over ranks after the last micro-batch alone (`gradient_sync: last`)."""
+    """Whether gradients are summed over ranks only after the last micro-batch (`gradient_sync: last`)."""
     on_gpu: bool = True
 
 
 def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
-    """Return a trainer rank's bytes at its peak, by part: all layers are computed, and the
-    backward pass goes through the output embedding, a chunk of targets at a time.
+    """Return a trainer rank's peak bytes by part. The peak is in the backward pass through the output embedding, after the
+    forward pass of all layers.
 
-    There the gradient of the embedding is summed over chunks before it is added to that of the micro-batches before: it is
-    there once as a sum and once as the chunk's. Where layers are computed again, the input of each is kept, and one whole.
+    At that point the embedding's gradient exists twice, as the sum over chunks of targets and as that of the current chunk.
+    If layers are computed again, the rank keeps the input of each layer and the activations of one.
     """
     low, copies, split = size.element < 4, load.num_trained, load.megatron or Degrees()
     wide, stages = split.tensor_parallel, split.pipeline_parallel
     at_once = wide * max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
-    # A layer is gathered while the one before it is still there, and its gradient is whole before it is cut.
+    # A layer is gathered while the previous one is still in memory, and its gradient is whole before it is cut.
     layer = size.layer - size.layer_experts + size.layer_experts // load.expert_parallel
     is_sharded, is_gathered = load.megatron is None, load.megatron is None and load.ranks > 1
     gathered = (2 * size.outside + 3 * layer) * size.element if is_gathered else 0
     keeps_whole = is_gathered and load.keeps_whole_gradient
-    # Of stages the first and the last each hold an embedding, tied or not.
+    # With stages, the first and the last each hold an embedding, tied or not.
     ends = min(size.outside, size.vocab * size.hidden) * stages - size.outside if stages > 1 else 0
 
     def bytes_of(count: int, *, bytes_of_each: int, is_state: bool = False) -> int:
         if is_sharded:
             return count // load.ranks * bytes_of_each
-        if count < size.parameters:  # an adapter has no experts, and half of each pair is on every rank of a stage
+        if count < size.parameters:  # an adapter has no experts; every rank of a stage has half of each pair whole
             return count * bytes_of_each // max(1, load.ranks // wide if is_state else stages)
         parts, of_experts = wide * stages, split.expert_parallel * stages
-        if is_state:  # of the optimizer, which ranks with the same part share too
+        if is_state:  # the optimizer's state, which ranks with the same part also divide
             parts, of_experts = max(parts, load.ranks), max(of_experts, load.ranks)
         return ((count - size.experts + ends) // parts + size.experts // of_experts) * bytes_of_each
 
-    # Of the experts, which an adapter does not train, a rank has its share.
+    # A rank has its share of the experts; an adapter does not train experts.
     of_others = size.experts - size.experts // load.expert_parallel if size.trained == size.parameters else 0
     num_layers = size.num_layers // stages
     inputs = num_layers * size.hidden * size.element
-    # megatron-core's layers keep a quarter more than those of transformers: half of the feed-forward layer's input once
-    # more, keys, and what rotary positions are multiplied with.
+    # megatron-core's layers keep a quarter more than those of transformers: half of the feed-forward layer's input again,
+    # keys, and the factors of rotary positions.
     kept = size.kept if is_sharded else size.kept * 5 // 4
     tokens = -(-load.tokens // load.context_parallel)
     activations = tokens * (inputs + kept if load.recomputes else num_layers * kept) // wide
-    # Of keys and values attention keeps those of all tokens, where others keep their own.
+    # Attention keeps the keys and values of all tokens; other layers keep only the rank's tokens.
     layers_kept = 1 if load.recomputes else num_layers
     activations += (load.tokens - tokens) * 2 * size.kv_width * size.element * layers_kept // wide
-    # glibc frees what is large, but not very large, within its heap, where gradients, which stay, settle between: the
-    # activations of a micro-batch, and of ranks each layer as it is gathered, and its whole gradient.
+    # glibc frees blocks of medium size within its heap, and lasting gradients settle in the gaps. So the heap keeps the size
+    # of a micro-batch's activations, and on ranks of a gathered layer and its whole gradient.
     gaps = activations if is_sharded else activations * 3 // 2  # measured: Megatron's leave more
     gaps += 2 * size.parameters * size.element if is_gathered else 0
     return {
@@ -171,7 +172,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
         "frozen models": load.num_frozen * bytes_of(size.parameters, bytes_of_each=size.element),
         "gathered blocks": gathered,
         "whole gradient until the last micro-batch": 4 * copies * (size.trained - of_others) * keeps_whole,
-        # The sum is counted already where a whole gradient is: among the gathered blocks, or in low precision.
+        # If there is a whole gradient, the sum is already counted: in the gathered blocks, or in low precision.
         "buffer of the largest gradient": (1 if low or gathered else 2) * size.widest * size.element // wide,
         f"activations of a micro-batch of {load.tokens} tokens": activations,
         "gaps in the heap": 0 if load.on_gpu else gaps,
@@ -180,22 +181,22 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
 
 
 def _kept(fields: Mapping[str, Any], *, hidden: int, query: int, key: int, element: int, norms_heads: bool) -> int:
-    """Return the bytes that autograd keeps of a token in a layer of Llama's or Qwen's kind, as transformers computes it.
+    """Return the bytes per token that autograd keeps for a Llama or Qwen layer of transformers.
 
     With e bytes of a number, h the hidden width, q that of queries, k that of keys, i that of the feed-forward layer:
 
         2 norms                       (4 + 2e) h each     its input in float32, that normalized, its output
-        norms of queries and keys     (4 + e) (q + k)     the same, for what comes out is turned before it is kept
+        norms of queries and keys     (4 + e) (q + k)     the same, without the output, which is rotated before it is kept
         attention                     e (2q + 2k)         queries, keys, values, its output; no scores (FlashAttention)
         feed-forward                  4 e i               both projections, the activation, the product
 
-    A mixture of experts has i of each expert that a token goes to, and its input and output, 2 e h, once more for each. Held
-    to what `torch.autograd.graph.saved_tensors_hooks` sees. Fused kernels keep less, and so does an adapter on frozen
-    weights. Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, eq. 1) count 34 h in the
-    same way for GPT's layers, whose norms are not in float32 and whose feed-forward layer has no gate.
+    In a mixture of experts, i is the sum over the token's experts, and each adds 2 e h for its input and output. Tests
+    compare this with `torch.autograd.graph.saved_tensors_hooks`. Fused kernels keep less, and so does an adapter on frozen
+    weights. Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, eq. 1) derive 34 h in
+    the same way for GPT's layers, whose norms are not in float32 and whose feed-forward layer has no gate.
     """
     experts = int(fields.get("num_experts_per_tok") or 0)
-    widths = fields.get("intermediate_size") or 4 * hidden  # GPT-2 leaves it out, and some give one for each layer
+    widths = fields.get("intermediate_size") or 4 * hidden  # GPT-2's config has none, and some configs have one per layer
     inner = int(np.max((experts and fields.get("moe_intermediate_size")) or widths))
     through = experts + int(fields.get("n_shared_experts") or 0) if experts else 1
     norms = 2 * (4 + 2 * element) * hidden + (4 + element) * (query + key) * norms_heads
@@ -209,11 +210,11 @@ def server_bytes(size: ModelSize, *, tensor_parallel: int = 1, tokens: int = 0) 
 
 
 def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, tokens: int = 0) -> dict[str, dict[str, int]]:
-    """Return the bytes on a GPU that a rank shares with a server, in each phase: phase -> part -> bytes.
+    """Return phase -> part -> bytes on a GPU that a rank shares with a server.
 
-    In rollout the rank is at rest. While weights arrive two buckets of them are on their way, the server has no KV cache
-    yet, and in the proof at the start the rank keeps what its parameters were. In an update the server sleeps and holds
-    nothing that grows with the model.
+    During rollout the rank is idle. While weights arrive, two buckets are in flight and the server has no KV cache; in the
+    test sync at the start the rank also keeps its original parameters. In an update the server sleeps and holds nothing that
+    grows with the model.
     """
     rank, server = rank_bytes(size, load), server_bytes(size, tensor_parallel=tensor_parallel, tokens=tokens)
     rest = {f"rank: {name}": rank[name] for name in _AT_REST}
@@ -224,7 +225,7 @@ def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, t
         | weights
         | {
             "rank: gathered blocks": rank["gathered blocks"],
-            "rank: what its parameters were": rank["parameters"],
+            "rank: original parameters": rank["parameters"],
             "buckets of weights": min(2 * BUCKET_BYTES, size.parameters * size.element),
         },
         "in an update": rank,
@@ -232,6 +233,5 @@ def shared_bytes(size: ModelSize, load: RankLoad, *, tensor_parallel: int = 1, t
 
 
 def sync_seconds(size: ModelSize, *, link: float, adapter_only: bool = False) -> float:
-    """Return the time of a broadcast of the weights, or an adapter, to all servers over a link of `link` bytes a
-    second."""
+    """Return the seconds of a broadcast of the weights, or of an adapter, to all servers over a link of `link` bytes/s."""
     return (size.trained if adapter_only else size.parameters) * size.element / link

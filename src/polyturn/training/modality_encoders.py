@@ -1,10 +1,10 @@
-"""Modality encoders: parts of a model that run only on batches with images, video or sound; the decoder always runs.
+"""Modality encoders: the parts of a model that run only on batches with images, video or sound.
 
     rank 0   [ image + text ]   visual, language_model
-    rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not none
+    rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not None
 
-Every rank must join every collective. An encoder that is sharded by itself would be gathered only on ranks that run it, so
-it is sharded with the root; and each of its parameters has a gradient on all ranks, or on none.
+Every rank must join every collective. An encoder that is sharded by itself would be gathered only on ranks that run it. So
+it is sharded with the root, and each of its parameters has a gradient on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 def towers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a backbone beside its decoder; none where the backbone is the decoder."""
+    """Return the modules of a backbone besides its decoder; empty if the backbone is the decoder."""
     backbone = model.base_model
     assert isinstance(backbone, PreTrainedModel)
     decoder = backbone.get_decoder()
@@ -38,17 +38,17 @@ def towers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layers_of(model: PreTrainedModel, encoders: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the layers of a model that always run, which may be sharded one by one."""
+    """Return the layers outside `encoders`, which run on every batch and may be sharded one by one."""
     kinds = set(model._no_split_modules or ())
     apart = {module for encoder in encoders for module in encoder.modules()}
     return [module for module in model.modules() if type(module).__name__ in kinds and module not in apart]
 
 
 def touching(out: Tensor, encoders: Sequence[nn.Module]) -> Tensor:
-    """Return `out`, in which every trained parameter of `encoders` has a part of 0."""
+    """Return `out` plus 0 times every trained parameter of `encoders`, which gives each a gradient."""
     if not torch.is_grad_enabled():
         return out
-    # One number of each is enough to put it into the graph; an empty shard has none, and needs no gradient.
+    # One element of each puts it into the graph; an empty shard has none and needs no gradient.
     for parameter in (p for encoder in encoders for p in encoder.parameters() if p.requires_grad and p.numel()):
         out = out + 0.0 * parameter.reshape(-1)[0]
     return out

@@ -1,11 +1,11 @@
-"""ModelBackend: the network of this process, and its optimizer: the loop over micro-batches, and the state.
+"""ModelBackend: a network in this process with its optimizer, the loop over micro-batches, and the state.
 
     samples, coefficients -> micro-batches -> for each: forward, terms of the objective, backward
     optim_step: norm, clip, AdamW, clear
 
-Where its parameters are is the `Placement`'s: whole on one device, or this rank's shards. One call of `forward_backward`
-takes everything that one optimizer step trains on: coefficients are normalised over that batch before, and the gradients of
-its micro-batches add up to exactly its gradient (I7).
+The `Placement` decides whether the parameters are whole on one device or in this rank's shards. One call of
+`forward_backward` takes all samples of one optimizer step. Coefficients are normalised over that batch beforehand, so the
+gradients of its micro-batches add up exactly (I7).
 """
 
 from __future__ import annotations
@@ -62,42 +62,42 @@ Cut = Callable[[Sequence[TrainSample], Sequence[ArrayLike]], list[MicroBatch]]
 
 
 class Placement:
-    """The placement of a network's parameters, and the needs of its passes and checkpoints that follow from it.
+    """Where a network's parameters are, and how its passes and checkpoints handle them.
 
-    Here everything is where the model is; an engine may share its tensors, which are only ever written in place.
+    This base class leaves the model where it is. An engine may share its tensors, which are only written in place.
     """
 
     needs_packing = False
-    """Whether it computes packed rows alone."""
+    """Whether only packed rows can be computed."""
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
     ) -> Network:
-        """Return the form that a causal language model has here, with its `routers` if they are looked at; `is_copy` says
-        that its weights are those of what is trained."""
+        """Return the network of a causal language model, with its `routers` if they are recorded. `is_copy` says that its
+        weights are those of the trained model."""
         return PolicyNetwork(model, routers=routers, replays=replays)
 
     def values(self, backbone: PreTrainedModel) -> Network:
-        """Return the form that a value function over `backbone` has here."""
+        """Return the network of a value function over `backbone`."""
         return ValueNetwork(backbone)
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Put `network` where it is trained, and return its optimizer."""
+        """Move `network` to its devices for training, and return its optimizer."""
         return Optimizer(network.saved, settings)
 
     def freeze(self, network: Network, *, is_copy: bool) -> None:
-        """Put `network` where it is only scored with; `is_copy` says that it is one of what is trained."""
+        """Move `network`, which only scores, to its devices; `is_copy` says that it is a copy of the trained network."""
 
     def device(self, network: Network) -> torch.device:
         """Return the device of this process."""
         return next(network.saved.parameters()).device
 
     def in_step(self, cut: Cut) -> Cut:
-        """Return `cut`, made to give every process as many micro-batches as the one that has most."""
+        """Wrap `cut` such that every process gets as many micro-batches as the process with the most."""
         return cut
 
     def drawing(self, *of: int) -> AbstractContextManager[None]:
-        """Let processes that see the same samples draw the same random numbers in a pass, which `of` names."""
+        """Let processes that see the same samples draw the same random numbers in the pass that `of` identifies."""
         return nullcontext()
 
     def before_backward(self, network: Network, *, is_last: bool) -> None:
@@ -107,20 +107,20 @@ class Placement:
         """Free what the last pass gathered."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Let `model` score with another adapter meanwhile: the storage is exchanged, so that an engine which shares it
-        notices nothing."""
+        """Use other adapter tensors within the context. The storage is exchanged, so an engine that shares it is
+        unaffected."""
         return adapter_replaced(model, tensors)
 
 
 def fitting_layout(
     settings: LayoutSettings, networks: Sequence[Network], placement: Placement
 ) -> tuple[LayoutSettings, bool]:
-    """Return the settings without packing, and True, where one of the networks cannot be packed; all are tried out.
+    """Try out all networks. If one cannot be packed, return the settings without packing, and True.
 
     Raises:
-        ConfigError: it cannot, and the placement needs it.
+        ConfigError: a network cannot be packed, and the placement requires packing.
     """
-    # All of them, because a reference and a teacher score the same micro-batches as the policy.
+    # All networks, because a reference and a teacher score the same micro-batches as the policy.
     packs, whys = settings.packed or settings.shared_prefix, {}
     for network in networks:
         whys[type(network.backbone).__name__] = network.try_out(packs=packs)
@@ -133,7 +133,7 @@ def fitting_layout(
             )
         if why is not None:
             logger.warning(
-                "Samples lie in padded rows and every common prefix is computed again: %s cannot be packed, because %s",
+                "Samples are laid out in padded rows without shared prefixes, because %s cannot be packed: %s",
                 name,
                 why,
             )
@@ -142,7 +142,7 @@ def fitting_layout(
 
 
 class ModelBackend:
-    """Trains a network that this process holds, or holds a share of; implements `Backend`."""
+    """Trains a network, or this process's share of it; implements `Backend`."""
 
     def __init__(
         self,
@@ -156,17 +156,17 @@ class ModelBackend:
         reference: Scorer | None = None,
         is_packing_refused: bool = False,
     ) -> None:
-        """Train `network`, which `placement` has put where it is.
+        """Train `network`, which `placement` has moved to its devices.
 
         Args:
             network: The forward pass.
-            optimizer: What `placement` returned for it.
-            objectives: Name -> what may be minimised.
-            placement: Where the parameters are.
+            optimizer: The optimizer from `placement`.
+            objectives: Name -> objective.
+            placement: The placement of the network.
             layout: The size of micro-batches and how samples lie in them.
-            media: Lays out what samples show; None for text.
-            reference: What is scored with beside the network; None where there is none.
-            is_packing_refused: Whether packing was asked for and `layout` has none, because the model cannot be packed.
+            media: Lays out images, videos and sounds; None for text.
+            reference: The frozen reference; None without one.
+            is_packing_refused: Whether packing was requested but `layout` does not pack, because the model cannot be packed.
         """
         self.network = network.train()
         self.optimizer = optimizer
@@ -176,27 +176,27 @@ class ModelBackend:
         self._is_packing_refused = is_packing_refused
         self._shifts = WeightShifts()
         self._writing: Future[Any] | None = None
-        # Coefficients, advantages and log-probabilities: of bfloat16's 8 bits a ratio near 1 would have nothing left.
+        # For coefficients, advantages and log-probabilities: the 8 bits of bfloat16 cannot resolve a ratio near 1.
         dtype = torch.promote_types(next(network.parameters()).dtype, torch.float32)
         cut = functools.partial(cut_samples, settings=layout, dtype=dtype, device=placement.device(network), media=media)
         self.lay_out = placement.in_step(cut)
-        """(samples, coefs) -> the micro-batches of this process, as a pass computes them."""
+        """(samples, coefs) -> the micro-batches of this process."""
 
     @property
     def model(self) -> nn.Module:
-        """The trained model, under the names that a state uses."""
+        """The trained model, with the names of its state."""
         return self.network.saved
 
     @property
     def step_count(self) -> int:
-        """Number of optimizer steps that were taken or skipped."""
+        """Number of optimizer steps, taken or skipped."""
         return self.optimizer.step_count
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
-        """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere.
+        """Return for each sample [T] the result of `scorer` at each weighted token, 0 elsewhere.
 
         Raises:
-            ConfigError: the reference is asked of a policy that was built without one.
+            ConfigError: `scorer` is the reference, and there is none.
         """
         if scorer in (OWN, ENTROPY):
             scores = self.network.scores if scorer == OWN else self.network.entropies
@@ -205,7 +205,7 @@ class ModelBackend:
         else:
             raise ConfigError("this policy was built without a reference; pass reference=True")
         batches = self.lay_out(samples, [s.loss_weights for s in samples])
-        # Without dropout, as the engine samples: an adapter's noise is not part of the policy that is compared.
+        # Without dropout, like the engine: an adapter's noise is not part of the compared policy.
         self.network.eval()
         try:
             with torch.no_grad():
@@ -213,7 +213,7 @@ class ModelBackend:
                 for batch in batches:
                     with (
                         self.network.routed(batch) if scorer != REFERENCE else nullcontext()
-                    ):  # others choose for themselves
+                    ):  # other models choose their experts
                         values.append(scores(batch))
         finally:
             self.network.train()
@@ -230,8 +230,8 @@ class ModelBackend:
         """Add the gradient of an objective over `samples`.
 
         Raises:
-            TrainingError: the samples lack what the objective needs. The gradient is cleared. A loss that is not finite
-                makes the step one that `optim_step` skips, or ends the run at.
+            TrainingError: the samples lack arrays that the objective needs; the gradient is cleared. If the loss is not
+                finite, `optim_step` skips the step or ends the run.
         """
         start = time.perf_counter()
         batches = self.lay_out(samples, coefs)
@@ -245,7 +245,7 @@ class ModelBackend:
         terms_of = minimised.bind(samples, weights)
         try:
             for number, batch in enumerate(batches):
-                # Around both passes, because the backward one computes layers again.
+                # Around both passes, because the backward pass may compute layers again.
                 with self.network.routed(batch), self._placement.drawing(self.step_count, number):
                     with clock.lap("time/forward"):
                         terms = terms_of(self.network, batch)
@@ -255,7 +255,7 @@ class ModelBackend:
                             if terms.own_S is not None:
                                 own.append(terms.own_S)
                                 entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
-                    # Also of a loss that is not finite: over ranks the pass is collective, and all of them must make it.
+                    # Even if the loss is not finite, because the pass is collective and all ranks must make it.
                     with clock.lap("time/backward"):
                         self._placement.before_backward(self.network, is_last=number == len(batches) - 1)
                         loss.backward()
@@ -274,7 +274,7 @@ class ModelBackend:
             metrics["tokens/packing_refused"] = Sum(1)
         lengths = [len(s) for s in samples]
         logprobs, on_tokens = (scatter_back(real, of, lengths=lengths) if of else None for of in (own, entropies))
-        if problem is not None:  # told to the optimizer and not raised: all ranks must come to the same step, and skip it
+        if problem is not None:  # passed to the optimizer instead of raised: all ranks must reach the same step and skip it
             self.optimizer.spoil(problem)
         elif logprobs is not None:
             metrics |= agreement(samples, logprobs)
@@ -284,33 +284,33 @@ class ModelBackend:
         """Take one optimizer step from the summed gradient, and clear it.
 
         Raises:
-            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+            TrainingError: more consecutive steps had a loss or gradient that is not finite than may be skipped.
         """
-        self._placement.release(self.network)  # a gathered copy would go on with the weights of before the step
+        self._placement.release(self.network)  # a gathered copy would keep the weights from before the step
         return self.optimizer.step()
 
     def save(self, folder: Path) -> None:
-        """Begin to write this process's part of the state into `folder`, from a copy; see `Backend.save`."""
+        """Start writing this process's part of the state to `folder`, from a copy."""
         self._writing = write_shards(self.state_dict(), folder)
 
     def is_saved(self) -> bool:
-        """Return whether what `save` began is written, here and on all ranks.
+        """Return whether the state is written on all ranks.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be written.
         """
         return self._writing is None or is_written(self._writing, whose=self.network.whose)
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, here or on another number of ranks; every rank must call it.
+        """Load the state from `folder`, written by any number of ranks; every rank must call it.
 
         Raises:
-            CheckpointError: there is none, it is damaged, of another model, or lacks the reference.
+            CheckpointError: the state is missing, damaged, of another model, or lacks the reference.
         """
         whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
-        # The metadata first: a state of another model is refused before any tensor is written over.
+        # Metadata first, so that a state of another model raises before any tensor is overwritten.
         kinds = stored_kinds(folder, whose=whose)
-        # A parameter has moments from its first gradient on; those that the folder has must be there to be read into.
+        # A parameter has moments from its first gradient on; make those that the folder has, to read into them.
         self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in kinds for n in names.sources(name)))
         sections = self._sections()
         self._check(kinds, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))
@@ -319,24 +319,23 @@ class ModelBackend:
         self.optimizer.load_state_dict(clock)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this process's part of a checkpoint: live tensors, or its parts of them, and numbers."""
+        """Return this process's part of a checkpoint: live tensors or parts of tensors, and numbers."""
         sections = self._sections().items()
         return self.optimizer.state_dict() | flat({p: self.network.names.shards(tensors) for p, tensors in sections})
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with these weights, whole, some of the model's or all: each rank takes its part, and so does a reference
-        that is a copy of the model."""
+        """Start with these whole weights, some or all of the model's: each rank takes its part, and so does a reference that
+        is a copy of the model."""
         for tensors in (self.network.saved.state_dict(), self._sections()["reference/"]):
             self.network.names.take(tensors, weights)
         self.optimizer.take_parameters()
 
     def kinds(self, is_merged: bool) -> dict[str, TensorKind]:
-        """Return the names that `gathered` accepts: the model's own weights, into which an adapter is merged, or the
-        trained tensors."""
+        """Return the names that `gathered` accepts: the weights with an adapter merged, or the trained tensors."""
         return self.network.names.kinds(self.network.own_tensors() if is_merged else self.network.tensors())
 
     def gathered(self, names: Sequence[str], is_merged: bool) -> dict[str, Tensor] | None:
-        """Return name -> whole tensor on the CPU on rank 0, and None on the others, which hold one of them at a time."""
+        """Gather whole tensors on the CPU of rank 0, one at a time; return None on other ranks."""
         self._placement.release(self.network)
         tensors = self.network.own_tensors() if is_merged else self.network.tensors()
         is_adapted, collected = is_merged and has_lora(self.network.saved), dict[str, Tensor]()
@@ -350,7 +349,7 @@ class ModelBackend:
         return collected if is_first else None
 
     def write(self, pieces: Sequence[Sequence[str]], is_merged: bool, folder: Path) -> None:
-        """Write what `gathered` returns as the weights of a checkpoint in `folder`, each piece of names to a file; rank 0
+        """Write gathered tensors as the weights of a checkpoint in `folder`, one file for each list of names; rank 0
         writes."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_safetensors((self.gathered(names, is_merged) or {} for names in pieces), folder)
@@ -359,19 +358,19 @@ class ModelBackend:
                 self.gathered(names, is_merged)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> weight without gradient, for an engine: live tensors, and merged where an adapter changes them."""
+        """Return name -> weight without gradient, for an engine: live, or a merged copy if an adapter changes it."""
         return merged_weights(self.network.saved) if has_lora(self.network.saved) else base_weights(self.network.saved)
 
     def trained(self) -> Mapping[str, Tensor]:
-        """Return name -> what training changes, live: with LoRA the adapter."""
+        """Return name -> live tensor that training changes; with LoRA, the adapter's."""
         return {name: tensor.detach() for name, tensor in self.network.tensors().items()}
 
     def weight_groups(self, is_merged: bool = True) -> list[str]:
-        """Return the groups of parameters that `shift_weights` moves, by the names that `weights` or `trained` has."""
+        """Return the groups for `shift_weights`, from the names of `weights` or of `trained`."""
         return list(groups_of(self.kinds(is_merged)))
 
     def shift_weights(self, group: str, scale: float) -> None:
-        """Move a group of weights to `scale` times some noise of their size from where they were; 0 puts it back."""
+        """Add to a group of weights `scale` times noise of their size; 0 restores them."""
         self._placement.release(self.network)
         is_own = group in (own := groups_of(self.kinds(is_merged=True)))
         names = own[group] if is_own else groups_of(self.kinds(is_merged=False))[group]
@@ -379,11 +378,11 @@ class ModelBackend:
         self._shifts.shift(names, self.network.names.parts(tensors), scale)
 
     def held(self) -> dict[str, Tensor]:
-        """Return name -> what this process holds of the model that is trained, live."""
+        """Return name -> live tensor, or part of it, of the trained model in this process."""
         return {name: tensor.detach() for name, tensor in self.network.backbone.state_dict().items()}
 
     def free_cache(self) -> None:
-        """Return cached, unused GPU memory."""
+        """Release cached, unused GPU memory."""
         self._placement.release(self.network)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -395,19 +394,19 @@ class ModelBackend:
         self._objectives.clear()
 
     def _sections(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return the tensors of a checkpoint, prefix -> name -> live tensor: the parameters (with LoRA the adapter's), the
-        optimizer's part and, where it belongs to no file, the reference."""
+        """Return the tensors of a checkpoint, prefix -> name -> live tensor: the trained parameters, the optimizer's state
+        and, unless it can be read from a file, the reference."""
         self._placement.release(self.network)
         kept = None if self._reference is None else self._reference.kept()
         return {"model/": self.network.tensors(), **self.optimizer.sections(), "reference/": kept or {}}
 
     def _check(self, stored: Mapping[str, TensorKind], own: Mapping[str, TensorKind]) -> None:
-        """Refuse the state of another model, or one without the reference.
+        """Raise for a state of another model, or one without the reference.
 
         Raises:
-            CheckpointError: with what differs.
+            CheckpointError: with the difference.
         """
-        whose, hint = self.network.whose, "; model.lora must be what it was" if has_lora(self.network.saved) else ""
+        whose, hint = self.network.whose, "; set model.lora to the former value" if has_lora(self.network.saved) else ""
         require_same_shapes(inside(stored, "model/"), inside(own, "model/"), whose=whose, hint=hint)
         if (masters := inside(stored, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
             raise CheckpointError(
@@ -418,6 +417,6 @@ class ModelBackend:
         if kept := inside(own, "reference/"):
             if not (reference := inside(stored, "reference/")):
                 raise CheckpointError(
-                    "the checkpoint has no reference policy and this run uses one; it was written without KL"
+                    "the checkpoint was written without a KL and has no reference policy, which this run needs"
                 )
             require_same_shapes(reference, kept, whose=f"{whose}'s reference")

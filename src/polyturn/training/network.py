@@ -1,15 +1,15 @@
-"""Network: a model as it is trained and sharded, with its whole forward pass inside one module.
+"""Network: the module that is trained and sharded, with the whole forward pass from micro-batch to targets.
 
-    PolicyNetwork    MicroBatch -> log-probabilities of its targets      owns the output embedding
-    ValueNetwork     MicroBatch -> values at its targets                 has a head of its own
+    PolicyNetwork    MicroBatch -> log-probabilities of its targets      contains the output embedding
+    ValueNetwork     MicroBatch -> values at its targets                 contains a value head
 
-Log-probabilities have the one meaning used everywhere: log_softmax(logits / temperature) over the full vocabulary. This is
-where the time and memory of training go: the vocabulary projection runs only where a target is read off, for hidden states
-are gathered first. Whether a model's logits really are its output embedding applied to the last hidden state (some scale or
-cap them) is not guessed from its class: it is tried once, on a few tokens.
+Log-probabilities are log_softmax(logits / temperature) over the full vocabulary, as everywhere. Most of training's time and
+memory is spent here, so hidden states of targets are gathered first, and only they go through the vocabulary projection.
+Some models scale or cap logits. Whether a model's logits are its output embedding applied to the last hidden state is tested
+once, on a few tokens.
 
-The root of what is sharded must be what is called, because its hooks gather parameters before a pass; so nothing of a pass,
-the head included, happens outside.
+The hooks of the sharded root module gather parameters before a pass. So the whole pass, including the head, runs inside this
+module.
 """
 
 from __future__ import annotations
@@ -40,104 +40,105 @@ class TargetScores(NamedTuple):
     """The result of the forward pass for each target."""
 
     logprobs_S: Tensor
-    """[S] float32 (or wider), with gradient unless the caller turned gradients off."""
+    """[S] in at least float32, with gradient unless gradients are off."""
     entropy_S: Tensor | None
-    """[S] entropy of the distribution that each target was drawn from; None unless asked for."""
+    """[S] entropy of the distribution that each target was drawn from, in nats; None unless requested."""
     balance_S: Tensor | None = None
-    """[S] the balance loss of the sequence that each target is of; None without routers."""
+    """[S] the balance loss of each target's sequence; None without routers."""
     metrics: Mapping[str, Metric] = {}
-    """Of the routers."""
+    """Metrics of the routers."""
 
     def at(self, index: Tensor) -> TargetScores:
-        """Return the scores of some of the targets, by their index."""
+        """Return the scores of the targets at `index`."""
         entropy_S, balance_S = (None if t is None else t[index.to(t.device)] for t in (self.entropy_S, self.balance_S))
         return self._replace(logprobs_S=self.logprobs_S[index], entropy_S=entropy_S, balance_S=balance_S)
 
 
 MAX_LOGITS = 2**27
-"""Targets times vocabulary that are computed at a time: 512 MiB of float32 logits, held about three times over."""
+"""Largest number of logits computed at a time: 512 MiB in float32, held about three times."""
 MAX_LOGITS_CPU = 2**22
-"""The same on a CPU, where the first touch of fresh pages costs as much as the logits themselves: 16 MiB."""
+"""The same on a CPU, 16 MiB: there, touching fresh memory pages costs as much as computing the logits."""
 _LOUD = 1e3
-"""The largest logit that a head is tried with."""
+"""The largest logit in the test of a head."""
 MIN_CHUNK = 128
-"""Targets that are computed at a time whatever the vocabulary, because every chunk reads the whole output embedding."""
+"""Smallest number of targets per chunk, because every chunk reads the whole output embedding."""
 
 
 class Network(nn.Module):
-    """A network as a backend trains it; a subclass implements `forward`."""
+    """A network that a backend trains. A subclass implements `forward`."""
 
     whose = "checkpoint"
-    """The name of a state of it in error messages."""
+    """What error messages call its state."""
     backbone: PreTrainedModel
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
-    """Modules that only some ranks would run (`modality_encoders`); empty where one process runs everything."""
+    """Modules that run only on some ranks (`modality_encoders`); empty in one process."""
     context: ContextRow | None = None
-    """The ranks that split the tokens of each batch; None where this one computes all."""
+    """The ranks that split the tokens of each batch; None if this rank computes all."""
     names = Names()
     """The names and splits of its tensors."""
 
     @property
     def saved(self) -> nn.Module:
-        """The module whose names a state uses."""
+        """The module whose names the state uses."""
         raise NotImplementedError
 
     @property
     def heads(self) -> tuple[nn.Module, ...]:
-        """The modules that are sharded by themselves beside the layers."""
+        """Modules besides the layers that are sharded by themselves."""
         return ()
 
     def scores(self, batch: MicroBatch) -> Tensor:
-        """Return [S] what the network says of each target."""
+        """Return [S] the log-probability or value of each target."""
         raise NotImplementedError
 
     def entropies(self, batch: MicroBatch) -> Tensor:
-        """Return [S] the entropy of the distribution of each target, of a policy."""
+        """Return [S] the entropy of the distribution of each target; only a policy has one."""
         target_scores: TargetScores = self(batch, entropy_grad=False)
         assert target_scores.entropy_S is not None
         return target_scores.entropy_S
 
     def cut(self, batch: MicroBatch) -> tuple[MicroBatch, ContextShare | None]:
-        """Return the tokens and targets of `batch` that this rank computes, and its share of the whole; None for all."""
+        """Return the part of `batch` that this rank computes, and the description of the share; None if the part is all."""
         return (batch, None) if self.context is None else self.context.cut(batch)
 
     def try_out(self, *, packs: bool) -> str | None:
-        """Find out, with its weights in place, how the network is computed; return why it cannot be packed, where it is
-        asked and it cannot."""
+        """Test, with weights loaded, how the network can be computed. With `packs`, return the reason if it cannot be
+        packed, else None."""
         return None
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[object]:
-        """Inside, compute passes of `batch` as its rows lie, and with the experts that the engine chose."""
+        """Within the context, compute passes with the attention of `batch`'s layout and the experts that the engine
+        chose."""
         return nullcontext()
 
     def tensors(self) -> dict[str, Any]:
-        """Return name -> live tensor of what training changes: with LoRA the adapter, and a value function's head, alone; of
-        tied ones the first."""
+        """Return name -> live tensor that training changes: with LoRA only the adapter, and a value function's head. Tied
+        tensors have the first name."""
         if not has_lora(self.saved):
             return self.own_tensors()
         return {name: p.detach() for name, p in self.saved.named_parameters() if p.requires_grad}
 
     def own_tensors(self) -> dict[str, Any]:
-        """Return name -> live tensor of the model without an adapter; of tied ones the first."""
+        """Return name -> live tensor of the model without an adapter. Tied tensors have the first name."""
         names = dict(self.saved.named_parameters(remove_duplicate=False)).keys()
         again = {plain_name(name) for name in names - dict(self.saved.named_parameters()).keys()}
         return {name: tensor for name, tensor in base_weights(self.saved).items() if name not in again}
 
     def merged(self, name: str, whole: Any) -> Any:
-        """Return a whole weight, where it is, with the adapter added; the call is collective."""
+        """Return a whole weight, on ranks that have it, with the adapter added; the call is collective."""
         return whole_merged(self.saved, name, whole)
 
 
 class TargetForward:
-    """The forward pass of one model, read off at the targets."""
+    """Computes log-probabilities at the targets with a model."""
 
     def __init__(self, model: PreTrainedModel, *, max_logits: int | None = None) -> None:
         """Take the model.
 
         Args:
-            model: It may be moved to another device before it is used; `find_head` looks at it once it has weights.
-            max_logits: How many logits are computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
+            model: The model; it may still move to another device. Call `find_head` once it has weights.
+            max_logits: Number of logits computed at a time; None takes `MAX_LOGITS` or `MAX_LOGITS_CPU`.
         """
         self._model = model
         self._head: nn.Module | None = None
@@ -153,7 +154,7 @@ class TargetForward:
         return self._head is not None
 
     def find_head(self) -> None:
-        """Try, once, whether the output embedding alone makes the logits of the last hidden state."""
+        """Test whether the logits are the output embedding applied to the last hidden state."""
         if not self._is_tried:
             self._head, self._is_tried = _separate_head(self._model), True
 
@@ -162,19 +163,19 @@ class TargetForward:
     ) -> TargetScores:
         """Return the log-probability of each target of `batch`, and the entropy.
 
-        Logits are computed for a chunk of targets at a time, and once more in the backward pass: never [S, V] at once,
-        unless the model's logits are not just its output embedding applied to the last hidden state.
+        Logits are computed for a chunk of targets at a time, and again in the backward pass. Only a model whose logits are
+        not its output embedding applied to the last hidden state computes [S, V] at once.
 
         Args:
-            batch: What `layout` made, on the model's device.
-            share: Of the micro-batch that `batch` is cut from; the results are then those of all its targets.
-            entropy_grad: None computes no entropy, False without gradient (a metric), True with (a loss term).
+            batch: A micro-batch from `layout`, on the model's device.
+            share: This rank's share of a micro-batch, if `batch` was cut from one; the results are for all its targets.
+            entropy_grad: None: no entropy. False: entropy without gradient (a metric). True: with gradient (a loss term).
         """
-        # No attention mask: rows are padded on the right and attention is causal, so no target sees a padded position,
-        # and without a mask the attention kernel never builds a T x T one.
+        # No attention mask: rows are padded on the right and attention is causal, so no target attends to padding, and the
+        # attention kernel builds no T x T mask.
         inputs = _inputs(batch, share, dtype=self._model.dtype)
         with attending(self._model, batch.packing):
-            # What is read off at each target: the last hidden state [S, H], or the logits [S, V].
+            # At each target, the last hidden state [S, H], or the logits [S, V].
             if self._head is None:
                 out_BTX: Tensor = self._model(**inputs).logits
             else:
@@ -200,7 +201,7 @@ class TargetForward:
             support = None if batch.support_SK is None else batch.support_SK[part]
             read = (self._head, read_SX[part], batch.targets_S[part], temperature, support, entropy_grad)
             if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
-                # Nothing in the head is random, so no random state is kept for the second time.
+                # The head has no randomness, so no random state is kept for recomputation.
                 parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(_score(*read))
@@ -209,17 +210,17 @@ class TargetForward:
         return _whole(TargetScores(logprobs_S, torch.cat(entropies) if entropies else None), share)
 
     def _chunk(self, device: torch.device) -> int:
-        """Return the number of targets that are computed at a time on `device`."""
+        """Return the number of targets per chunk on `device`."""
         if self._max_logits is not None:
             return max(1, self._max_logits // self._vocab)
         return max(MIN_CHUNK, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // self._vocab)
 
 
 class PolicyNetwork(Network):
-    """A causal language model that gives log-probabilities."""
+    """A causal language model that returns log-probabilities."""
 
     def __init__(self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = True) -> None:
-        """Take a model; where it has `routers` they are looked at, and `replays` says whether they follow the engine's."""
+        """Wrap a model. Its `routers`, if any, are recorded; with `replays` they follow the engine's choices."""
         super().__init__()
         self.backbone = model
         self._targets = TargetForward(model)
@@ -228,17 +229,17 @@ class PolicyNetwork(Network):
 
     @property
     def saved(self) -> PreTrainedModel:
-        """The model, under its own names."""
+        """The model."""
         return self.backbone
 
     def try_out(self, *, packs: bool) -> str | None:
-        """Find out whether the head may be computed by itself, and whether samples may be packed."""
+        """Test whether the head can be computed by itself, and whether samples can be packed."""
         self._targets.find_head()
         return why_not_packed(self.backbone) if packs else None
 
     @contextmanager
     def routed(self, batch: MicroBatch) -> Iterator[None]:
-        """Let tokens go to the experts that the engine chose, look at what routers choose, and attend as `batch` lies."""
+        """Send tokens to the experts that the engine chose, record the routers' choices, and attend by `batch`'s layout."""
         with attending(self.backbone, batch.packing):
             if self._routers is None:
                 yield
@@ -251,7 +252,7 @@ class PolicyNetwork(Network):
                 self._routing = None
 
     def forward(self, batch: MicroBatch, *, balance_grad: bool = False, **options: Any) -> TargetScores:
-        """Return the scores of each target; inside `routed` also of routers, with gradient if asked."""
+        """Return the scores of each target; within `routed` also the balance loss, with gradient if `balance_grad`."""
         own, share = self.cut(batch)
         scores = self._targets(own, share, **options)
         if self._routing is not None:
@@ -262,7 +263,7 @@ class PolicyNetwork(Network):
         return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
 
     def _over_row(self, own: RoutingPass, share: ContextShare, batch: MicroBatch) -> RoutingPass:
-        """Return a pass over all tokens of `batch`, of this rank's `own`: balance and load are of whole sequences."""
+        """Gather this rank's `own` routing into that of all tokens of `batch`: balance and load are of whole sequences."""
         assert self._routers is not None
         routing = RoutingPass(self._routers, routes=batch.routes_NLK if self._replays else None)
         for whole, parts in ((routing.logits, own.logits), (routing.chosen, own.chosen), (routing.live, own.live)):
@@ -276,12 +277,12 @@ class PolicyNetwork(Network):
 
 
 class ValueNetwork(Network):
-    """A backbone and a linear map from its last hidden state to one number, 0 at first."""
+    """A backbone and a linear map from its last hidden state to a value, initially 0."""
 
     whose = "checkpoint's critic"
 
     def __init__(self, backbone: PreTrainedModel) -> None:
-        """Put a head on `backbone`."""
+        """Add a head to `backbone`."""
         super().__init__()
         like = next(backbone.parameters())
         self.backbone = backbone
@@ -299,11 +300,11 @@ class ValueNetwork(Network):
         return (self.head,)
 
     def try_out(self, *, packs: bool) -> str | None:
-        """Find out whether samples may be packed."""
+        """Test whether samples can be packed."""
         return why_not_packed(self.backbone) if packs else None
 
     def routed(self, batch: MicroBatch) -> AbstractContextManager[object]:
-        """Attend as `batch` lies, also where the backward pass computes layers again."""
+        """Attend by `batch`'s layout, also when the backward pass computes layers again."""
         return attending(self.backbone, batch.packing)
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -324,7 +325,8 @@ class ValueNetwork(Network):
 
 
 def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:
-    """Return a map from hidden states to values, 0 at first; float32 whatever the backbone is, and so sharded by itself."""
+    """Return a map from hidden states to values, initially 0. It is float32 whatever the backbone is, so it is sharded by
+    itself."""
     head = nn.Linear(hidden, 1, dtype=torch.promote_types(dtype, torch.float32))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -332,7 +334,7 @@ def value_head(hidden: int, *, dtype: torch.dtype) -> nn.Linear:
 
 
 def _inputs(batch: MicroBatch, share: ContextShare | None, *, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the model's arguments for `batch`, of which this rank has a `share`, or all."""
+    """Return the model's arguments for `batch`, or for this rank's `share` of it."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids_BT,
         "position_ids": batch.position_ids,
@@ -363,12 +365,12 @@ def _score(
     logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
     if entropy_grad is None:
         return TargetScores(logprobs_S, None)
-    # As a figure alone it must keep no second [S, V] for the backward pass.
+    # As a mere metric it must not keep a second [S, V] for the backward pass.
     return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
 
 
 def _whole(scores: TargetScores, share: ContextShare | None) -> TargetScores:
-    """Return the scores of all targets of a micro-batch, of which this rank computed its share."""
+    """Gather the scores of this rank's share into those of all targets."""
     if share is None:
         return scores
     entropy_S = None if scores.entropy_S is None else share.of_targets(scores.entropy_S)
@@ -376,13 +378,13 @@ def _whole(scores: TargetScores, share: ContextShare | None) -> TargetScores:
 
 
 def _separate_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output embedding if it alone turns the backbone's last hidden state into the model's logits."""
+    """Return the output embedding if the model's logits are its output for the last hidden state; None otherwise."""
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return None
     ids = torch.arange(4, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
     was_training = model.training
-    # Logits as large as no cap lets them through: near 0, where those of random weights are, a cap is hardly felt.
+    # Amplify logits beyond any cap: near 0, where logits of random weights are, a cap has almost no effect.
     amplified = head.register_forward_hook(lambda module, args, out: out * (_LOUD / out.abs().max().clamp_min(1e-30)))
     model.eval()
     try:

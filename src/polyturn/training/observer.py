@@ -1,10 +1,10 @@
-"""RunObserver: everything a run leaves behind and shows, in one place: metrics, trajectories, alarms, lines, progress bars.
+"""RunObserver: all records and output of a run: metrics, trajectories, alarms, log lines, progress bars.
 
     runs/quickstart/metrics.jsonl                  one object a step, evaluations included
                     trajectories/part-*.parquet    every trajectory of training and evaluation
-                    alarms.jsonl                   what looked wrong, and when
+                    alarms.jsonl                   alarms with their steps
 
-It decides nothing. Everything that it records is on disk by the end of the step.
+It never changes the run. All records of a step are on disk by the end of the step.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from polyturn.training.observer_base import Observer
 logger = logging.getLogger(__name__)
 
 _LONG_S = 60.0
-"""A step whose episodes take longer is announced."""
+"""Seconds of a step's episodes above which the expected duration is logged."""
 _OFTEN_S = 300.0
-"""Without a terminal, seconds in which a run says how far it is at least every two seconds; afterwards it does every ten."""
+"""Without a terminal, progress is logged every two seconds for this many seconds, then every ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlsoRecord:
-    """The records of a run beside its metrics and trajectories."""
+    """Further records of a run besides metrics and trajectories."""
 
     train_dump: TrajectoryDump | None = None
     eval_dump: TrajectoryDump | None = None
     store: StoreSettings = field(default_factory=StoreSettings)
-    """The trajectories that are kept."""
+    """Which trajectories are stored."""
     trackers: Sequence[TrackerSpec] = ()
-    """Programs that the numbers are passed on to."""
+    """Trackers that receive the metrics."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables, for trackers whose settings are there."""
+    """Environment variables with settings of trackers."""
     has_many_sets: bool = False
-    """Whether there are several evaluation sets, so that each has a folder of its own in `eval_dump`."""
+    """Whether there are several evaluation sets, so that each gets a folder in `eval_dump`."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
-    """Called with each step's metrics once they are written."""
+    """Called with step and metrics once they are written."""
     eval_metrics: Callable[[str, Sequence[TrajectoryGroup]], Mapping[str, float]] = lambda name, groups: {}
-    """Further numbers of an evaluation set, from its name and its groups."""
+    """Returns further metrics of an evaluation set, from its name and groups."""
 
 
 class RunObserver(Observer):
-    """Writes into the folder of a run."""
+    """Writes to the folder of a run."""
 
     def __init__(
         self, folder: Path, *, total_steps: int, console: Console | None = None, also: AlsoRecord | None = None
@@ -78,9 +78,9 @@ class RunObserver(Observer):
 
         Args:
             folder: The run's folder.
-            total_steps: How many steps it is going to take, for the time left.
-            console: Where progress bars are drawn; the one that log lines go to.
-            also: What is recorded beside them.
+            total_steps: Number of steps of the run, to estimate the remaining time.
+            console: Console for progress bars, the same as for log lines.
+            also: Further records.
         """
         self._also = also or AlsoRecord()
         self._folder = folder
@@ -104,7 +104,7 @@ class RunObserver(Observer):
         self._has_begun = False
         """Whether the first rollout of training has."""
         self._first_step: tuple[float, int] | None = None
-        """When the first rollout of training began, and how many of its episodes are done; None before and afterwards."""
+        """Start time of the first rollout of training, and the number of its finished episodes; None before and after it."""
         self._system = SystemSampler() if total_steps > 0 else None
 
     def __enter__(self) -> Self:
@@ -125,29 +125,29 @@ class RunObserver(Observer):
                 tracker.close()
 
     def watch(self, running: Mapping[EpisodeState, int]) -> None:
-        """Show from now on how many episodes are in each state."""
+        """Show the number of episodes in each state from now on."""
         self._running = running
         if self._live is not None:
             self._live.running = running
 
     def resume(self, step: int) -> None:
-        """Go on after `step`: metrics and trajectories of later steps, which are taken again, are dropped."""
+        """Resume after `step`: drop metrics and trajectories of later steps, which will run again."""
         self._store.forget_after(step)
         path = self._folder / "metrics.jsonl"
         taken = [line["step"] for line in read_metrics(path)] if path.exists() else []
         if (last := max(taken, default=step)) > step:
             again = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
-            logger.warning("the last checkpoint is of step %d; %s done again", step, again)
+            logger.warning("the last checkpoint is of step %d; %s repeated", step, again)
         self._metrics = JsonlTracker(path, resumed_step=step)
         self._trackers.resume(step)
-        # Alarms compare a run with its own early steps, which a resumed one has behind it.
+        # Alarms compare a run with its early steps, so a resumed run feeds them the recorded metrics.
         for earlier in read_metrics(path):
             self._alarms.feed(earlier["step"], earlier)
 
     def on_sft(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """A supervised step is done."""
+        """Record a finished supervised step."""
         if self._sft_metrics is None:
-            # A warm start that goes on begins behind step 1; lines of steps that are taken again are dropped.
+            # A resumed warm start begins after step 1; lines of repeated steps are dropped.
             resumed = step - 1 if step > 1 else None
             self._sft_metrics = JsonlTracker(self._folder / "sft_metrics.jsonl", resumed_step=resumed)
         self._sft_metrics.log(step, metrics)
@@ -155,12 +155,12 @@ class RunObserver(Observer):
         self._advance("warm start", total)
 
     def end_sft(self) -> None:
-        """Supervised training is done."""
+        """Log the end of supervised training."""
         self._end_phase()
         logger.info("warm start: %s", self._sft_last)
 
     def begin_phase(self, phase: str, total: int | None) -> None:
-        """A phase of `total` groups or episodes has begun; None where it does not count them."""
+        """Show that a phase of `total` groups or episodes has begun; None if it does not count them."""
         if phase == "rollout" and not self._has_begun:
             self._has_begun, self._first_step = True, (time.monotonic(), 0)
         if self._live is not None:
@@ -169,12 +169,12 @@ class RunObserver(Observer):
             self._begin_progress(phase, total)
 
     def on_episode(self, *, total: int) -> None:
-        """An episode of the `total` of a training step is done."""
+        """Show a finished episode of the `total` of a training step."""
         self._advance("rollout", total)
         self._tell_pace(total)
 
     def _tell_pace(self, total: int) -> None:
-        """Say once, from the first episodes of a run, how long those of a step take, where that is long."""
+        """Log once, from the pace of a run's first episodes, how long a step takes, if that is long."""
         if self._first_step is None:
             return
         began, done = self._first_step
@@ -185,24 +185,24 @@ class RunObserver(Observer):
         seconds = (time.monotonic() - began) / (done + 1) * total
         if seconds >= _LONG_S:
             logger.info(
-                "at the pace of the first %d episodes, the %d of a step take about %s, and training comes on top; fewer: "
-                "train.groups_per_step, train.group_size, rollout.limits.max_tokens_per_turn",
+                "at the pace of the first %d episodes, the %d of a step take about %s, plus training; to shorten it, "
+                "lower train.groups_per_step, train.group_size or rollout.limits.max_tokens_per_turn",
                 done + 1,
                 total,
                 duration(seconds),
             )
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        """A group is done; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
+        """Show a finished group; `phase` is "rollout" or "eval/<set>", `total` the number of groups of the phase."""
         self._advance(phase, total)
 
     def on_rollout(self, group: TrajectoryGroup, *, total: int) -> None:
-        """A group that belongs to no training is done: it is written, whatever happens to the others."""
+        """Write a finished group of a rollout without training, whatever happens to other groups."""
         self._advance("rollout", total)
         self._store.add(group, step=0, split="rollout")
 
     def end_rollout(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """All groups of a rollout without training are done."""
+        """Finish a rollout without training."""
         self._end_phase()
         self._warn(0, self._end_alarms.feed(groups, during="rollout"))
 
@@ -213,7 +213,7 @@ class RunObserver(Observer):
         groups: Sequence[TrajectoryGroup],
         trained: Mapping[str, Trained] | None = None,
     ) -> None:
-        """A training step is done: its metrics and its trajectories are written, with what it made of each, by its id."""
+        """Write the metrics and trajectories of a finished step; `trained` has the result of each trajectory by id."""
         self._end_phase()
         self._record(groups, step=step, split="train", trained=trained)
         if self._also.train_dump is not None:
@@ -231,14 +231,14 @@ class RunObserver(Observer):
         self._also.on_step(step, metrics)
 
     def on_failed_step(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """The update of a step raised: its trajectories are written, for what they show; the step has no metrics."""
+        """Write the trajectories of a step whose update raised; it has no metrics."""
         self._end_phase()
         self._record(groups, step=step, split="train")
         num = sum(len(group.trajectories) for group in groups)
         logger.warning("step %d could not be trained; its %d trajectories are in %s", step, num, self._folder)
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
-        """An evaluation set is done: its numbers and its trajectories are written."""
+        """Write the metrics and trajectories of a finished evaluation set."""
         self._end_phase()
         self._record(groups, step=step, split=f"eval/{name}")
         if self._also.eval_dump is not None:
@@ -265,7 +265,7 @@ class RunObserver(Observer):
                 file.write(json.dumps({"step": step, "alarm": alarm.name, "message": alarm.message}) + "\n")
 
     def _track(self, step: int, split: str, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> None:
-        if self._metrics is None:  # made with the first line, so that a run which takes none leaves no empty file
+        if self._metrics is None:  # created with the first line, so that a run without steps leaves no empty file
             self._metrics = JsonlTracker(self._folder / "metrics.jsonl")
         self._metrics.log(step, metrics)
         self._trackers.log(step, metrics)
@@ -281,7 +281,7 @@ class RunObserver(Observer):
     ) -> None:
         for group in groups:
             self._store.add(group, step=step, split=split, trained=trained)
-        self._store.flush()  # before the step's metrics: a line of these promises that its trajectories can be read
+        self._store.flush()  # before the step's metrics: a line of metrics means that its trajectories can be read
 
     def _advance(self, phase: str, total: int) -> None:
         if self._live is not None:

@@ -1,4 +1,4 @@
-"""Observer: the calls that a training loop makes. Each does nothing here; a subclass overrides what it needs."""
+"""Observer: the callbacks of a training loop. Each does nothing here; a subclass overrides those that it needs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Observer:
     """Follows a training loop."""
 
     def watch(self, running: Mapping[EpisodeState, int]) -> None:
-        """Receive the table of how many episodes are in each state, before the first step; it changes while they run."""
+        """Receive, before the first step, the live table of the number of episodes in each state."""
 
     def begin_phase(self, phase: str, total: int | None) -> None:
-        """A phase of `total` groups or episodes has begun; None where it does not count them."""
+        """Handle the start of a phase of `total` groups or episodes; None if it does not count them."""
 
     def on_episode(self, *, total: int) -> None:
-        """An episode of the `total` of a training step is done."""
+        """Handle the end of an episode of the `total` of a training step."""
 
     def on_group(self, group: TrajectoryGroup, *, phase: str, total: int) -> None:
-        """A group of the `total` of a phase is done."""
+        """Handle the end of a group of the `total` of a phase."""
 
     def on_step(
         self,
@@ -32,10 +32,10 @@ class Observer:
         groups: Sequence[TrajectoryGroup],
         trained: Mapping[str, Trained] | None = None,
     ) -> None:
-        """A training step is done."""
+        """Handle the end of a training step; `trained` has the result of each trajectory by id."""
 
     def on_failed_step(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """The update of a step raised."""
+        """Handle a step whose update raised."""
 
     def on_eval(self, step: int, name: str, report: EvalReport, groups: Sequence[TrajectoryGroup]) -> None:
-        """An evaluation set is done."""
+        """Handle the end of an evaluation set."""

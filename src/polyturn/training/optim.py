@@ -1,10 +1,10 @@
-"""AdamW with a learning-rate schedule, gradient clipping, and one decision on gradients that are not finite.
+"""AdamW with a learning-rate schedule, gradient clipping, and skipping of gradients that are not finite.
 
-Parameters are updated in place, always: an engine in this process may share the tensors. Nothing here allocates a new
-parameter, also not when a state is loaded.
+Parameters are always updated in place, because an engine in this process may share the tensors. No code here allocates a new
+parameter, not even to load a state.
 
-Parameters in bfloat16 have masters in float32 here: gradients are summed, clipped and applied there, and every step writes
-the masters, rounded, into the parameters. So what an engine samples from is exactly what the forward pass of training uses.
+Parameters in bfloat16 have float32 masters: gradients are summed, clipped and applied to the masters, and every step writes
+the rounded masters into the parameters. So an engine samples from exactly the weights that the training forward pass uses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from polyturn.training.shards import local_part
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter."""
+"""Names of AdamW's state of a parameter."""
 
 
 def lr_factor(step: int, settings: OptimSettings) -> float:
-    """Return the factor of the learning rate at step `step`, counted from 0."""
+    """Return the factor on the learning rate at `step`, counted from 0."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     schedule = settings.schedule
@@ -49,10 +49,12 @@ class Optimizer:
                 f"a {schedule.name} schedule needs total_steps above warmup_steps ({warmup}), not {schedule.total_steps}"
             )
         if 0 < warmup < 1:
-            raise ConfigError(f"warmup_steps is {warmup}, a share of a run's steps; say of how many: settings.over(steps)")
+            raise ConfigError(
+                f"warmup_steps is {warmup}, a share of a run's steps; set the number of steps with settings.over(steps)"
+            )
         self.settings = settings
         self.step_count = 0
-        """Steps taken or skipped so far; the schedule's clock."""
+        """Number of steps taken or skipped, by which the schedule advances."""
         self.skipped_in_a_row = 0
         self._problem: str | None = None
         live = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -60,7 +62,7 @@ class Optimizer:
         self._masters = {n: nn.Parameter(p.detach().float()) for n, p in own.items() if p.dtype.itemsize < 4}
         self._copies = [(own[n], master) for n, master in self._masters.items()]
         self._named = [(n, self._masters.get(n, p)) for n, p in own.items()]
-        # Decay pulls towards 0, which is not a neutral value of a norm's scale; biases are left alone with it, as is usual.
+        # No decay for norms, whose neutral scale is not 0, and, as usual, none for biases.
         matrices = [p for _, p in self._named if p.ndim > 1]
         vectors = [p for _, p in self._named if p.ndim <= 1]
         self._adamw = torch.optim.AdamW(
@@ -78,15 +80,15 @@ class Optimizer:
         """Clip the gradient, update the parameters, clear the gradient; skip a gradient that is not finite.
 
         Raises:
-            TrainingError: so many in a row were not finite that the run ends; the parameters are unchanged.
+            TrainingError: too many consecutive gradients were not finite; the parameters are unchanged.
         """
         self.collect()
         params = [p for _, p in self._named]
         norm_tensor = self._total_norm(params)
-        norm = float(norm_tensor)  # waits for the device: whether the step is taken is decided here
+        norm = float(norm_tensor)  # waits for the device, to decide whether to take the step
         lr = self.settings.lr * lr_factor(self.step_count, self.settings)
         is_finite = math.isfinite(norm)
-        # One number decides for all parameters and ranks: a part of a step is never taken.
+        # One number decides for all parameters and ranks, so a step is taken completely or not at all.
         if is_finite:
             if self.settings.max_grad_norm is not None:
                 self._clip(params, norm_tensor)
@@ -98,7 +100,7 @@ class Optimizer:
         else:
             self._skip(self._problem or self._non_finite_message(norm))
         self.zero_grad()
-        self.step_count += 1  # of a skipped step too: the schedule goes by the steps of the run
+        self.step_count += 1  # also for a skipped step: the schedule follows the steps of the run
         metrics: Metrics = {"loss/lr": Mean(lr), "loss/skipped_steps": Sum(0.0 if is_finite else 1.0)}
         if is_finite:
             bound = self.settings.max_grad_norm
@@ -107,8 +109,8 @@ class Optimizer:
         return metrics
 
     def collect(self) -> None:
-        """Add the gradient of parameters of low precision to that of their float32 masters: sums over micro-batches in
-        bfloat16 would lose what is small. Called after every backward pass."""
+        """Add the gradient of low-precision parameters to that of their float32 masters, after every backward pass. Sums
+        over micro-batches in bfloat16 would lose small terms."""
         for parameter, master in self._copies:
             if parameter.grad is None:
                 continue
@@ -119,9 +121,9 @@ class Optimizer:
             parameter.grad = None
 
     def spoil(self, problem: str) -> None:
-        """Make the next step one that is skipped, on every rank that shares it: the gradient takes no finite value."""
+        """Make every rank skip the next step, by setting the gradient to NaN."""
         self._problem = problem
-        # One NaN reaches the norm of all ranks, so the one decision there, on the norm, is made everywhere alike.
+        # One NaN makes the norm NaN on all ranks, so all skip the step.
         parameter = self._named[0][1]
         parameter.grad = torch.full_like(parameter, math.nan)
 
@@ -130,7 +132,7 @@ class Optimizer:
         return parameter
 
     def _write_back(self) -> None:
-        """Write what the step has changed where it is used."""
+        """Write the updated values into the parameters."""
         with torch.no_grad():
             for parameter, master in self._copies:
                 parameter.copy_(master)
@@ -155,11 +157,11 @@ class Optimizer:
             )
             return
         before = self.skipped_in_a_row - 1
-        self.zero_grad()  # code that catches the error must not find the gradient that caused it
-        raise TrainingError(problem + (f"; skipped in a row before it: {before}" if before else ""))
+        self.zero_grad()  # a caller that catches the error must not see this gradient
+        raise TrainingError(problem + (f"; steps skipped before it: {before}" if before else ""))
 
     def take_parameters(self) -> None:
-        """Let the masters be the parameters as they are now: those were loaded since this was made."""
+        """Set the masters to the current parameters, which were loaded after the optimizer was made."""
         with torch.no_grad():
             for parameter, master in self._copies:
                 master.copy_(parameter)
@@ -172,23 +174,24 @@ class Optimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the schedule's clock."""
+        """Return the number of steps."""
         return {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from what `state_dict` returned; the settings stay those given at construction."""
+        """Load the result of `state_dict`; the settings stay those of the constructor."""
         self.step_count, self.skipped_in_a_row = state["step_count"], state["skipped"]
         self.zero_grad()
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
-        """Return masters, and each kind of moments, which come with the first gradient: prefix -> name -> live tensor."""
+        """Return the masters and each kind of moments as prefix -> name -> live tensor. Moments exist from the first
+        gradient on."""
         moments = {name: self._adamw.state[param] for name, param in self._named if self._adamw.state.get(param)}
         return {"masters/": {name: master.detach() for name, master in self._masters.items()}} | {
             f"moments/{kind}/": {name: values[kind] for name, values in moments.items()} for kind in MOMENTS
         }
 
     def make_moments(self, is_wanted: Callable[[str], bool]) -> None:
-        """Let the parameters with a wanted name have moments, which are 0 where they are made now, and no others."""
+        """Keep moments for exactly the parameters with wanted names; new moments are 0."""
         for name, param in self._named:
             if not is_wanted(name):
                 self._adamw.state.pop(param, None)

@@ -1,4 +1,4 @@
-"""Options of training: the loop, the optimizer, the critic, the adapter, the supervised start.
+"""Options of training: the loop, the optimizer, the critic, the adapter, supervised training.
 
     train: {steps: 200, groups_per_step: 32, distributed: {ranks: 4}}       TrainOptions
     train: {optim: {lr: 1.0e-6, warmup_steps: 0.03, schedule: cosine}}      OptimSettings
@@ -6,8 +6,8 @@
     model: {lora: {rank: 16}}                                               LoraSettings
     warm_start: {conversations: demos.jsonl, steps: 50}                     SftOptions
 
-The parts of this package take these objects as they are, and a configuration holds the same ones. Separate from the parts,
-because a configuration is read where torch is not.
+A configuration contains these objects, and the modules of this package take them. This module does not import torch, because
+configurations are also read without it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.live import NameOrObject
 
 BACKEND = "torch"
-"""The backend of a run that names none."""
+"""The default backend."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""The weight of a moving mean beside what is new."""
+"""Weight of the old value in a moving mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """The learning rate after the warm-up: it stays, or it falls."""
+    """The learning rate after the warm-up."""
 
     PART: ClassVar[str] = "linear, cosine"
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, or the shape of a fall to `min_lr_ratio` at `total_steps`."""
+    """constant, or the shape of the decay to `min_lr_ratio` at `total_steps`."""
     total_steps: Annotated[int, Field(ge=1)] | None = None
-    """The step at which the fall ends; null takes the steps of the run. Steps of `critic.warmup`, which the policy sits out,
-    do not count for the policy."""
+    """Step at which the decay ends; null takes the steps of the run. Steps of `critic.warmup` do not count for the policy,
+    which is not trained in them."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The learning rate at its end, as a share of `lr`."""
+    """The learning rate at the end of the decay, as a share of `lr`."""
 
     def __post_init__(self) -> None:
         if self.name not in ("constant", "linear", "cosine"):
@@ -59,19 +59,19 @@ class OptimSettings:
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Of Adam: how long the means of gradients and of their squares last."""
+    """Adam's decay of the means of gradients and of their squares."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
-    """Of Adam: added to the root of the mean square."""
+    """Added to the denominator of Adam's update."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled from the gradient, as in AdamW; not applied to norms, biases and other vectors."""
+    """Decoupled weight decay, as in AdamW; not applied to norms, biases and other vectors."""
     warmup_steps: Annotated[int | float, Field(ge=0)] = 0
-    """Steps in which the learning rate rises linearly; the first one already has lr / warmup_steps. Below 1, a share of the
+    """Number of steps in which the learning rate rises linearly, starting at lr / warmup_steps. Below 1, a share of the
     steps of the schedule."""
     schedule: Annotated[ScheduleOptions, BeforeValidator(by_name)] = ScheduleOptions()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients of a larger norm are scaled down to it; null never scales."""
+    """Gradients of a larger norm are scaled down to this norm; null does not clip."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
-    """Steps in a row that are skipped and counted because loss or gradient is not finite; one more ends the run."""
+    """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more ends the run."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps > 1 and self.warmup_steps != int(self.warmup_steps):
@@ -84,11 +84,11 @@ class OptimSettings:
             raise ConfigError(f"max_grad_norm is {self.max_grad_norm}; it must be positive, or None for no clipping")
 
     def over(self, steps: int, *, updates: int = 1) -> OptimSettings:
-        """Return the settings of a run of so many steps, its warm-up and the end of its schedule in optimizer updates.
+        """Return the settings with the warm-up and the end of the schedule in optimizer updates, for a run of `steps`.
 
         Args:
-            steps: Of the run, in which these parameters are trained.
-            updates: Of the optimizer in each step, at most; a step with nothing to learn from has none.
+            steps: Number of steps of the run that train these parameters.
+            updates: Largest number of optimizer updates per step; a step without a trained token has none.
         """
         total = self.schedule.total_steps or steps
         warmup = int((self.warmup_steps * total if self.warmup_steps < 1 else self.warmup_steps) * updates)
@@ -98,7 +98,7 @@ class OptimSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """The value function of gae, turn_gae and bilevel_gae: a backbone of its own with one number per token.
+    """The value function of gae, turn_gae and bilevel_gae: a separate backbone with a value per token.
 
     Its loss is the mean over targets of max((v - G)^2, (clip(v, v_old - clip, v_old + clip) - G)^2) / 2. Source: Schulman et
     al. 2017 (PPO), in the form of its implementation; without `clip` it is (v - G)^2 / 2.
@@ -109,10 +109,10 @@ class CriticSettings:
     path: str | None = None
     """Folder or hub id of the model whose backbone it starts from, with the same vocabulary; null takes the policy's."""
     warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start of the run in which only the critic is trained, so that the policy does not follow a critic that
-    knows nothing."""
+    """Number of steps at the start of the run that train only the critic, so that the policy does not follow an untrained
+    critic."""
     clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """The distance that a value may move in a step and still be drawn to its return; null does not clip."""
+    """Largest distance that a value may move in a step (see the formula above); null does not clip."""
     optim: OptimSettings = OptimSettings(lr=1e-5)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Train low-rank adapters beside the weights instead of the weights; needs peft (the extra `lora`)."""
+    """Train low-rank adapters instead of the weights; needs peft (the extra `lora`)."""
 
     PART: ClassVar[str] = "an adapter"
 
@@ -131,45 +131,46 @@ class LoraSettings:
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of the adapter's input while it is trained. Above 0 the policy that is trained is not quite the one that sampled."""
+    """Dropout of the adapter's input in training. Above 0, the trained policy differs slightly from the one that sampled."""
     target_modules: str | list[str] = "all-linear"
-    """Names of modules (their ends), a regular expression, or all-linear: every linear layer but the output embedding
-    and routers of experts."""
+    """Suffixes of module names, a regular expression, or all-linear: every linear layer except the output embedding and the
+    routers of experts."""
     exclude_modules: str | list[str] | None = None
-    """Of the target modules, those that get no adapter."""
+    """Target modules to leave out."""
     adapter: str | None = None
-    """Folder of an adapter of this shape to start from."""
+    """Folder of an adapter of the same shape to start from."""
 
 
 def _of_the_user(path: Any) -> Any:
-    """Return a path with the user's folder in place of a leading ~."""
+    """Expand a leading ~ of a path."""
     return os.path.expanduser(path) if isinstance(path, str) else path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """Supervised training on conversations, by itself or as a warm start."""
+    """Supervised training on conversations, on its own or as a warm start."""
 
     conversations: Annotated[NameOrObject | None, AfterValidator(_of_the_user)] = None
-    """jsonl file of conversations, `file.py:function` that returns them, or a run's folder (its best trajectories)."""
+    """A jsonl file of conversations, `file.py:function` that returns them, or the folder of a run, whose best trajectories
+    are used."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
     min_reward: float = 1.0
-    """From a run's trajectories, those with at least this reward are kept (rejection sampling)."""
+    """Smallest reward of the trajectories that are used from a run's folder (rejection sampling)."""
     steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps; 0 means no supervised training."""
+    """Number of optimizer steps; 0 means no supervised training."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Conversations per step."""
     max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096
-    """Tokens of a micro-batch, padding included."""
+    """Largest number of tokens of a micro-batch, padding included."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Stop after this many seconds, whatever `steps` says."""
+    """Stop after this many seconds even if `steps` is not reached; null: no limit."""
     optim: OptimSettings = OptimSettings(lr=1e-4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistributedOptions:
-    """The distribution of the trained model over devices, by `train.backend`."""
+    """How `train.backend` distributes the trained model over devices."""
 
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
         "tensor_parallel": ("torch", "megatron"),
@@ -178,22 +179,23 @@ class DistributedOptions:
         "context_parallel": ("torch", "megatron"),
         "gradient_sync": ("torch",),
     }
-    """Keys that belong to a backend, and to which."""
+    """Key -> the backends that support it."""
 
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that train together, a GPU each where there are GPUs; the run starts them, and is none of them itself. Under
-    torchrun its own number counts."""
+    """Number of training processes, each on a GPU if there are GPUs. The run starts them in addition to its main process.
+    Under torchrun, torchrun sets the number."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split every layer among them and see the same samples; for models too wide for one device."""
+    """Number of ranks that split every layer and see the same samples, for models too wide for one device."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that have a share of the layers each and see the same samples, one after the other."""
+    """Number of ranks that each compute a share of the layers, for the same samples, one after another."""
     expert_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that have a share of the experts of each layer and send each other tokens, which are of different samples."""
+    """Number of ranks that each have a share of the experts of every layer. They see different samples and exchange
+    tokens."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
-    """Ranks that split the tokens of the same packed samples among them; for conversations too long for one device."""
+    """Number of ranks that split the tokens of the same packed samples, for conversations too long for one device."""
     gradient_sync: Literal["each", "last"] = "each"
-    """Sum gradients over ranks after each micro-batch, or once, after the last one of an update. The second communicates
-    less and keeps a whole float32 gradient on every rank meanwhile: 4 bytes a parameter."""
+    """Sum gradients over ranks after each micro-batch, or only after the last one of an update. last communicates less, but
+    keeps a whole float32 gradient on every rank: 4 bytes a parameter."""
 
 
 def _steps_or_time(value: int | str) -> int | str:
@@ -207,46 +209,48 @@ class TrainOptions:
     """The training loop."""
 
     steps: Annotated[int, Field(ge=0)] = 100
-    """Training steps of the run."""
+    """Number of training steps of the run."""
     epochs: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Passes over the tasks, which replace `steps` once the tasks are counted; a last step that is not full is not taken."""
+    """Number of passes over the tasks, in place of `steps`; an incomplete last step is left out."""
     groups_per_step: Annotated[int, Field(ge=1, le=2**20)] = 32
-    """Tasks whose groups are trained in one step; where it is not set, 4 in training on a machine without a CUDA GPU."""
+    """Number of tasks per step, with a group each; if it is not set, training without a CUDA GPU uses 4."""
     group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
-    """Trajectories of one task that are compared with one another."""
+    """Number of trajectories per task, which are compared with each other."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer updates per pass, each on its share of the step's trajectories."""
+    """Number of optimizer updates per pass, each on a share of the step's trajectories."""
     passes: Annotated[int, Field(ge=1)] = 1
-    """Passes over a step's trajectories, which PPO calls epochs; ratios are to the policy before the first of them."""
+    """Number of passes over a step's trajectories (PPO's epochs); ratios are relative to the policy before the first
+    pass."""
     max_tokens_per_batch: Annotated[int, Field(ge=16)] = 4096
-    """Tokens in one forward and backward, padding included."""
+    """Largest number of tokens in one forward and backward pass, padding included."""
     layout: Annotated[LayoutOptions, BeforeValidator(by_name)] = field(default_factory=LayoutOptions)
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Number of policy versions that a token may be behind when it is trained on; 0 is synchronous training."""
+    """Largest number of policy versions that a trained token may be behind; 0 is synchronous training."""
     oversample: Annotated[float, Field(ge=0, le=8)] = 0.0
-    """Groups that are started beyond those that a step trains on, as a share of these; the first complete ones are taken."""
+    """Groups that are started in addition to those that a step trains on, as a share of the latter; a step takes the first
+    to finish."""
     leftover: Literal["cancel", "carry"] = "cancel"
-    """The fate of the others: they are cut off and counted (cancel), or go on and are trained in a later step, within
-    max_staleness (carry), so that no length is left out."""
+    """What happens to the remaining groups. cancel: they are cut off and counted. carry: they continue and are trained in a
+    later step, within max_staleness, which avoids a bias against long episodes."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """Number of further tasks that are tried in place of a group whose rewards are all equal (for an estimator of turns also
-    the scores of their turns); 0 is none."""
+    """Number of further tasks to try in place of a group whose rewards are all equal (for an estimator of turns, also the
+    scores of turns)."""
     replay: Annotated[float, Field(ge=0, le=4)] = 0.0
-    """Groups of earlier steps that are trained on again beside the new ones, as a share of these, within max_staleness."""
+    """Groups of earlier steps that are trained again with the new ones, as a share of the latter, within max_staleness."""
     checkpoint_every: Annotated[int | str, AfterValidator(_steps_or_time)] = "10m"
-    """Steps between checkpoints, or the time between them as 30s, 10m or 2h, further apart where writing one takes more than
-    a fiftieth of it; 0 saves only at the start, at the end, and when the run is interrupted by anything but kill -9. A warm
-    start is saved by time alone."""
+    """Number of steps between checkpoints, or the time between them, such as 30s, 10m or 2h. The time grows such that
+    writing takes at most a fiftieth of it. 0 saves only at the start, at the end, and when the run is interrupted (except by
+    kill -9). A warm start is saved by time only."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Number of the newest ones that stay; the best one always does."""
+    """Number of newest checkpoints to keep; the best one is always kept."""
     keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Checkpoints of every so many steps stay for good; 0 is none."""
+    """Keep the checkpoints of every so many steps forever; 0 keeps none."""
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
-    """The consequence of a checkpoint that cannot be written, as on a full disk: the run ends, with the last good one
-    intact (stop), or goes on and tries again at the next (warn)."""
+    """If a checkpoint cannot be written, as on a full disk. stop: the run ends with the last good checkpoint intact. warn:
+    the run continues and tries again at the next checkpoint."""
     backend: NameOrObject = BACKEND
-    """The backend of the trained model: torch (FSDP2 where there are several ranks), megatron (megatron-core, the
-    extra `megatron`; docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
+    """The backend of the trained model: torch (FSDP2 with several ranks), megatron (megatron-core, the extra `megatron`;
+    docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
     distributed: DistributedOptions = DistributedOptions()
     optim: OptimSettings = OptimSettings()
 
@@ -254,13 +258,13 @@ class TrainOptions:
         if self.leftover == "carry" and not 0 < self.oversample <= self.max_staleness:
             raise ConfigError(
                 f"train.leftover is carry with train.oversample {self.oversample:g} and train.max_staleness "
-                f"{self.max_staleness}; a group that is carried over is trained by newer weights, so set oversample above 0 "
-                "and at most to max_staleness"
+                f"{self.max_staleness}; a group that is carried over is trained with newer weights, so set oversample "
+                "above 0 and at most to max_staleness"
             )
         if self.replay and not self.max_staleness:
             raise ConfigError(
-                f"train.replay is {self.replay:g} and train.max_staleness is 0; groups of earlier steps are of older "
-                "weights, so set max_staleness to 1 or more"
+                f"train.replay is {self.replay:g} and train.max_staleness is 0; groups of earlier steps were sampled "
+                "by older weights, so set max_staleness to 1 or more"
             )
         if self.dynamic_sampling and self.group_size == 1:
             raise ConfigError(
@@ -270,26 +274,26 @@ class TrainOptions:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a step, at most."""
+        """Largest number of optimizer updates of a step."""
         return self.minibatches * self.passes
 
     @property
     def extra_groups(self) -> int:
-        """Groups that are started beyond those of a step."""
+        """Number of groups that are started in addition to those of a step."""
         return math.ceil(self.oversample * self.groups_per_step)
 
     @property
     def carries_over(self) -> bool:
-        """Whether what is left of them is trained in a later step."""
+        """Whether the remaining groups are trained in a later step."""
         return self.leftover == "carry"
 
     @property
     def replayed_groups(self) -> int:
-        """Groups of earlier steps that a step trains on again."""
+        """Number of earlier groups that a step trains on again."""
         return math.ceil(self.replay * self.groups_per_step)
 
     @property
     def checkpoint_every_s(self) -> float | None:
-        """Seconds between checkpoints; None where steps are counted."""
+        """Seconds between checkpoints; None if steps are counted."""
         every = self.checkpoint_every
         return None if isinstance(every, int) else float(every[:-1]) * {"s": 1, "m": 60, "h": 3600}[every[-1]]

@@ -1,15 +1,15 @@
-"""Attention over rows that stand end to end and share prefixes (`batching/packing.py`), for any transformers model whose
-attention can be exchanged.
+"""Attention over packed rows with shared prefixes (`batching/packing.py`), for transformers models whose attention can be
+replaced.
 
-    CPU   row by row: a row's queries against its context and itself. The first row of a prefix is plain causal attention; a
-          row that continues one goes in blocks of queries, so the largest mask is [BLOCK, row] and never [N, N]
+    CPU   row by row: a row's queries attend to its context and itself. A row without a context is plain causal attention; a
+          row with one is computed in blocks of queries, so the largest mask is [BLOCK, row] and never [N, N]
     GPU   one FlexAttention over the flat axis, with k <= q < until[k] as its mask
 
-Where a row of ranks splits the axis (`context_parallel.py`), a rank's queries meet the keys and values of all: on a CPU in
-blocks under a mask, on a GPU by the same FlexAttention.
+If a row of ranks splits the axis (`context_parallel.py`), a rank's queries attend to the keys and values of all ranks: on a
+CPU in blocks with a mask, on a GPU with the same FlexAttention.
 
-Whether a model can be packed is not guessed from its name: it is tried once, on a few rows that branch, against the same
-rows alone. That tells of sliding windows, capped or sunk attention, recurrent layers and attention of a model's own.
+Whether a model can be packed is tested once: a few branching rows must give the same results packed and alone. This detects
+sliding windows, capped logits, attention sinks, recurrent layers and custom attention.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from polyturn.training.context_parallel import ContextShare
 
 NAME = "polyturn_packed"
 BLOCK = 256
-"""Queries that continue a prefix are computed so many at a time."""
+"""Number of queries per block in a row with a context."""
 _OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 
 
 class PackedView:
-    """A packing on the device of a model: what its attention needs of it, made once for all layers."""
+    """A packing on the device of a model, with masks that are made once for all layers."""
 
     def __init__(self, packing: Packing, device: torch.device, share: ContextShare | None = None) -> None:
         self.packing = packing
         self.share = share
-        """This rank's share of the axis; None where it has all of it."""
+        """This rank's share of the axis; None for all of it."""
         self.num_calls = 0
-        """Number of layers that asked."""
+        """Number of attention calls."""
         self._device = device
         self._band: Tensor | None = None
         self._block_mask: Any = None
 
     @property
     def num_tokens(self) -> int:
-        """The tokens whose attention this rank computes."""
+        """Number of tokens whose attention this rank computes."""
         return self.packing.num_tokens if self.share is None else len(self.share.own_L)
 
     def causal(self, num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:
-        """[Q, K] what is added to the scores of the last Q of K tokens: 0, and -inf for what comes later."""
+        """Return [Q, K] the additive mask of the last Q of K tokens: 0, and -inf for later tokens."""
         if self._band is None or self._band.dtype != dtype:
-            # One band for all layers and blocks: a mask of another shape is a view of it, moved along the diagonal.
-            width = max((len(row) for row in self.packing.places), default=0)
+            # One band for all layers and blocks; a mask of another shape is a view of the band, shifted along the diagonal.
+            width = max((len(row) for row in self.packing.row_indices), default=0)
             ahead = torch.arange(-width, BLOCK)[None] > torch.arange(BLOCK)[:, None]
             self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf")).to(self._device)
         start = self._band.shape[1] - BLOCK - (num_keys - num_queries)
@@ -95,15 +95,15 @@ def attend_rows(
         query: [1, H, N, D].
         key: [1, KV, N, D].
         value: [1, KV, N, D].
-        view: Who sees whom.
-        scale: Of the scores.
+        view: The packing.
+        scale: Factor on the scores.
         dropout: Probability of dropping a weight.
     """
     attend = functools.partial(
         scaled_dot_product_attention, scale=scale, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
     )
     packing = view.packing
-    # `split` and not slices: its gradient is one concatenation, where each slice would fill the whole axis with zeros.
+    # `split` instead of slices: its gradient is one concatenation; each slice's would be zeros over the whole axis.
     keys, values = key.split(packing.pieces, dim=2), value.split(packing.pieces, dim=2)
     own = [row for row in packing.rows if row.own[0] < row.own[1]]
     queries = query.split([sum(packing.pieces[slice(*row.own)]) for row in own], dim=2)
@@ -125,7 +125,7 @@ def attend_rows(
 def attend_share(
     query: Tensor, key: Tensor, value: Tensor, share: ContextShare, *, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Return [1, H, L, D] the attention of this rank's tokens over the whole axis, of which `key` and `value` are."""
+    """Return [1, H, L, D] the attention of this rank's tokens over the keys and values of the whole axis."""
     outs = []
     for start in range(0, query.shape[2], BLOCK):
         block = slice(start, start + BLOCK)
@@ -153,7 +153,7 @@ def attend_flex(query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, 
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, view: PackedView, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Return the result of `attend_rows`, by the fastest kernel of the device; a scale of None is that of the width."""
+    """Return the result of `attend_rows`, with the fastest kernel of the device; a scale of None is D ** -0.5."""
     scale, share = query.shape[-1] ** -0.5 if scale is None else scale, view.share
     if share is not None:
         key, value = share.gathered(key, value)
@@ -176,12 +176,12 @@ def packed_attention(
     packed_view: PackedView | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it: [1, H, N, D] in, [1, N, H, D] out.
+    """Implement the attention interface of transformers: [1, H, N, D] in, [1, N, H, D] out.
 
     Raises:
-        ConfigError: the layer wants another attention than a causal one over everything before.
+        ConfigError: the layer requires something other than plain causal attention.
     """
-    if packed_view is None:  # another part of the model, such as its vision tower
+    if packed_view is None:  # another part of the model, such as its vision encoder
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -199,8 +199,8 @@ AttentionInterface.register(NAME, packed_attention)
 
 @contextlib.contextmanager
 def packed(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model's layers attend by rows; a backward pass that computes layers again must lie inside too."""
-    # Through the config, which transformers' layers read in each pass, so that no module is replaced.
+    """Let the model's layers attend by rows. A backward pass that computes layers again must also run within the context."""
+    # Set in the config, which transformers' layers read in each pass, so no module is replaced.
     config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = NAME
@@ -211,12 +211,12 @@ def packed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def attending(model: PreTrainedModel, packing: Packing | None) -> contextlib.AbstractContextManager[None]:
-    """Let the model attend as a micro-batch lies: by rows where it is packed, else as it always does."""
+    """Let the model attend by rows if a micro-batch is packed; otherwise change nothing."""
     return contextlib.nullcontext() if packing is None else packed(model)
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Return why `model` cannot be trained on packed rows, or None where it can: tried on rows that branch."""
+    """Return the reason why `model` cannot be trained on packed rows, tested on branching rows; None if it can."""
     config = model.config.get_text_config()
     if (why := other_attention(model)) is not None:
         return why
@@ -225,14 +225,14 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
     try:
         with torch.no_grad():
             return _trial(model, num_layers=int(config.num_hidden_layers), vocab=int(config.vocab_size))
-    except (ConfigError, RuntimeError, TypeError, ValueError) as problem:  # of the model's own code: it is the reason
+    except (ConfigError, RuntimeError, TypeError, ValueError) as problem:  # an error of the model's code is the reason
         return one_line(problem)
     finally:
         model.train(was_training)
 
 
 def other_attention(model: PreTrainedModel) -> str | None:
-    """Return why `model` cannot be trained on packed rows by what its config says, which needs no weights."""
+    """Return the reason, from its config, why `model` cannot be trained on packed rows; None if there is none."""
     config = model.config.get_text_config()
     if config._attn_implementation == "eager":
         return "its attention is the eager one"
@@ -243,17 +243,17 @@ def other_attention(model: PreTrainedModel) -> str | None:
 
 
 def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None:
-    """Hold packed rows to the same rows alone, and look whether a row reads what another one wrote."""
+    """Compare packed rows with the same rows alone, and test whether a row reads another one's tokens."""
     parameter = next(model.parameters())
     rows = [np.array(r) % vocab for r in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 5], [1, 2, 3, 7, 8, 9], [9, 2, 3])]
     rows = [rows[i] for i in sorted_rows(rows)]
     packing = pack(rows, shared=[0, *itertools.starmap(common_prefix, itertools.pairwise(rows))])
     view = PackedView(packing, parameter.device)
     ids = torch.zeros((1, packing.num_tokens), dtype=torch.int64, device=parameter.device)
-    for span, row in zip(packing.places, rows, strict=True):
+    for span, row in zip(packing.row_indices, rows, strict=True):
         ids[0, span] = torch.from_numpy(row).to(ids)
     positions = torch.from_numpy(packing.positions_N)[None].to(ids)
-    # What only the first row holds; what stands behind it in the flat order must not notice it.
+    # Tokens of the first row only; later tokens on the flat axis must not depend on them.
     is_own = torch.from_numpy(packing.until_N == len(rows[0])).to(parameter.device)
 
     def hidden(ids: Tensor, **inputs: Any) -> Tensor:
@@ -264,11 +264,11 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
         flat = hidden(ids, position_ids=positions, packed_view=view)
         other = hidden(torch.where(is_own, (ids + 1) % vocab, ids), position_ids=positions, packed_view=view)
     if view.num_calls < 2 * num_layers:
-        return f"{view.num_calls // 2} of its {num_layers} layers let their attention be exchanged"
-    is_exact = parameter.dtype.itemsize >= 4  # bfloat16 rounds by 2^-8, layer after layer
+        return f"{view.num_calls // 2} of its {num_layers} layers let their attention be replaced"
+    is_exact = parameter.dtype.itemsize >= 4  # bfloat16 rounds by 2^-8 in every layer
     if not _is_close(flat[~is_own], other[~is_own], 1e-5 if is_exact else 0.0):
         return "a row of its packed rows reads another one"
-    for span, row in zip(packing.places, rows, strict=True):
+    for span, row in zip(packing.row_indices, rows, strict=True):
         if not _is_close(
             flat[torch.from_numpy(span)], hidden(torch.from_numpy(row).to(ids)[None]), 1e-3 if is_exact else 0.1
         ):
@@ -277,7 +277,7 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
 
 
 def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    """Whether two tensors differ by at most so much of the largest number."""
+    """Return whether two tensors differ by at most `tolerance` times the largest number."""
     return float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 

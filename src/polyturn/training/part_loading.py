@@ -1,10 +1,9 @@
-"""Weights of a model that lies in shards before it has any: each rank fills its own part of every tensor, and no more.
+"""Load weights into a model that is already sharded: each rank reads only its part of every tensor.
 
-    outline (meta)  -- fully_shard -->  shards (meta)  -- read_weights -->  this rank's part of what the files hold
-                                                       -- take_weights -->  copies of shards that this rank has already
+    outline (meta)  -- fully_shard -->  shards (meta)  -- read_weights -->  this rank's part of the tensors in the files
+                                                       -- take_weights -->  copies of shards that this rank already has
 
-Which tensors of a file become which of a model, renamed, merged or tied, is transformers' own knowledge, and so is the loop
-that cuts a file's tensor as a `DTensor` is cut.
+transformers maps the tensors of files to those of the model (renamed, merged or tied), and cuts them like a `DTensor`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _INDEX, _SINGLE, _KIND = "model.safetensors.index.json", "model.safetensors", "*
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors that a model's weights are in; none where it was saved in another format."""
+    """Return the safetensors files of a model's weights; empty if they have another format."""
     if (folder / _INDEX).is_file():
         return [folder / name for name in sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))]
     return [folder / _SINGLE] if (folder / _SINGLE).is_file() else sorted(folder.glob(_KIND))
@@ -45,12 +44,12 @@ def is_unread(model: PreTrainedModel) -> bool:
 
 
 def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collection[str] | None = None) -> int:
-    """Fill the shards of an unread model from the folder that it is of, and return how many bytes were read.
+    """Fill the shards of an unread model from its folder, and return the number of bytes read.
 
     Args:
-        model: An outline, sharded; an adapter in it has values already.
-        device: Where its values go.
-        only: The names, in a model without an adapter, of what is read; None reads all.
+        model: A sharded model without weights; an adapter in it already has values.
+        device: Device of the weights.
+        only: Names, in a model without an adapter, of the weights to read; None reads all.
 
     Raises:
         ConfigError: the folder's weights are not those of this model.
@@ -69,26 +68,26 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
             LoadStateDictConfig(dtype=model.dtype, device_map={"": str(device)}, weight_mapping=mapping),
         )
     wrong = sorted(name for name, *_ in info.mismatched_keys)
-    # Before the look for what is missing: a tied tensor is in no file, and has its values only behind this.
+    # Before looking for missing weights: a tied tensor is in no file, and gets its values here.
     _settle(model, device)
     unread = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     wrong += [name for name in unread if only is None or plain_name(name) in only]
     if wrong:
         raise ConfigError(
-            f"the weights in {folder} are not those of its config.json: {wrong[0]!r} is missing there or has "
-            "another shape; name a folder that `save_pretrained` wrote"
+            f"the weights in {folder} are not those of its config.json: {wrong[0]!r} is missing or has another shape; "
+            "give a folder that `save_pretrained` wrote"
         )
     logger.info("read %.1f MB of the weights in %s", sum(read) / 1e6, folder)
     return sum(read)
 
 
 def take_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Fill the shards of a model with copies of `tensors`, under its own names.
+    """Fill the shards of a model with copies of `tensors`.
 
     Args:
-        model: Sharded; unread, or with values that are written over.
-        tensors: Name -> shard, of parameters and of buffers that are saved, of a model that is cut alike.
-        device: Where values go that are made anew.
+        model: A sharded model, without weights or with weights that are overwritten.
+        tensors: Name -> shard of a parameter or saved buffer, from a model that is cut alike.
+        device: Device of new tensors.
     """
     was_unread = is_unread(model)
     model.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()}, assign=was_unread)
@@ -99,8 +98,7 @@ def take_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: 
 def _under_own_names(
     parts: Mapping[str, Any], model: PreTrainedModel, mapping: list[Any], only: Collection[str] | None
 ) -> dict[str, Any]:
-    """Return a file's tensors, or `only` some, those of a layer that an adapter lies around under the name that it has
-    there."""
+    """Return a file's tensors (`only` some), renamed for layers that an adapter wraps."""
     adapted = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -115,9 +113,9 @@ def _under_own_names(
 
 
 def _settle(model: PreTrainedModel, device: torch.device) -> None:
-    """Tie what the model ties, and compute the buffers that no file holds, such as those of rotary positions."""
+    """Tie weights, and compute the buffers that are in no file, such as those of rotary positions."""
     model.tie_weights()
-    # What is marked keeps its values: `initialize_weights` is called for the buffers, whose formulas are the model's own.
+    # Marked tensors keep their values: `initialize_weights` is called only for the buffers, which the model computes.
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # how transformers knows what to leave alone
     for module in model.modules():
@@ -128,7 +126,7 @@ def _settle(model: PreTrainedModel, device: torch.device) -> None:
 
 
 class _CountedSlice:
-    """A tensor of a file, of which parts are read; notes how much."""
+    """A tensor in a file that is read in parts; counts the bytes."""
 
     def __init__(self, part: Any, read: list[int]) -> None:
         self._part = part
@@ -143,7 +141,7 @@ class _CountedSlice:
         return dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        # What safetensors gives is a view of the whole in the file; the part is to be memory of its own, from its start on.
+        # safetensors returns a view of the whole file; copy the part, so that it starts its own storage.
         tensor: Tensor = self._part[index].clone(memory_format=torch.contiguous_format)
         self._read.append(tensor.nbytes)
         return tensor

@@ -1,10 +1,10 @@
-"""PassClock: seconds of the forward and backward passes of a step, without waiting for the device between them.
+"""PassClock: measure the forward and backward passes of a step, without waiting for the device between them.
 
     with clock.lap("time/forward"):
         loss = ...
     clock.seconds()   ->  {"time/forward": 1.2}
 
-On a GPU the time between two CUDA events, which is known once the device has passed the later one; else wall time.
+On a GPU the time between two CUDA events, which is known once the device has passed the second; otherwise wall time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 
 
 class PassClock:
-    """Times laps of the same name together."""
+    """Sums the seconds of laps by name."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make a clock for work on `device`."""
         self._is_cuda = device.type == "cuda"
         self._laps: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
 

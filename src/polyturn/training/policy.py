@@ -1,10 +1,10 @@
-"""ModelPolicy: the trainer's side of the model, over whichever `Backend` holds its parameters.
+"""ModelPolicy: the trained model over a `Backend`, with the computations over a whole step.
 
-    samples (one optimizer step) -> what they lack (reference, marks) -> loss_coefs -> Backend.forward_backward
+    samples (one optimizer step) -> missing arrays (reference, marks) -> loss_coefs -> Backend.forward_backward
     optim_step: Backend.optim_step
 
-What is computed over the batch of a whole step is computed here, once, however many ranks there are: the coefficients, the
-choice of marked tokens, the weights of the KL term and the entropy bonus.
+Quantities of a whole step are computed here once, for any number of ranks: the coefficients, the choice of marked tokens,
+the weights of the KL term and the entropy bonus.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from polyturn.training.reference import AdapterReference, FrozenModel, Scorer, r
 
 
 class ModelPolicy(OverBackend):
-    """A model that is trained; implements `core.protocols.Policy`."""
+    """The trained model; implements `core.protocols.Policy`."""
 
     def __init__(self, backend: Backend, *, loss: LossSettings | None = None) -> None:
-        """Train what `backend` holds.
+        """Train `backend`.
 
         Args:
-            backend: From `policy_backend`, or over the ranks of a group; made with the same `loss`.
-            loss: The loss, for what is computed over a whole batch; None takes the defaults.
+            backend: A backend from `policy_backend`, or one over ranks, made with the same `loss`.
+            loss: The loss, for quantities of a whole batch; None takes the defaults.
         """
         self.backend = backend
         self.loss_settings = loss or LossSettings()
@@ -59,34 +59,34 @@ class ModelPolicy(OverBackend):
         self.entropy = EntropyController(self.loss_settings.algorithm)
         """The weight of the entropy bonus."""
         self.train_seconds = 0.0
-        """Seconds spent in forward and backward so far, `score` included."""
+        """Seconds spent in forward and backward passes so far, `score` included."""
         self.optim_seconds = 0.0
         """Seconds spent in optimizer steps so far."""
 
     @property
     def step_count(self) -> int:
-        """Number of optimizer steps that were taken or skipped."""
+        """Number of optimizer steps, taken or skipped."""
         return self.backend.step_count
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
         """Return for each sample [T] the log-probability of each weighted token, 0 elsewhere.
 
         Raises:
-            ConfigError: `reference` is asked of a policy that was built without one.
+            ConfigError: `reference` is set, and the policy has none.
         """
         return self._scored(samples, REFERENCE if reference else OWN)
 
     def forward_backward(self, samples: Sequence[TrainSample], *, coefs: Sequence[ArrayLike] | None = None) -> PassResult:
-        """Add the gradient of the policy loss over `samples`, everything that one optimizer step trains on.
+        """Add the gradient of the policy loss over `samples`, the samples of one optimizer step.
 
         Args:
-            samples: With `advantages`; with old_logprobs, unless they are on-policy. Missing
-                ref_logprobs are computed here when the loss has a KL term.
+            samples: Samples with `advantages` and, unless they are on-policy, old_logprobs. If the loss has a KL term,
+                missing ref_logprobs are computed.
             coefs: For each sample [T]; None computes them over `samples` by `AlgorithmOptions.aggregate`.
 
         Raises:
-            TrainingError: the samples lack what the loss needs. The gradient is cleared. A loss that is not finite makes the
-                step one that `optim_step` skips, or ends the run at.
+            TrainingError: the samples lack arrays that the loss needs; the gradient is cleared. If the loss is not finite,
+                `optim_step` skips the step or ends the run.
         """
         loss = self.loss_settings
         lacking = next((s.id for s in samples if s.advantages is None), None)
@@ -109,9 +109,9 @@ class ModelPolicy(OverBackend):
         return self._counted(result._replace(metrics={**result.metrics, **figures}))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:
-        """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weight of the whole batch.
+        """Add the gradient of the weighted cross-entropy over `samples`, averaged over the weights of the whole batch.
 
-        A loss that is not finite makes the step one that `optim_step` skips, or ends the run at.
+        If the loss is not finite, `optim_step` skips the step or ends the run.
         """
         coefs = loss_coefs(samples, mode="token-mean")
         return self._counted(self.backend.forward_backward(samples, coefs, "supervised")).metrics
@@ -120,7 +120,7 @@ class ModelPolicy(OverBackend):
         """Take one optimizer step from the summed gradient, on all ranks or on none, and clear it.
 
         Raises:
-            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+            TrainingError: more consecutive steps had a loss or gradient that is not finite than may be skipped.
         """
         start = time.perf_counter()
         metrics = self.backend.optim_step()
@@ -129,21 +129,21 @@ class ModelPolicy(OverBackend):
         return metrics | {"time/optim": Sum(seconds)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the backend does not hold: the weights of the KL term and the entropy bonus."""
+        """Return the state outside the backend: the weights of the KL term and the entropy bonus."""
         return {"kl": self.kl.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.kl.load_state_dict(state.get("kl", {}))
         self.entropy.load_state_dict(state.get("entropy", {}))
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> weight without gradient, for an engine, merged where an adapter changes them: live tensors here,
-        and streamed where ranks hold parts."""
+        """Return name -> weight without gradient, for an engine, with an adapter merged: live tensors in one process,
+        streamed from ranks."""
         return self.backend.weights()
 
     def close(self) -> None:
-        """Free the gradient and the frozen models, or let the ranks end."""
+        """Free the gradient and the frozen models, or end the ranks."""
         self.backend.close()
 
     def _scored(self, samples: Sequence[TrainSample], scorer: str) -> list[Floats]:
@@ -153,7 +153,7 @@ class ModelPolicy(OverBackend):
         return scores
 
     def _counted(self, result: PassResult) -> PassResult:
-        """Count the time of a pass; of one that is not finite keep the metrics that are, for curves have no NaN."""
+        """Count the time of a pass, and drop metrics that are not finite, because curves cannot show NaN."""
         self.train_seconds += result.metrics["time/forward_backward"].value
         if result.is_finite:
             return result
@@ -176,22 +176,22 @@ def policy_backend(
     media: MediaProcessor | None = None,
     placement: Placement | None = None,
 ) -> ModelBackend:
-    """Return the backend that trains `model`, which is used as it is, not copied, and only ever written in place.
+    """Return a backend that trains `model` itself, not a copy; its tensors are only written in place.
 
     Args:
-        model: On its device, in its dtype; whole, or unread and filled by `placement`, on every rank of many.
+        model: The model on its device, in its dtype; on ranks either whole, or unread and filled by `placement`.
         optim: The optimizer and its schedule.
-        loss: The policy loss, and whether tokens go to the experts that samples say they went to; None takes the defaults.
-        layout: The size of micro-batches and how samples lie in them; where a model cannot be packed they lie in rows.
-        reference: Keep the model as it is now (a frozen copy; with LoRA its adapter alone), or another model, for the KL
-            term and what `REFERENCE` scores.
+        loss: The policy loss, and whether routes are replayed; None takes the defaults.
+        layout: The size and layout of micro-batches; samples lie in rows if the model cannot be packed.
+        reference: For the KL term and the scorer `REFERENCE`: True keeps a frozen copy of the model (with LoRA, of its
+            adapter); a model is used itself.
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
-        placement: Where the parameters go; None leaves them where they are.
+        placement: The devices of the parameters; None leaves them where they are.
 
     Raises:
-        ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher,
-            one of another vocabulary, or a model that cannot be split as `placement` asks.
+        ConfigError: a balance term without experts, a KL term without a reference, a distillation term without a teacher, a
+            teacher with another vocabulary, or a model that cannot be split as `placement` asks.
     """
     placement, loss = placement or Placement(), loss or LossSettings()
     for other, name in ((reference, "reference"), (teacher, "teacher")):
@@ -206,9 +206,9 @@ def policy_backend(
     if isinstance(reference, PreTrainedModel):
         scorer = _frozen(reference, placement, is_kept=False)
     elif reference and not has_lora(model):
-        scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)  # before the model is placed, for it is copied whole
+        scorer = _frozen(copy.deepcopy(model), placement, is_kept=True)  # before the model is placed, while it is whole
     optimizer = placement.optimizer(network, optim)
-    if reference is True and has_lora(model):  # behind it: of an adapter in shards each rank keeps its own part
+    if reference is True and has_lora(model):  # after placing: each rank keeps its part of a sharded adapter
         scorer = AdapterReference(network, placement.adapter_replaced)
     teaching = None if teacher is None else _frozen(teacher, placement, is_kept=False)
     frozen = [one.network for one in (scorer, teaching) if isinstance(one, FrozenModel)]
@@ -234,14 +234,14 @@ def _frozen(model: PreTrainedModel, placement: Placement, *, is_kept: bool) -> F
 
 
 def with_observation_coefs(samples: Sequence[TrainSample], coef: float) -> Sequence[TrainSample]:
-    """Divide the weights of observed tokens by their sum over the step, and multiply them by the weight of the loss.
+    """Normalise the weights of observed tokens over the step, and multiply them by `coef`.
 
     Args:
         samples: Everything that one optimizer step trains on, of all ranks.
         coef: `observation_coef`; 0 leaves observations out of the pass.
 
     Raises:
-        TrainingError: a sample does not say which of its tokens are observations.
+        TrainingError: a sample has no `observed`.
     """
     if not coef:
         return [s if s.observed is None else s.replace(observed=None) for s in samples]
@@ -262,18 +262,18 @@ def with_marks(
     score: Callable[[Sequence[TrainSample]], list[Floats]],
     seed: int,
 ) -> Sequence[TrainSample]:
-    """Let the policy loss choose the tokens of a whole step that it treats apart, unless that is done.
+    """Set the marks that the policy loss's selection chooses over the whole step, unless they are set.
 
     Args:
         samples: Everything that one optimizer step trains on, of all ranks.
         settings: The loss.
-        score: Gives log-probabilities under the policy now, where the samples bring no old ones.
-        seed: Of the choice.
+        score: Computes log-probabilities under the current policy, for samples without old_logprobs.
+        seed: Seed of the choice.
     """
     selection = selection_of(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
     if selection is None or all(s.marks is not None for s in samples):
         return samples
-    # For the choice alone: on policy the loss takes the log-probabilities of its own pass as the old ones.
+    # Only for the choice: on policy, the loss uses the log-probabilities of its own pass as the old ones.
     scored = list(samples)
     if any(s.old_logprobs is None for s in samples):
         scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]

@@ -1,12 +1,11 @@
-"""PolicySnapshots: copies of the policy that is trained, which play its past selves and are taken again every so many steps.
+"""PolicySnapshots: copies of the trained policy that serve as past opponents, refreshed every so many steps.
 
     step              0    1    2    3    4    5    6            refresh_every: 3
     trained policy   [v0] [v1] [v2] [v3] [v4] [v5] [v6]
     its snapshot      v0   v0   v0   v3   v3   v3   v6           the version of the latest step that 3 divides
 
-So which weights a snapshot has depends on the step alone. A checkpoint between two refreshes holds them beside the policy's
-own; one at a refresh does not, because there they are the policy's own. A run that goes on has the same opponents as one
-that was never interrupted.
+So the weights of a snapshot depend only on the step. A checkpoint between two refreshes contains them; one at a refresh does
+not, because there they equal the policy's. A resumed run has the same opponents as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,52 +27,55 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class PolicySnapshot:
-    """One copy, and the engine that samples from it."""
+    """A copy of the policy, and the engine that samples from it."""
 
     name: str
     model: PreTrainedModel
-    """Its own memory; `frozen_copy` makes it."""
+    """The copy, in separate memory; `frozen_copy` makes it."""
     engine: Engine
-    """Samples from `model`; loads its weights when it gets a new version."""
+    """Samples from `model`, and reloads the weights with each new version."""
     refresh_every: int | None = None
-    """In steps; None keeps the weights of step 0."""
+    """Number of steps between refreshes; None keeps the weights of step 0."""
     version: int | None = None
-    """Which version of the policy it is; None until training starts."""
+    """The policy version of the copy; None until training starts."""
 
     def due(self, step: int) -> int:
-        """Return which version it is to be at a step."""
+        """Return the policy version that the copy must have at a step."""
         return 0 if self.refresh_every is None else step - step % self.refresh_every
 
 
 class PolicySnapshots:
-    """The copies of the trained policy that a run keeps."""
+    """All snapshots of a run."""
 
     def __init__(
         self, followers: Sequence[PolicySnapshot] = (), *, weights: Callable[[], Mapping[str, Tensor]] = dict
     ) -> None:
-        """Take the copies; `weights` returns those of the trained policy as they are now, as a plain model names them."""
+        """Manage `followers`; `weights` returns the trained policy's current weights, named as in a model without an
+        adapter."""
         self._followers = tuple(followers)
         self._weights = weights
 
     async def start(self, step: int) -> None:
-        """Bring every copy to where it is at `step`, at the start of a run or of one that goes on."""
+        """Set every copy to its version at `step`, at the start of a new or resumed run."""
         for one in self._followers:
             if one.version is None or one.due(step) == step:
-                # Nothing was loaded for it: an older checkpoint, or a policy that the run did not have then.
+                # The checkpoint has no weights for it: it is older, or the policy is new in the configuration.
                 if one.version is None and one.due(step) != step:
-                    logger.warning("the checkpoint has no policy %r; it is the policy as it is at step %d", one.name, step)
+                    logger.warning(
+                        "the checkpoint has no policy %r; it starts from the trained policy of step %d", one.name, step
+                    )
                 await self._take(one, step)
             else:
                 await one.engine.update_weights(one.version)
 
     async def follow(self, step: int) -> None:
-        """Take again the copies that are due, once the policy's weights are those of `step`."""
+        """Refresh the copies that are due, once the policy has the weights of `step`."""
         for one in self._followers:
             if one.due(step) == step:
                 await self._take(one, step)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the copies that are not the policy itself as it is at `step`, in memory that no refresh changes."""
+        """Return the copies that differ from the policy at `step`, in memory that no refresh changes."""
         return {
             one.name: {"version": one.version, "weights": _copied(one.model)}
             for one in self._followers
@@ -81,10 +83,10 @@ class PolicySnapshots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the copies that `state_dict` returned; those that the run has no more are left out.
+        """Load the copies from `state_dict`, except those that the run no longer has.
 
         Raises:
-            CheckpointError: one is of another model.
+            CheckpointError: a copy is of another model.
         """
         for one in self._followers:
             if (saved := state.get(one.name)) is None:
@@ -96,15 +98,16 @@ class PolicySnapshots:
             one.version = int(saved["version"])
 
     async def _take(self, one: PolicySnapshot, step: int) -> None:
-        # Its embedded engine shares this memory, and samples nothing between here and the new version: nothing is awaited.
+        # The embedded engine shares this memory. There is no await until the new version is set, so it samples nothing
+        # meanwhile.
         write_weights(one.model, self._weights())
         one.version = step
         await one.engine.update_weights(step)
 
 
 def _copied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of a model as new tensors on the CPU, tied ones as one."""
-    # By address: in a checkpoint tied tensors are one again only where they are one object here.
+    """Return the weights of a model as new tensors on the CPU; tied weights share one tensor."""
+    # By address: tied tensors stay tied in a checkpoint only if they are the same object here.
     firsts: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     return {
         name: firsts.setdefault((live.data_ptr(), tuple(live.shape)), live.detach().to("cpu", copy=True))

@@ -1,10 +1,10 @@
-"""The rank group of processes that torchrun started, or of this process alone: rank 0 leads, the others follow.
+"""The rank group of processes started by torchrun, or of a single process: rank 0 leads, the others follow.
 
     leader     call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
     follower   follow(): wait for a command, run it, answer; until the leader closes
 
-Commands travel over a group of their own on the CPU, which waits for as long as rollouts take; a process that dies closes
-its connections, and that is what wakes the others.
+Commands use a separate process group on the CPU, without a timeout, because rollouts may take long. A process that dies
+closes its connections, which wakes the others.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _runs = itertools.count()
 
 
 def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
-    """Join the process group that the environment describes, or make one of this process, and return this rank's device."""
+    """Join the process group of the environment, or make one of this process alone, and return this rank's device."""
     store, rank, size = (dist.HashStore(), 0, 1) if is_alone else _meeting()
-    # Under the same keys, a second run of this process would find the addresses of the first.
+    # With the same keys, a second run in this process would find the addresses of the first.
     store = dist.PrefixStore(f"run {next(_runs)}", store)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -43,7 +43,7 @@ def join(*, local_rank: int, is_alone: bool = False) -> torch.device:
 
 
 def use_tensor_cores() -> None:
-    """Let float32 matrix products on a GPU round their inputs to TF32, which is about eight times faster there."""
+    """Let float32 matrix products on a GPU round their inputs to TF32, which is about eight times faster."""
     torch.set_float32_matmul_precision("high")
 
 
@@ -55,52 +55,52 @@ def _meeting() -> tuple[dist.Store, int, int]:
 
 
 class ProcessRankGroup:
-    """The leader's side; it is a rank itself."""
+    """The leader, which is a rank too."""
 
     def __init__(self, rank: RankWorker, *, row_width: int) -> None:
-        """Lead the process group; every process makes this or `follow`s, at the same time."""
+        """Lead the process group, while every other process calls `follow`."""
         self.num_ranks = dist.get_world_size()
         self.row_width = row_width
         self.is_elsewhere = False
         self._rank = rank
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._lock = threading.Lock()
-        """One command at a time: a checkpoint is asked after from another thread than training's."""
+        """Serialises commands, because another thread than training's checks whether a checkpoint is written."""
         self._lost: str | None = None
         self._is_closed = False
         self.last_word: Any = None
-        """The last message to the followers, when they may end."""
+        """Message to the followers to end."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return the results in the order of ranks.
+        """Run `command` on every rank with its share, and return the results in the order of ranks.
 
         Raises:
             RankLostError: a rank is gone.
-            PolyturnError: what a rank raised.
+            PolyturnError: raised by a rank.
         """
         if self._lost is not None:
             raise RankLostError(self._lost)
         try:
             with self._lock:
-                # The leader is a rank too: its share is computed here, between the commands and the answers of the others.
+                # The leader is a rank too, and computes its share before it gathers the answers.
                 own = _scatter([(command, share) for share in shares], self._control)
                 answer = self._rank.run(*own)
-                answers = _gather(RankReply(), self._control)  # its own is here already
+                answers = _gather(RankReply(), self._control)  # the leader's answer is in `own`
         except (RuntimeError, ConnectionError) as problem:
-            if isinstance(problem, torch.OutOfMemoryError):  # a RuntimeError of this rank, and no lost connection
+            if isinstance(problem, torch.OutOfMemoryError):  # a RuntimeError of this rank, not a lost connection
                 raise
-            # For good: commands and answers of a group that lost a rank no longer belong together.
-            self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); its log says why"
+            # Permanent: in a group that lost a rank, commands and answers no longer match.
+            self._lost = f"a rank ended during {command!r} ({_first_line(problem)}); see its log"
             raise RankLostError(self._lost) from problem
         assert answers is not None
         return values_of([answer, *answers[1:]])
 
     def lost(self) -> str | None:
-        """The reason that the last command gave, if a rank was gone."""
+        """Return the reason from the last command if a rank is gone; None otherwise."""
         return self._lost
 
     def close(self) -> None:
-        """Let the followers end; a second call does nothing."""
+        """End the followers; a second call does nothing."""
         if not self._is_closed and self._lost is None:
             self._is_closed = True
             _scatter([(_CLOSE, self.last_word)] * self.num_ranks, self._control)
@@ -108,7 +108,7 @@ class ProcessRankGroup:
 
 
 def follow(rank: RankWorker) -> Any:
-    """Run what the leader says until it closes, and return its last word.
+    """Run the leader's commands until it closes, and return its last message.
 
     Raises:
         RankLostError: the leader is gone.

@@ -1,9 +1,9 @@
-"""Producer: the half of the loop that starts groups whenever the buffer has a slot, and aborts those not needed.
+"""Producer: the half of the loop that starts groups when the buffer has a slot, and aborts groups that no step needs.
 
     ticket -> visit of a task -> group -> do its members differ? -> buffer
                                           no: another task in its place, a bounded number of times (dynamic sampling)
 
-Which task stands in for another follows from the ticket, so that it does not depend on which group finished first.
+The ticket determines the replacement task, so the choice does not depend on which group finished first.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from polyturn.training.update import Update
 logger = logging.getLogger(__name__)
 
 _ABORT_S = 5.0
-"""Seconds that an engine may take to say what a group that is cut off had sampled."""
+"""Seconds to wait for an engine to return the partial completions of a group that is cut off."""
 
 
 class _Started(NamedTuple):
-    """A group that runs."""
+    """A running group."""
 
     task: asyncio.Task[None]
     live: LiveGroup
 
 
 class Producer:
-    """Starts groups in the order of a sampler, for one call of the loop."""
+    """Starts groups in the order of a sampler."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class Producer:
         update: Update,
         on_episode: Callable[[], None],
     ) -> None:
-        """Take what it needs.
+        """Start groups for `buffer`.
 
         Args:
             buffer: Grants slots and takes finished groups.
             pool: Runs groups.
-            tasks: What the sampler's visits count.
-            sampler: At the first visit that no step was trained on.
-            drops: Counts the trajectories and tokens that are not trained on.
-            settings: The loop's: the size of a group, the seed, how often a group without signal is replaced.
-            update: Says what a group must have, and whether it has something to learn from.
-            on_episode: Is called for every finished episode of groups that a step may train on.
+            tasks: The tasks, indexed by the sampler's visits.
+            sampler: The sampler, at the first visit that no step has trained on.
+            drops: Counts trajectories and tokens that are not trained.
+            settings: The loop's settings: the size of a group, the seed, how often a group without signal is replaced.
+            update: Decides whether a group has a baseline member, and whether it has a signal.
+            on_episode: Called for every finished episode of a group that a step may train on.
         """
         self._buffer = buffer
         self._pool = pool
@@ -76,7 +76,7 @@ class Producer:
         self._cutting: set[asyncio.Task[None]] = set()
 
     async def run(self, tasks: asyncio.TaskGroup, *, num_groups: int) -> None:
-        """Start `num_groups` groups, each once there is a slot for it."""
+        """Start `num_groups` groups, each when it gets a slot."""
         for _ in range(num_groups):
             ticket = await self._buffer.admit()
             visit = self._sampler.at(ticket)
@@ -85,7 +85,7 @@ class Producer:
             self._started[ticket] = _Started(task, live)
 
     def cut(self, left: Sequence[Slot], tasks: asyncio.TaskGroup) -> None:
-        """Cut off the groups that no step wants any more, without waiting for it; count what they had."""
+        """Start cutting off the groups that no step needs, and count their tokens."""
         for slot in left:
             if slot.group is not None:
                 self._drops.add_group(slot.group, reason="left_over")
@@ -95,13 +95,13 @@ class Producer:
                 cutting.add_done_callback(self._cutting.discard)
 
     def stop(self) -> None:
-        """Cancel everything that runs."""
+        """Cancel all running groups."""
         for task in (*(started.task for started in self._started.values()), *self._cutting):
             task.cancel()
 
     async def _fill(self, ticket: int, visit: Visit, live: LiveGroup) -> None:
-        """Run groups until one has something to learn from, or too many had not, and hand the last one in."""
-        # By epoch, so that a task that is visited again is sampled anew.
+        """Run groups until one has a signal or the attempts are used up, and put the last one into the buffer."""
+        # Seeded by epoch, so that another visit of the task samples other trajectories.
         index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
         max_attempts = self._settings.train.dynamic_sampling
         num_told = 0
@@ -111,7 +111,7 @@ class Producer:
             num_told += 1
             self._on_episode()
 
-        if not max_attempts:  # else a whole group may have nothing to learn from, and its episodes count for no step
+        if not max_attempts:  # with attempts, a group may be replaced, and its episodes then count for no step
             live.on_end = tell
         try:
             for attempt in range(max_attempts + 1):
@@ -124,26 +124,26 @@ class Producer:
                     seed=seed if attempt == 0 else derive_seed(seed, ticket, attempt),
                 )
                 group = await self._pool.run_one(spec, live=live)
-                if live.is_cut:  # its slot is gone, and `_cut` counts what it had
+                if live.is_cut:  # its slot is gone, and `_cut` counts its tokens
                     return
                 if attempt == max_attempts or self._update.has_signal(group):
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)
-            for _ in range(len(group.trajectories) - num_told):  # also of a group that ran in another process
+            for _ in range(len(group.trajectories) - num_told):  # for a group that ran in another process
                 self._on_episode()
             await self._buffer.put(ticket, group)
         finally:
-            if not live.is_cut:  # `cut` has taken out those that are
+            if not live.is_cut:  # `cut` has removed the others
                 self._started.pop(ticket, None)
 
     async def _cut(self, started: _Started) -> None:
         try:
-            # Aborted before it is cancelled: only so does the engine say what it had sampled, which is counted.
+            # Abort before cancelling: the engine then returns the partial completions, which are counted.
             async with asyncio.timeout(_ABORT_S):
                 await started.live.abort()
         except (TimeoutError, EngineError) as problem:
-            logger.debug("the engine did not end the completions of a group that was cut off (%s)", one_line(problem))
+            logger.debug("the engine did not end the completions of a cut-off group (%s)", one_line(problem))
         finally:
             self._drops.add(started.live.lengths, reason="left_over")
             started.task.cancel()

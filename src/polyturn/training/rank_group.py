@@ -1,9 +1,9 @@
-"""RankGroup: all ranks of a run as their leader sees them, and RankWorker, one rank as the leader's commands see it.
+"""RankGroup: the leader's interface to all ranks of a run. RankWorker: runs the leader's commands on one rank.
 
     leader   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on every rank  ->  replies
 
-A command names a network of the rank (its policy or its critic) and a method of that backend. How it travels is that of
-this machine's processes (`cluster/rank_processes.py`), of processes that torchrun started (`process_group.py`), or of Ray.
+A command names a network of the rank (policy or critic) and a method of its backend. The ranks may be processes on this
+machine (`cluster/rank_processes.py`), processes started by torchrun (`process_group.py`), or Ray actors.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Held = Mapping[str, Mapping[str, Tensor]]
 
 
 class RankGroup(Protocol):
-    """All ranks of a run, as the leader sees them."""
+    """The leader's interface to all ranks of a run."""
 
     num_ranks: int
     row_width: int
-    """Consecutive ranks that see the same samples, and split layers or tokens."""
+    """Number of consecutive ranks that see the same samples and split layers or tokens."""
     is_elsewhere: bool
-    """Whether all of them are other processes, so that this one goes on while they compute."""
+    """Whether all ranks are other processes, so that this process continues while they compute."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Let every rank run `command` on its share, and return the results in the order of ranks.
+        """Run `command` on every rank with its share, and return the results in the order of ranks.
 
         Raises:
             RankLostError: a rank is gone.
-            PolyturnError: what a rank raised.
+            PolyturnError: raised by a rank.
         """
         ...
 
     def lost(self) -> str | None:
-        """How a rank ended that is known to be gone; None otherwise. It asks no rank, and returns at once."""
+        """Return the end of a rank that is known to be gone; None otherwise. The call does not contact ranks."""
         ...
 
     def close(self) -> None:
-        """Let the ranks end."""
+        """End the ranks."""
         ...
 
 
@@ -64,18 +64,18 @@ class RankWorker:
     """Runs the leader's commands on one rank."""
 
     def __init__(self, make: Mapping[str, Callable[[Any, Held], ModelBackend]]) -> None:
-        """Take what makes each network, by its name, from what the leader says about it and from what this rank holds by
-        then; called again when training follows a warm start."""
+        """Use `make`: network -> function from the leader's spec and this rank's current shards to a backend. It is called
+        again when training follows a warm start."""
         self._make = dict(make)
         self._backends: dict[str, ModelBackend] = {}
 
     def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
-        """Run one command, `<network>.<method>`. What the library raises is an answer; anything else ends the rank."""
+        """Run one command, `<network>.<method>`. A `PolyturnError` becomes the reply; any other exception ends the rank."""
         network, _, method = command.partition(".")
         try:
             if method == "make":
                 models = {name: backend.held() for name, backend in self._backends.items()}
-                if network in self._backends:  # of the former one only the weights stay: there may be no room for more
+                if network in self._backends:  # keep only the former backend's weights: there may be no memory for more
                     self._backends.pop(network).close()
                     gc.collect()
                 (spec,) = share
@@ -88,7 +88,7 @@ class RankWorker:
 
 
 def values_of(answers: Sequence[RankReply]) -> list[Any]:
-    """Return the values of all ranks, or raise the first error."""
+    """Return the values of all replies, or raise the first error."""
     for answer in answers:
         if answer.error is not None:
             raise answer.error
@@ -96,10 +96,11 @@ def values_of(answers: Sequence[RankReply]) -> list[Any]:
 
 
 def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shares: int) -> list[list[int]]:
-    """Return the samples of each share, in rising order: micro-batches are planned over all of them and dealt out by cost.
+    """Return the indices of each share's samples, in rising order. Micro-batches are planned over all samples and dealt out
+    by cost.
 
-    Samples of one micro-batch stay together, so that what they begin with in common is computed once, on one rank. Those
-    without a weighted token cost nothing and go to the first share.
+    Samples of one micro-batch stay together, so that their common prefix is computed once, on one rank. Samples without a
+    weighted token cost nothing and go to the first share.
     """
     ranks = plan(samples, settings=settings, num_ranks=num_shares).ranks
     shares = [{i for batch in batches if not batch.is_padding for i in batch.samples} for batches in ranks]
@@ -108,6 +109,6 @@ def assign(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_shar
 
 
 def put_back(rows: Sequence[Sequence[int]], rows_of_ranks: Sequence[Sequence[Floats]], count: int) -> list[Floats]:
-    """Return the rows' results in the order of the samples."""
+    """Return the results of all rows in the order of the samples."""
     at = {i: value for row, values in zip(rows, rows_of_ranks, strict=True) for i, value in zip(row, values, strict=True)}
     return [at[i] for i in range(count)]

@@ -1,12 +1,12 @@
-"""One leader, many ranks: the leader runs the loop and says what to do, every rank does it on its share.
+"""RankedBackend: one leader runs the loop and sends commands; every rank runs them on its share.
 
-    leader   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints      once, however many ranks there are
+    leader   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints      once, for any number of ranks
       |  make, score, forward_backward, optim_step, save, load                     `RankGroup.call`: a share for each rank
     ranks    one `ModelBackend` over shards for each network
 
-`RankedBackend` is the leader's `Backend`: it cuts a batch into shares that cost alike, and puts the answers together.
-Weights it gives as a stream, a bucket at a time, and keeps no copy; only an embedded engine's model here follows them (the
-mirror). A state stays in shards: each rank writes and reads its own part of a checkpoint, made by any number of ranks.
+`RankedBackend` is the leader's `Backend`: it cuts a batch into shares of equal cost and combines the answers. It streams
+weights in buckets and keeps no copy, except in the model of an embedded engine (the mirror). A state stays in shards: each
+rank writes and reads its part of a checkpoint, which any number of ranks may have written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polyturn.training.shards import METADATA
 
 
 class RankedBackend:
-    """One network of a run over the ranks of a group; implements `Backend`."""
+    """A network over the ranks of a group; implements `Backend`."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class RankedBackend:
         mirror: PreTrainedModel | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Let every rank make its share.
+        """Make the network on every rank.
 
         Args:
             group: The ranks.
-            network: Which one: a name that the ranks know how to make.
-            spec: What they make it from.
-            layout: How the ranks lay their samples out, for what each gets; None takes the defaults.
-            start: The weights to begin with; None where the ranks load their own.
-            mirror: A model of this process that `gather` writes the trained weights into, in place: the embedded engine's.
-            bucket_bytes: Of the weights that are gathered at once.
+            network: Name of the network, a key of `RankWorker`'s `make`.
+            spec: Argument for the ranks' function that makes it.
+            layout: The ranks' layout, to divide samples by cost; None takes the defaults.
+            start: The initial weights; None if the ranks load them.
+            mirror: The embedded engine's model in this process, into which `gather` writes the trained weights in place.
+            bucket_bytes: Bytes of weights to gather at a time.
         """
         self.step_count = 0
         self._group = group
@@ -75,7 +75,7 @@ class RankedBackend:
                 self._all("take", piece)
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
-        """Return for each sample [T] what `scorer` gives each weighted token, 0 elsewhere."""
+        """Return for each sample [T] the result of `scorer` at each weighted token, 0 elsewhere."""
         rows = self._assign(samples)
         return put_back(rows, self._rows("score", [([samples[i] for i in row], scorer) for row in rows]), len(samples))
 
@@ -86,14 +86,14 @@ class RankedBackend:
         objective: str,
         weights: TermWeights = NO_WEIGHTS,
     ) -> PassResult:
-        """Add the gradient of an objective over `samples`, each rank that of its share."""
+        """Add the gradient of an objective over `samples`, each rank for its share."""
         rows = self._assign(samples)
-        # Coefficients travel with their samples: they hold the average over the whole batch, which no rank sees.
+        # Coefficients are sent with their samples: they average over the whole batch, which no rank sees.
         shares = [([samples[i] for i in row], [np.asarray(coefs[i]) for i in row], objective, weights) for row in rows]
         results: list[PassResult] = self._rows("forward_backward", shares)
 
         def whole(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
-            # A rank without a sample gives no arrays, and none is missing.
+            # A rank without a sample returns no arrays, which does not make the result incomplete.
             is_whole = any(parts) and all(part is not None or not row for part, row in zip(parts, rows, strict=True))
             return put_back(rows, [part or [] for part in parts], len(samples)) if is_whole else None
 
@@ -102,39 +102,40 @@ class RankedBackend:
         return PassResult(metrics, logprobs, entropies, is_finite=all(part.is_finite for part in results))
 
     def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient on all ranks, or on none, and clear it.
+        """Take one optimizer step from the summed gradient, or skip it on all ranks, and clear the gradient.
 
         Raises:
-            TrainingError: loss or gradient is not finite, once more in a row than such steps are skipped.
+            TrainingError: more consecutive steps had a loss or gradient that is not finite than may be skipped.
         """
-        metrics: Metrics = self._all("optim_step")[0]  # the norm is of all shards, so every rank says the same
+        metrics: Metrics = self._all("optim_step")[0]  # the norm covers all shards, so all ranks return the same
         self.step_count += 1
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Let every rank begin to write its part into `folder`, which all must see.
+        """Start writing every rank's part to `folder`, which must be visible to all.
 
         Raises:
-            CheckpointError: a rank is gone, and its shards with it.
+            CheckpointError: a rank is gone with its shards.
         """
         self._shards("save", folder.resolve())
         self._folder = folder
 
     def is_saved(self) -> bool:
-        """Return whether all ranks have written what `save` began.
+        """Return whether all ranks have written their part.
 
         Raises:
-            CheckpointError: one could not, or is gone.
+            CheckpointError: a rank could not write, or is gone.
         """
         is_done = all(self._shards("is_saved"))
         if is_done and not (self._folder / METADATA).is_file():
             raise CheckpointError(
-                f"the ranks have written to {self._folder}, and it is not here; let `out` be a folder that all machines see"
+                f"the ranks have written to {self._folder}, which this machine does not see; set `out` to a folder "
+                "that all machines share"
             )
         return is_done
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, here or in a run of one process or another number of ranks.
+        """Load the state from `folder`, written by one process or any number of ranks.
 
         Raises:
             CheckpointError: the state is of another model.
@@ -144,39 +145,40 @@ class RankedBackend:
         self.gather()
 
     def weights(self) -> StreamedTensors:
-        """Return name -> whole weight, an adapter merged into it, for an engine of another process."""
+        """Return name -> whole weight with an adapter merged, for an engine in another process."""
         return self._streamed(is_merged=True)
 
     def gather(self) -> None:
-        """Write what training changes into the model of this process that follows the ranks, if there is one, in place."""
+        """Write the trained tensors into the mirror in place, if there is one."""
         if self._mirror is None:
             return
         own = self._mirror.state_dict()
-        # A bucket at a time and in place, so that no second copy of the model is ever in memory here.
+        # A bucket at a time and in place, so that this process never holds a second copy of the model.
         with torch.no_grad():
             for bucket in self.trained().buckets():
                 for name, whole in bucket.items():
                     own[name].copy_(whole)
 
     def trained(self) -> StreamedTensors:
-        """Return name -> whole tensor of what training changes, for an engine of the same module: with LoRA the adapter."""
+        """Return name -> whole tensor that training changes (with LoRA, the adapter's), for an engine with the same
+        module."""
         return self._streamed(is_merged=False)
 
     def weight_groups(self, is_merged: bool = True) -> list[str]:
-        """Return the groups of parameters that `shift_weights` moves."""
+        """Return the groups of parameters for `shift_weights`."""
         groups: list[str] = self._all("weight_groups", is_merged)[0]
         return groups
 
     def shift_weights(self, group: str, scale: float) -> None:
-        """Let every rank move its part of a group of weights."""
+        """Shift a group of weights on every rank."""
         self._all("shift_weights", group, scale)
 
     def free_cache(self) -> None:
-        """Let every rank return cached, unused GPU memory."""
+        """Release cached, unused GPU memory on every rank."""
         self._all("free_cache")
 
     def close(self) -> None:
-        """Let the ranks end."""
+        """End the ranks."""
         self._group.close()
 
     def _assign(self, samples: Sequence[TrainSample]) -> list[list[int]]:
@@ -192,7 +194,7 @@ class RankedBackend:
         try:
             return self._all(command, *share)
         except RankLostError as problem:
-            raise CheckpointError(f"no checkpoint can be made of the {self._network} now: {problem}") from problem
+            raise CheckpointError(f"no checkpoint of the {self._network} can be written: {problem}") from problem
 
     def _streamed(self, *, is_merged: bool) -> StreamedTensors:
         def bring(names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -207,32 +209,32 @@ class RankedBackend:
         return StreamedTensors(kinds, bring, limit=self._bucket_bytes, write=write)
 
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call with a share for each row of ranks, and return the result of the first rank of each row."""
+        """Call with one share per row of ranks, and return the result of the first rank of each row."""
         width = self._group.row_width
-        # Ranks of a row see the same samples and answer alike, so that one answer stands for all of them.
+        # Ranks of a row see the same samples and return the same answer.
         return self._call(command, [share for share in shares for _ in range(width)])[::width]
 
 
 class GatheredWeights:
-    """The channel of weights from the ranks to an engine that samples from a model of this process."""
+    """The weight channel from the ranks to an engine that samples from a model in this process."""
 
     def __init__(self, backend: RankedBackend, channel: WeightChannel, *, thread: OneThread | None = None) -> None:
-        """Write them into it before `channel` publishes.
+        """Gather the weights before `channel` publishes.
 
-        `thread` is the trainer's, for an engine that goes on from a copy of that model. One that samples from it, in turns
-        with the event loop, must not see half of them.
+        `thread` is the trainer's thread, for an engine that keeps sampling from a copy of the model. An engine that samples
+        from the model itself has no thread here: gathering blocks the event loop, so it never sees half of the weights.
         """
         self._backend = backend
         self._channel = channel
         self._thread = thread
 
     async def start(self, version: int) -> object:
-        """Bring the first weights there, as `version`."""
+        """Gather and publish the first weights as `version`."""
         await self._gather()
         return await self._channel.start(version)
 
     async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as `version`."""
+        """Gather and publish the current weights as `version`."""
         await self._gather()
         return await self._channel.publish(version)
 
@@ -244,16 +246,16 @@ class GatheredWeights:
 
 
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
-    """Merge what the ranks say about one step: losses add up, times are those of the slowest."""
+    """Merge the ranks' metrics of a step: losses are summed, times are those of the slowest rank."""
     times = {name: m for part in parts for name, m in part.items() if name.startswith("time/")}
     for part in parts:
         for name, metric in part.items():
             if name in times and metric.value > times[name].value:
                 times[name] = metric
     merged = merge({n: m for n, m in part.items() if not n.startswith("time/")} for part in parts)
-    # A loss is the sum of what its tokens contribute, already divided over the global batch.
+    # A loss is a sum over tokens that is already normalised over the global batch.
     summed: Metrics = {
         name: Mean(metric.total) for name, metric in merged.items() if name.startswith("loss/") and isinstance(metric, Mean)
     }
-    # A mean over nothing is NaN: no rank had a token that it is of.
+    # A mean is NaN if no rank had a token for it.
     return {name: m for name, m in {**merged, **summed}.items() if not math.isnan(m.value)} | times

@@ -1,7 +1,7 @@
-"""The results of a step for each trajectory's record: advantages, the trainer's log-probabilities, reasons to drop one.
+"""Collect a step's results for each trajectory's record: advantages, the trainer's log-probabilities, reasons for drops.
 
-A person who looks at a token wants to know why it was trained or not; the samples know it, and are gone after the step.
-Arrays are over the sampled tokens of a trajectory, in the order of its segments, as the store keeps them.
+The viewer shows why each token was trained or not, which only the samples of the step contain. Arrays are over the sampled
+tokens of a trajectory, in the order of its segments, as in the store.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ def trained_of(
     drops_truncated: bool = False,
     min_members: int = 1,
 ) -> dict[str, Trained]:
-    """Return, by the id of a trajectory, what the step made of it.
+    """Return trajectory id -> the step's results for that trajectory.
 
     Args:
         groups: The groups of the step.
-        kept: Those of them, and of their trajectories, that passed the filters.
-        samples: What was trained on, with advantages.
-        passes: What the forward and backward passes said of `samples`, in their order; none before the policy trains.
-        rejected: The ids of those that the off-policy correction left no token of.
-        drops_truncated: Whether truncated ones were left out.
-        min_members: The members that did not fail which a group needed to pass the filters.
+        kept: The groups, with the trajectories, that passed the filters.
+        samples: The trained samples, with advantages.
+        passes: Results of the forward and backward passes over `samples`, in their order; empty while only the critic
+            trains.
+        rejected: Ids of trajectories all of whose tokens the off-policy correction rejected.
+        drops_truncated: Whether truncated trajectories were left out.
+        min_members: Number of live members that a group needed to pass the filters.
     """
-    places: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
-        places.setdefault(sample.id.trajectory, []).append(index)
+        indices.setdefault(sample.id.trajectory, []).append(index)
     live = {t.id for group in kept for t in group.trajectories}
     logprobs, entropies = _joined([p.logprobs for p in passes]), _joined([p.entropies for p in passes])
     advantages = [np.zeros(len(s), np.float32) if s.advantages is None else s.advantages for s in samples]
@@ -51,18 +52,18 @@ def trained_of(
             if trajectory.is_failed:
                 records[trajectory.id] = Trained(dropped="failed")
             elif trajectory.id not in live:
-                # The filter counts its reasons and names no group; which one it was follows from the members.
+                # The filter only counts reasons, so derive the reason from the members.
                 is_small = sum(not t.is_failed for t in group.trajectories) < min_members
                 records[trajectory.id] = Trained(dropped="one_left" if is_small else "zero_variance")
-            elif trajectory.id in places:
-                mine = {samples[i].id.segment: i for i in places[trajectory.id]}
+            elif trajectory.id in indices:
+                mine = {samples[i].id.segment: i for i in indices[trajectory.id]}
                 used = _on_sampled(trajectory, mine, weights)
                 recorded = np.concatenate([s.loss_weights[s.sampled_mask] for s in trajectory.segments])
                 records[trajectory.id] = Trained(
                     advantages=_on_sampled(trajectory, mine, advantages),
                     policy_logprobs=None if logprobs is None else _on_sampled(trajectory, mine, logprobs),
                     entropies=None if entropies is None else _on_sampled(trajectory, mine, entropies),
-                    # The spans say them already, unless a loss scale or a rejection has changed them.
+                    # The spans have the same weights, unless a loss scale or a rejection changed them.
                     weights=None if np.array_equal(used, recorded) else used,
                 )
             else:
@@ -74,13 +75,13 @@ def trained_of(
 
 
 def _joined(parts: Sequence[list[Floats] | None]) -> list[Floats] | None:
-    """Return the arrays of all passes; None where some pass kept none."""
+    """Return the arrays of all passes; None if a pass kept none."""
     known = [part for part in parts if part is not None]
     return [one for part in known for one in part] if parts and len(known) == len(parts) else None
 
 
 def _on_sampled(trajectory: Trajectory, mine: dict[int, int], values: Sequence[Floats]) -> Floats:
-    """Return the numbers of a trajectory's samples on its sampled tokens, 0 where a segment is not a sample."""
+    """Return the values at a trajectory's sampled tokens, 0 in segments without a sample."""
     masks = [segment.sampled_mask for segment in trajectory.segments]
     parts = [values[mine[n]][mask] if n in mine else np.zeros(int(mask.sum()), np.float32) for n, mask in enumerate(masks)]
     return np.concatenate(parts)

@@ -1,9 +1,9 @@
-"""Models that are scored and never trained: the reference of a KL term, and a teacher.
+"""Models that score and are never trained: the reference of a KL term, and a teacher.
 
-    FrozenModel        a module of its own: a copy of the model at the start of the run, or another checkpoint
-    AdapterReference   the trained model itself with its adapter as it was at the start: no second copy of the weights
+    FrozenModel        a separate module: a copy of the model at the start of the run, or another checkpoint
+    AdapterReference   the trained model with its initial adapter: no second copy of the weights
 
-What belongs to the run and to no file is kept in its checkpoints: the copy, and an adapter that was not zero.
+Checkpoints contain the weights that are in no other file: the copy, and an initial adapter that was not zero.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Replaced = Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[No
 
 
 class Scorer(Protocol):
-    """Gives log-probabilities without gradient."""
+    """Computes log-probabilities without gradient."""
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         ...
 
     def kept(self) -> dict[str, Tensor] | None:
-        """Return name -> live tensor of what a checkpoint must keep; None where a file holds it."""
+        """Return name -> live tensor for checkpoints; None if the tensors are in another file."""
         ...
 
 
@@ -40,7 +40,8 @@ class FrozenModel:
     """A model with frozen weights that scores tokens."""
 
     def __init__(self, network: Network, *, is_kept: bool, release: Callable[[Network], object]) -> None:
-        """Score with `network`, which checkpoints hold where it `is_kept`; `release` frees what a pass gathered."""
+        """Score with `network`, which checkpoints contain if it `is_kept`. `release` frees the memory that a pass
+        gathered."""
         self.network = network
         self._is_kept = is_kept
         self._release = release
@@ -53,15 +54,15 @@ class FrozenModel:
         return logprobs
 
     def kept(self) -> dict[str, Tensor] | None:
-        """Return the weights where they are kept."""
+        """Return the weights if checkpoints keep them."""
         return self.network.own_tensors() if self._is_kept else None
 
 
 class AdapterReference:
-    """The trained model with its adapter as it was when this was made."""
+    """The trained model with the adapter it had when this object was made."""
 
     def __init__(self, network: Network, replaced: Replaced) -> None:
-        """Score with `network`, whose adapter `replaced` exchanges meanwhile."""
+        """Score with `network`; `replaced` exchanges its adapter during a pass."""
         self._network = network
         self._replaced = replaced
         self._adapter: dict[str, Tensor] = {n: t.clone() for n, t in adapter_tensors(network.saved).items()}
@@ -69,7 +70,7 @@ class AdapterReference:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
         was_training = self._network.training
-        self._network.eval()  # the dropout of an adapter is for training alone
+        self._network.eval()  # an adapter's dropout is only for training
         try:
             with torch.no_grad(), self._replaced(self._network.saved, self._adapter):
                 return self._network.scores(batch)
@@ -77,19 +78,19 @@ class AdapterReference:
             self._network.train(was_training)
 
     def kept(self) -> dict[str, Tensor]:
-        """Return the adapter of the start."""
+        """Return the initial adapter."""
         return self._adapter
 
 
 def require_same_vocabulary(model: PreTrainedModel, other: PreTrainedModel, *, name: str) -> None:
-    """Refuse a model that cannot read the trained model's ids.
+    """Raise unless `other` has the same vocabulary as the trained model.
 
     Raises:
-        ConfigError: it has a smaller vocabulary, or another one by its size.
+        ConfigError: the sizes of the vocabularies do not match.
     """
     own, its = (m.config.get_text_config().vocab_size for m in (model, other))
     if own != its:
         raise ConfigError(
-            f"the {name} has a vocabulary of {its} and the model of {own}; log-probabilities of the same ids can only be "
-            "compared between models of one tokenizer"
+            f"the {name} has a vocabulary of {its} and the model of {own}; log-probabilities of the same ids can only "
+            "be compared between models with the same tokenizer"
         )

@@ -1,7 +1,7 @@
-"""The agreement of a checkpoint and the run that resumes it, so that no task is skipped or visited twice.
+"""Check that a checkpoint fits the run that resumes it, so that no task is skipped or visited twice.
 
-Weights, optimizer, tokenizer and the order of tasks are compared by those that own them. Left are the settings that decide
-which tasks a step trains on, and the tasks themselves. Everything else may change between two parts of a run.
+Other modules check weights, optimizer, tokenizer and the order of tasks. This module checks the tasks, and the settings that
+determine the tasks of a step. All other settings may change.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _NAMES = {
     "max_attempts": "train.dynamic_sampling",
 }
 _NUM_LOOKED_AT = 64
-"""Tasks that stand for a dataset, which may be too large to be read when a run starts."""
+"""Number of tasks that are compared, because a dataset may be too large to read at the start."""
 
 
 def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: bool) -> dict[str, Any]:
-    """Return the settings of groups, and the tasks, that must stay the same when a run goes on."""
-    # Spread evenly over them: a data set that grew, or was sorted anew, differs in some of these too.
+    """Return the settings of groups, and a digest of the tasks, that must stay the same when a run resumes."""
+    # Spread evenly, so that a dataset that grew or was sorted differs in some of these tasks.
     digest = hashlib.blake2b(digest_size=8)
     count = min(len(tasks), _NUM_LOOKED_AT)
     for index in (i * len(tasks) // count for i in range(count)):
         task = tasks[index]
-        # What a task asks and not how it is scored: a reward may be corrected between two parts of a run.
+        # The prompt but not the scoring of a task: a reward may be corrected before a run resumes.
         digest.update(repr((task.id, task.data_source, [(m.role, str(m.content)) for m in task.prompt])).encode())
     return {
         "groups_per_step": train.groups_per_step,
@@ -51,13 +51,13 @@ def identity_of(train: TrainOptions, tasks: Sequence[Task], *, has_baseline: boo
 
 
 def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, path: Path) -> None:
-    """Raise where a run cannot go on as the one that wrote the checkpoint at `path`.
+    """Raise if the checkpoint at `path` was written with other tasks or group settings.
 
     Raises:
-        CheckpointError: with what differs and what to do.
+        CheckpointError: with the difference and what to do.
     """
     for key, value in mine.items():
-        if key not in saved or saved[key] == value:  # an older checkpoint says less
+        if key not in saved or saved[key] == value:  # an older checkpoint has fewer keys
             continue
         if key == "tasks":
             what = "other tasks in data.train than this run has"
@@ -67,10 +67,10 @@ def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, 
 
 
 def require_same_groups(former: Mapping[str, Any], now: Mapping[str, Any], *, path: Path) -> None:
-    """Compare the sizes of groups in two resolved configurations, so that a wrong one is refused before weights are loaded.
+    """Compare the sizes of groups in two resolved configurations, to raise before weights are loaded.
 
     Args:
-        former: The settings that the run's folder holds; a key that it lacks is not compared.
+        former: The settings in the run's folder; a missing key is not compared.
         now: The settings to resume with.
         path: The checkpoint to resume from.
 
@@ -93,20 +93,21 @@ def _other_tasks(path: Path, what: str) -> CheckpointError:
 
 
 def warn_of_other_updates(saved: Mapping[str, Any], train: TrainOptions, optims: Sequence[OptimSettings]) -> None:
-    """Warn where learning rates jump, because they go by optimizer updates and a step now has another number of them."""
-    # Before checkpoints held the number, a schedule took every update for a step.
+    """Warn if learning rates jump because the number of optimizer updates per step changed."""
+    # Older checkpoints lack the number; their schedules counted every update as a step.
     before, now = saved.get("updates_per_step", 1), train.updates_per_step
     if before != now and any(optim.schedule.name != "constant" or optim.warmup_steps for optim in optims):
         logger.warning(
-            "the learning rate goes on from another point of its schedule: the run had %d optimizer updates in a step, and "
-            "now has %d (train.minibatches × train.passes)",
+            "the learning rate continues at another point of its schedule: the run had %d optimizer updates per step, "
+            "and now has %d (train.minibatches × train.passes)",
             before,
             now,
         )
 
 
 def changed_settings(former: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a line for every setting that differs between two resolved configs: `train.optim.lr: 0.001 -> 0.0005`."""
+    """Return a line for every setting that differs between two resolved configurations: `train.optim.lr: 0.001 ->
+    0.0005`."""
     before, after = _flat(former), _flat(now)
     names = sorted(before.keys() | after.keys())
     return [f"{n}: {before.get(n)!r} -> {after.get(n)!r}" for n in names if before.get(n) != after.get(n)]

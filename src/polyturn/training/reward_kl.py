@@ -1,8 +1,8 @@
-"""KL in the reward: each trained token costs what it strays from the reference, before advantages are computed.
+"""KL in the reward: penalise each trained token by its KL to the reference, before advantages are computed.
 
-r_t = -coef * kl(logprob_t, ref_logprob_t), added to `TrainSample.rewards`. Unlike a KL term in the loss it is credited to
-the tokens before it, as any other reward. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human Preferences),
-equation 2; Ouyang et al. 2022.
+r_t = -coef * kl(logprob_t, ref_logprob_t), added to `TrainSample.rewards`. Unlike a KL term in the loss, the penalty is
+credited to earlier tokens like any other reward. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human
+Preferences), equation 2; Ouyang et al. 2022.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from polyturn.core.sample import TrainSample
 
 
 class RewardKl:
-    """Takes a KL penalty off the rewards of tokens; its weight stays or follows a target."""
+    """Subtracts a KL penalty from the rewards of tokens, with a constant or adaptive weight."""
 
     def __init__(self, options: KlOptions) -> None:
-        """Estimate and weigh the penalty as `options` say."""
+        """Use the estimator, weight and target of `options`."""
         self._controller = KlController(options)
         self._estimate = kl_estimators.resolve(options.name)
         self._measured: tuple[float, int] | None = None
-        """The mean KL per token that was penalised last, and of how many trajectories; None once the weight follows it."""
+        """Mean KL per token of the last `apply`, in nats, and its number of trajectories; None after `adapt`."""
 
     @property
     def coef(self) -> float:
@@ -37,7 +37,7 @@ class RewardKl:
         return self._controller.coef
 
     def apply(self, samples: Sequence[TrainSample]) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with the penalty in their `rewards`, and its figures.
+        """Return the samples with the penalty in their `rewards`, and metrics.
 
         Raises:
             TrainingError: samples lack log-probabilities.
@@ -55,24 +55,24 @@ class RewardKl:
         return out, {"policy/kl_in_reward": Mean(kl_sum, num_tokens), "policy/kl_in_reward_coef": Mean(coef)}
 
     def adapt(self) -> None:
-        """Let the weight follow the KL that `apply` measured; called once a step, whose samples may be penalised again."""
+        """Adapt the weight to the KL from `apply`. Called once per step, although `apply` may run several times."""
         if self._measured is not None:
             kl, num_trajectories = self._measured
             self._controller.update(kl, num_trajectories=num_trajectories)
             self._measured = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return self._controller.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._controller.load_state_dict(state)
 
     def _kl(self, sample: TrainSample) -> Floats:
         if sample.old_logprobs is None or sample.ref_logprobs is None:
             raise TrainingError(f"sample {sample.id} has no log-probabilities of the policy and the reference to compare")
-        # Copies, because a sample's arrays are read-only and torch has no such tensors.
+        # Copies, because a sample's arrays are read-only, which torch tensors do not support.
         kl_T: Floats = self._estimate(
             torch.from_numpy(sample.old_logprobs.copy()), torch.from_numpy(sample.ref_logprobs.copy())
         ).numpy()

@@ -1,6 +1,6 @@
 """Metrics of a step's trajectories, under rollout/ reward/ tokens/ tool/ time/ and buffer/.
 
-Separate from the loop because the numbers come from records alone: stored trajectories give the same ones.
+They are computed from trajectories only, so stored trajectories give the same numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from polyturn.tools.failures import ToolFailure
 from polyturn.tools.results import call_metrics
 
 _ANSWERED = (None, *(kind for kind in ToolFailure if kind.reached_tool))
-"""`ToolResult.error` of calls that reached their tool."""
+"""Values of `ToolResult.error` for calls that reached their tool."""
 _TAKEN = ("mean", "std", "greedy", "judge_tokens")
-"""Metrics of rewards that a number of a reward function cannot replace."""
+"""Names of reward metrics that a number from a reward function must not overwrite."""
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
@@ -30,12 +30,12 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
 
     Args:
         groups: The groups of the step.
-        version: The policy version that is trained now, for the staleness.
+        version: The trained policy version, for the staleness.
     """
     parts: list[Metrics] = []
     for group in groups:
         totals = [t.reward.total for t in group.trajectories if t.reward is not None]
-        if len(totals) > 1:  # unbiased, as estimators take it; a single member has none
+        if len(totals) > 1:  # unbiased, as in estimators; undefined for a single member
             parts.append({"reward/std": Mean(float(np.std(totals, ddof=1)))})
     for trajectory in (t for g in groups for t in g.trajectories):
         calls = [r for turn in trajectory.turns for r in turn.tool_results]
@@ -83,9 +83,9 @@ def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metri
 
 
 def state_metrics(groups: Sequence[TrajectoryGroup], *, step_s: float) -> dict[str, float]:
-    """Return the mean number of episodes that generated, called tools or waited for an interaction, over a step.
+    """Return the mean number of episodes over a step that generated, called tools, or waited for an interaction.
 
-    The seconds that the step's episodes spent so, by the seconds of the step; a group's greedy member counts.
+    Computed as the episodes' seconds in that state divided by `step_s`. Greedy members count too.
     """
     trajectories = [t for g in groups for t in (*g.trajectories, g.baseline) if t is not None]
     seconds = {"generating": "generate_s", "tool": "tools_s", "interaction": "interaction_s"}
@@ -96,7 +96,7 @@ def state_metrics(groups: Sequence[TrajectoryGroup], *, step_s: float) -> dict[s
 
 
 def of_others(trajectory: Trajectory) -> Metrics:
-    """Return the tokens that were spent on a trajectory beside its turns: asides of the model, users, judges."""
+    """Return the tokens spent on a trajectory outside its turns: the model's asides, simulated users, judges."""
     infos = [t.info for t in trajectory.turns] + ([] if trajectory.reward is None else [trajectory.reward.info])
     spent = {
         "tokens/asides": trajectory.metrics.get("aside_tokens", 0),
@@ -115,8 +115,8 @@ def _count(value: Any) -> int:
 def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return the times of each tool and interaction: time/tool/<name>/p50_s, p99_s and share, time/interaction/<name>/...
 
-    The share is of the seconds of all episodes, side by side as they ran: of generation, tools and interactions together.
-    Calls that no tool answered (unknown, malformed, skipped) took no time of a tool.
+    The share is relative to the episodes' total seconds of generation, tools and interactions. Calls that reached no tool
+    (unknown, malformed, skipped) are left out.
     """
     seconds: dict[str, list[float]] = {}
     whole = 0.0
@@ -139,7 +139,7 @@ def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def num_masked(trajectory: Trajectory) -> int:
-    """Return the number of sampled tokens without weight in the segment that owns them."""
+    """Return the number of sampled tokens without weight, each counted in the segment that trains it."""
     return sum(int(np.count_nonzero(s.sampled_mask & (s.loss_weights == 0))) for s in trajectory.segments)
 
 
@@ -147,7 +147,7 @@ def num_replayed(trajectory: Trajectory) -> int:
     """Count the sampled tokens that later segments repeat in their prompts, once for each repetition."""
     wrote: list[np.ndarray[Any, Any]] = []
     total = 0
-    for segment in trajectory.segments:  # parents come before those that branched off
+    for segment in trajectory.segments:  # parents precede their branches
         mask = segment.sampled_mask.copy()
         if segment.parent is not None:
             shared = wrote[segment.parent.segment][: segment.parent.length]
@@ -158,7 +158,7 @@ def num_replayed(trajectory: Trajectory) -> int:
 
 
 def greedy_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
-    """Return the reward and the cost of the greedy members; nothing where there are none."""
+    """Return the reward and the cost of the greedy members; empty without any."""
     greedy = [g.baseline for g in groups if g.baseline is not None]
     if not greedy:
         return {}

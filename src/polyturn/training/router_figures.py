@@ -1,6 +1,6 @@
-"""Figures of a pass's routers: the evenness of their experts' load, and their distance from the engine's choice.
+"""Metrics of a pass's routers: the balance of the experts' load, and the difference from the engine's choice.
 
-Separate from the forward pass because it looks only at what routers left behind (`engines/routers.py`).
+They are computed from the records of `engines/routers.py`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from polyturn.engines.routers import LIVE, RoutingPass
 
 
 class RouterFigures(NamedTuple):
-    """The figures of the routers of a pass."""
+    """Balance loss and metrics of the routers of a pass."""
 
     balance_S: Tensor
-    """[S] for each target the balance loss of its sequence, the mean over its layers."""
+    """[S] for each target the balance loss of its sequence, averaged over layers."""
     metrics: Metrics
 
 
 def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, replays: bool) -> RouterFigures:
-    """Return the balance of the routers, with gradient if asked for, and the metrics of the pass.
+    """Return the balance loss of the routers, and the metrics of the pass.
 
     Args:
         routing: The pass, still open.
-        batch: What went through it.
-        with_grad: Whether the balance is part of the loss.
-        replays: Whether routes were to be replayed, so that one that is missing counts.
+        batch: The micro-batch of the pass.
+        with_grad: Whether the balance loss needs a gradient.
+        replays: Whether routes are replayed, so that a missing one is counted.
     """
     row_S = sequence_of_targets(batch)
-    # A graph over the logits of all layers is kept only where the balance is part of the loss.
+    # Keep a graph over the logits of all layers only if the balance is part of the loss.
     with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
         balance_B = _balance(routing, batch)
         balance_S = balance_B[row_S.to(balance_B.device)]
@@ -44,24 +44,24 @@ def router_figures(routing: RoutingPass, batch: MicroBatch, *, with_grad: bool, 
 
 
 def sequence_of_targets(batch: MicroBatch) -> Tensor:
-    """Return [S] which of the batch's sequences each target is of."""
+    """Return [S] the index of each target's sequence."""
     return torch.from_numpy(np.cumsum(np.diff(batch.sample_S, prepend=batch.sample_S[:1]) != 0))
 
 
 def tokens_of_sequences(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return [M] where in N the tokens of all sequences stand, those that several share several times, and [M] the sequence
-    that each is of."""
+    """Return [M] the indices on axis N of the tokens of all sequences (shared tokens once per sequence), and [M] their
+    sequences."""
     device = batch.input_ids_BT.device
-    index_M = torch.from_numpy(np.concatenate(batch.places)).to(device)
-    row_M = torch.from_numpy(np.repeat(np.arange(len(batch.places)), [len(p) for p in batch.places])).to(device)
+    index_M = torch.from_numpy(np.concatenate(batch.row_indices)).to(device)
+    row_M = torch.from_numpy(np.repeat(np.arange(len(batch.row_indices)), [len(p) for p in batch.row_indices])).to(device)
     return index_M, row_M
 
 
 def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
-    """[B] the balance loss of each row, the mean over layers."""
+    """Return [B] the balance loss of each row, averaged over layers."""
     index_M, row_M = tokens_of_sequences(batch)
     of_layers = [
-        balance_loss(logits, chosen, index_M, row_M, num_rows=len(batch.places))
+        balance_loss(logits, chosen, index_M, row_M, num_rows=len(batch.row_indices))
         for logits, chosen in zip(routing.logits, routing.chosen, strict=True)
         if logits is not None and chosen is not None
     ]
@@ -70,8 +70,8 @@ def _balance(routing: RoutingPass, batch: MicroBatch) -> Tensor:
 
 def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, replays: bool) -> Metrics:
     device = batch.input_ids_BT.device
-    # Each token once, also of a prefix that several sequences share, and no padding.
-    real = torch.from_numpy(np.unique(np.concatenate(batch.places))).to(device)
+    # Each token once, including those of shared prefixes, without padding.
+    real = torch.from_numpy(np.unique(np.concatenate(batch.row_indices))).to(device)
     chosen = torch.stack([c for c in routing.chosen if c is not None], dim=1)[real]
     live = torch.stack([c for c in routing.live if c is not None], dim=1)[real]
     logits = torch.stack([t for t in routing.logits if t is not None], dim=1)[real].float()

@@ -1,20 +1,20 @@
-"""Self-distillation: the policy, shown privileged text, judges the tokens that it sampled without it.
+"""Self-distillation: the policy, with privileged text in its prompt, scores the tokens that it sampled without the text.
 
     sample     [ prompt                    | sampled, observed, sampled ]     log policy(y_t | x, y_<t)
     teacher    [ prompt + privileged text  | the same ids               ]     log policy(y_t | x, c, y_<t)
 
     advantage_t <- advantage_coef * advantage_t + coef * (log policy(y_t | x, c, y_<t) - log policy(y_t | x, y_<t))
 
-The privileged text c is a hint, a demonstration or the environment's feedback. It joins the prompt's last user message, and
-only the ids up to the end of that message are new: all ids behind it stay those that were sampled and observed. The message
-is then encoded as text of the environment, so neither c nor the task's text beside it becomes a control token.
+The privileged text c is a hint, a demonstration or the environment's feedback. It is appended to the prompt's last user
+message, and only the ids up to the end of that message are new: all later ids stay as sampled and observed. The message is
+encoded as text of the environment, so neither c nor the task's text can become a control token.
 
 Sources: SDPO (Hübotter et al. 2026, arXiv 2601.20802), where c is feedback or a successful attempt of the group and the
 advantages mix as above; OPSD (Zhao et al. 2026, arXiv 2601.18734), where c is the solution; prime-rl's `opsd`, TRL's `sdpo`
 and `sdft`. `level: turn` takes the mean over a turn, as AgentOPSD (Wang et al. 2026, arXiv 2608.05987) aggregates token
-differences into turns. Not from these papers: OPSD compares whole distributions and SDPO the most likely tokens, this
-compares the sampled token; SDPO's teacher is a slow average of the policy, this one is the policy at the start of the step;
-AgentOPSD then updates a belief over turns and reweights the outcome's advantage by it, this adds the mean.
+differences into turns. Differences from these papers: OPSD compares whole distributions and SDPO the most likely tokens;
+this module compares the sampled token. SDPO's teacher is a slow average of the policy; here it is the policy at the start of
+the step. AgentOPSD updates a belief over turns and reweights the outcome's advantage with it; this module adds the mean.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 logger = logging.getLogger(__name__)
 
 Privileged = Callable[[Trajectory, TrajectoryGroup], str | None]
-"""(a trajectory, its group) -> the privileged text; None for none."""
+"""(a trajectory, its group) -> the privileged text, or None."""
 Encode = Callable[[Task], Ids]
 """A task -> the ids of its prompt and the generation prompt, as rollouts encode them."""
 Skipped = Literal["without_privileged", "other_prompt", "too_long"]
-"""The reasons for which the policy does not judge a sample."""
+"""Reasons why the policy does not score a sample."""
 
 _WARNINGS: dict[Skipped, str] = {
-    "other_prompt": "do not begin with the prompt of their task (an edited history, a branch, media, or a scheduler that "
-    "changes prompts)",
+    "other_prompt": "do not start with the prompt of their task (an edited history, a branch, media, or a scheduler with "
+    "other prompts)",
     "too_long": "do not fit the model's context with the privileged text; lower rollout.limits.max_context, or shorten the "
     "text",
 }
 
 
 class SelfDistillation:
-    """Adds the policy's own judgement, made with privileged text, to advantages."""
+    """Adds to advantages the policy's scores with privileged text."""
 
     def __init__(
         self, options: SelfDistillOptions, *, privileged: Privileged | None, encode: Encode, max_positions: int
     ) -> None:
-        """Judge by `options`.
+        """Score with `options`.
 
         Args:
             options: The weights, the level and the template.
-            privileged: Gives the text for a trajectory; None reads the column of the row.
+            privileged: Returns the text for a trajectory; None reads the column of the row.
             encode: Encodes a task's prompt as the run's rollouts do.
-            max_positions: The longest sequence that the model takes, in tokens.
+            max_positions: Largest length of a sequence for the model, in tokens.
         """
         self._options, self._privileged, self._encode = options, privileged, encode
         self._max_positions = max_positions
@@ -75,13 +75,13 @@ class SelfDistillation:
     def apply(
         self, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, score: Score
     ) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with changed advantages, and the figures of the step.
+        """Return the samples with changed advantages, and the metrics of the step.
 
-        A sample that the policy cannot judge keeps the estimator's advantage, with its weight, and is counted.
+        A sample that cannot be scored keeps the estimator's advantage, times `advantage_coef`, and is counted.
 
         Raises:
             DataError: a row has no privileged text, or no user message that the text can join.
-            TrainingError: the function that gives the text raised, or gave something else.
+            TrainingError: the function for the text raised, or did not return text.
         """
         origin = {(g.id, t.id): (t, g) for g in groups for t in g.trajectories}
         samples_seen: dict[int, TrainSample] = {}
@@ -100,7 +100,7 @@ class SelfDistillation:
             if index not in scores:
                 out.append(untaught(sample, self._options))
                 continue
-            # The ids from the first trained token on are the same, so they are counted from the end.
+            # The ids from the first trained token on are the same, so align both from the end.
             teacher_T = np.zeros(len(sample), np.float32)
             tail = len(sample) - int(np.argmax(sample.loss_weights != 0))
             teacher_T[-tail:] = scores[index][-tail:]
@@ -116,14 +116,14 @@ class SelfDistillation:
         }
 
     def _shown(self, sample: TrainSample, trajectory: Trajectory, group: TrajectoryGroup) -> TrainSample | Skipped:
-        """Return the sample behind the prompt with the privileged text, or why there is none."""
+        """Return the sample with the privileged text in its prompt, or the reason why there is none."""
         task = trajectory.task
         text = self._text(trajectory, group)
         if text is None:
             return "without_privileged"
         prompt_P, with_text_Q = self._encode(task), self._encode(privileged_task(task, text))
-        # What follows the user message, such as the generation prompt, is the same in both, and may differ in a segment
-        # that renders the history again.
+        # The ids after the user message, such as the generation prompt, are the same in both prompts, but may differ in a
+        # segment that renders the history again.
         tail = _common_tail(prompt_P, with_text_Q)
         start, new_start = len(prompt_P) - tail, len(with_text_Q) - tail
         if sample.media or not np.array_equal(sample.token_ids[:start], prompt_P[:start]):
@@ -137,14 +137,14 @@ class SelfDistillation:
             loss_weights=np.concatenate([blank, sample.loss_weights[start:]]),
             turn_ids=np.concatenate([blank - 1, sample.turn_ids[start:]]),
             temperature=sample.temperature,
-            # Both sides of the gap are normalised over the same tokens.
+            # Both log-probabilities are normalised over the same tokens.
             support=None
             if sample.support is None
             else joined_support([(new_start, None), (len(sample) - start, sample.support[start:])]),
         )
 
     def _text(self, trajectory: Trajectory, group: TrajectoryGroup) -> str | None:
-        """Return the text that joins the prompt; None where there is none and that is allowed."""
+        """Return the text to append to the prompt; None if it is missing and may be."""
         if self._privileged is None:
             return text_of_row(trajectory.task, self._options)
         with told_in_a_sentence(f"algorithm.self_distill.privileged {self._options.privileged!r}", TrainingError):
@@ -152,7 +152,7 @@ class SelfDistillation:
         return _in_template(text, trajectory.task, self._options)
 
     def _warn(self, skipped: Counter[Skipped], num_samples: int) -> None:
-        """Log the first samples that a cause other than a missing text leaves without judgement."""
+        """Log, once per cause, samples that were not scored for a reason other than a missing text."""
         for reason, sentence in _WARNINGS.items():
             if skipped[reason] and reason not in self._has_warned:
                 self._has_warned.add(reason)
@@ -163,10 +163,10 @@ class SelfDistillation:
 
 
 def text_of_row(task: Task, options: SelfDistillOptions) -> str | None:
-    """Return the text of the row's privileged column in its template; None where there is none and that is allowed.
+    """Return the text of the row's privileged column in the template; None if it is missing and may be.
 
     Raises:
-        DataError: there is none, or it is not text.
+        DataError: the text is missing, or is not text.
     """
     column = str(options.privileged)
     return _in_template(task.ground_truth if column == "ground_truth" else task.extra.get(column), task, options)
@@ -188,14 +188,14 @@ def _in_template(text: object, task: Task, options: SelfDistillOptions) -> str |
 
 
 def privileged_task(task: Task, text: str) -> Task:
-    """Return the task with `text` at the end of its last user message, which becomes text of the environment.
+    """Return the task with `text` appended to its last user message, which is then encoded as text of the environment.
 
     Raises:
         DataError: the prompt has no user message.
     """
     index = max((i for i, message in enumerate(task.prompt) if message.role == "user"), default=None)
     if index is None:
-        raise DataError(f"the prompt of row {task.id!r} has no user message that the privileged text can join; add one")
+        raise DataError(f"the prompt of row {task.id!r} has no user message to append the privileged text to; add one")
     message: Message = task.prompt[index]
     content = message.content
     joined = f"{content}\n\n{text}" if isinstance(content, str) else (*content, {"type": "text", "text": f"\n\n{text}"})
@@ -204,7 +204,7 @@ def privileged_task(task: Task, text: str) -> Task:
 
 
 def _common_tail(one: Ids, other: Ids) -> int:
-    """Return the number of ids that two sequences share at their ends."""
+    """Return the length of the common suffix of two sequences of ids."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[len(one) - size :][::-1] != other[len(other) - size :][::-1])
     return int(differs[0]) if len(differs) else size

@@ -8,12 +8,13 @@
     sglang    POST /generate {"input_ids": ids, "return_logprob": true, "logprob_start_len": s}
               -> meta_info.input_token_logprobs = [[null, id, …], [-0.3, id, …], …], one for each id from s on
 
-Ids are sent and no text, so what the policy read is what the teacher reads. Each row goes to the teacher of its
-`data_source`. A request that finds no answer is sent again; then the step fails with the URL, and nothing is left out.
+Ids are sent instead of text, so the teacher reads exactly what the policy read. Each row goes to the teacher of its
+`data_source`. A request without an answer is repeated. If it still fails, the step fails with the URL; no sample is left
+out.
 
 Source: On-Policy Distillation (Thinking Machines Lab 2025): the reverse KL of each sampled token as its negative advantage,
-with discount 0. prime-rl's `opd`, slime's on-policy distillation and TRL's server distillation ask a server likewise; NeMo
-RL (MOPD) also has several teachers. Agarwal et al. 2024 (GKD) compare whole distributions, for which a server would have to
+with discount 0. prime-rl's `opd`, slime's on-policy distillation and TRL's server distillation also use a server; NeMo RL
+(MOPD) also has several teachers. Agarwal et al. 2024 (GKD) compare whole distributions, for which a server would have to
 send the vocabulary.
 """
 
@@ -41,20 +42,20 @@ from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
 
 TRIES = 6
-"""Requests for the score of one sample, over half a minute."""
+"""Number of tries to score one sample, over half a minute."""
 PROBE = 'def f(x):\n    return x ** 2  # 12345, naïve café, 你好, Привет 🙂\n\n\t"quoted"  '
-"""A text that tokenizers of different vocabularies read as different ids."""
+"""A text that tokenizers with different vocabularies encode differently."""
 
 
 class ServedTeacher:
-    """One server that scores ids."""
+    """A client of one server that scores ids."""
 
     def __init__(self, options: ServedTeacherOptions, *, wait_s: float = 1.0) -> None:
-        """Describe the server; nothing is sent yet.
+        """Prepare a client; no request is sent yet.
 
         Args:
-            options: Its address and route.
-            wait_s: The wait before the second try, in seconds; it doubles.
+            options: Address and route of the server.
+            wait_s: Seconds before the second try; doubled for each further try.
 
         Raises:
             ConfigError: the environment lacks the key that `api_key_env` names.
@@ -73,14 +74,14 @@ class ServedTeacher:
 
     @property
     def has_model(self) -> bool:
-        """Whether the name of its model is known."""
+        """Whether the model's name is known."""
         return self._model is not None
 
     async def score(self, ids: Ids, start: int) -> Floats:
         """Return [len(ids) - start] the log-probability of each id from `start` on, given all ids before it.
 
         Raises:
-            EngineError: the server cannot be reached, refuses, or answers with something else.
+            EngineError: the server cannot be reached, refuses, or returns an invalid reply.
         """
         ask, read = self._read
         path, body = ask(ids, start, self._model)
@@ -99,10 +100,11 @@ class ServedTeacher:
             ) from problem
 
     async def find_model(self) -> int | None:
-        """Learn the model's name, where none is given; return its context in tokens, None where the server does not say.
+        """Get the model's name, if it is not configured, and return its context in tokens; None if the server does not
+        report it.
 
         Raises:
-            EngineError: the server cannot be reached, or serves no such model.
+            EngineError: the server cannot be reached, or does not serve the model.
         """
         reply = await self._client.get("/v1/models")
         models = {str(one.get("id")): one.get("max_model_len") for one in (reply or {}).get("data") or []}
@@ -115,10 +117,10 @@ class ServedTeacher:
         return None if length is None else int(length)
 
     async def tokenize(self, text: str) -> list[int]:
-        """Return the ids by which the server's tokenizer reads a text, without added ones.
+        """Return the ids of a text by the server's tokenizer, without special tokens.
 
         Raises:
-            EngineError: the server has no /tokenize, or answers with something else.
+            EngineError: the server has no /tokenize, or returns an invalid reply.
         """
         reply = await self._client.post("/tokenize", {"model": self._model, "prompt": text, "add_special_tokens": False})
         try:
@@ -132,10 +134,10 @@ class ServedTeacher:
 
 
 class ServedTeachers:
-    """Adds the judgement of served teachers to advantages."""
+    """Adds the scores of served teachers to advantages."""
 
     def __init__(self, options: ServedTeachersOptions, *, wait_s: float = 1.0) -> None:
-        """Judge by `options`; `wait_s` is the wait before the second try of a request.
+        """Use the teachers of `options`; `wait_s` is the wait before the second try of a request.
 
         Raises:
             ConfigError: the environment lacks the key of a server.
@@ -150,7 +152,7 @@ class ServedTeachers:
 
         Raises:
             DataError: a row has a `data_source` without a teacher.
-            EngineError: a server cannot be reached, refuses, or answers with something else.
+            EngineError: a server cannot be reached, refuses, or returns an invalid reply.
             TrainingError: a sample shows media.
         """
         tasks = {g.id: g.task for g in groups}
@@ -190,19 +192,19 @@ class ServedTeachers:
 
 
 class _Asked(NamedTuple):
-    """The ids of a sample up to its last trained token, and the first that is scored."""
+    """A request: the ids of a sample up to its last trained token, and the first index to score."""
 
     teacher: ServedTeacher
     ids: Ids
     start: int
     length: int
-    """Of the whole sample."""
+    """Length of the whole sample, in tokens."""
 
     @classmethod
     def of(cls, sample: TrainSample, teacher: ServedTeacher) -> _Asked:
         if sample.media:
             raise TrainingError(
-                f"sample {sample.id} shows media, which the ids that a served teacher gets do not hold; leave such rows "
+                f"sample {sample.id} shows media, which cannot be sent to a served teacher as ids; leave such rows "
                 "out, or use algorithm.loss.distill"
             )
         trained = np.flatnonzero(sample.loss_weights)
@@ -210,18 +212,19 @@ class _Asked(NamedTuple):
 
 
 def teacher_of(task: Task, options: ServedTeachersOptions) -> int:
-    """Return the index of the teacher of a row: the one that names its data source, else the one that names none.
+    """Return the index of a row's teacher: the one with its data source, else the one without data sources.
 
     Raises:
-        DataError: no teacher names it, and all name some.
+        DataError: no teacher has its data source, and all teachers have some.
     """
     sources = [one.data_sources for one in options.teachers]
     teacher = next((i for i, names in enumerate(sources) if task.data_source in names), None)
     teacher = next((i for i, names in enumerate(sources) if not names), None) if teacher is None else teacher
     if teacher is None:
         raise DataError(
-            f"row {task.id!r} has the data source {task.data_source!r}, which no teacher of algorithm.served_teachers "
-            f"names; they name {sorted(n for names in sources for n in names)}; add it to one, or give one no data_sources"
+            f"row {task.id!r} has the data source {task.data_source!r}, but the teachers of algorithm.served_teachers "
+            f"have {sorted(n for names in sources for n in names)}; add it to a teacher, or leave out data_sources of "
+            "one"
         )
     return teacher
 
@@ -230,7 +233,7 @@ def read_scores(values: Sequence[Any], *, num: int) -> Floats:
     """Return [num] the log-probabilities of a server's answer.
 
     Raises:
-        ValueError: they are not `num` finite numbers, of which none is above 0.
+        ValueError: they are not `num` finite numbers up to 0.
     """
     if len(values) != num:
         raise ValueError(f"{len(values)} log-probabilities")
@@ -240,7 +243,7 @@ def read_scores(values: Sequence[Any], *, num: int) -> Floats:
     return np.minimum(scores, np.float32(0.0))
 
 
-# The two routes. A request names a path and a body; an answer gives a log-probability for each id from `start` on.
+# The two routes. A request has a path and a body; a reply has a log-probability for each id from `start` on.
 
 
 def _ask_vllm(ids: Ids, start: int, model: str | None) -> tuple[str, Mapping[str, Any]]:
@@ -257,7 +260,7 @@ def _read_vllm(reply: Any, ids: Ids, start: int) -> list[Any]:
 
 
 def _ask_sglang(ids: Ids, start: int, model: str | None) -> tuple[str, Mapping[str, Any]]:
-    # The first entry has no log-probability, so the answer begins one token early.
+    # The first entry has no log-probability, so request one token more.
     return "/generate", {
         "input_ids": ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True,
         "logprob_start_len": max(start - 1, 0),
@@ -277,16 +280,16 @@ _READERS = {"vllm": (_ask_vllm, _read_vllm), "sglang": (_ask_sglang, _read_sglan
 def check_served_teachers(
     teachers: ServedTeachers, tokenizer: Any, *, load_tokenizer: Callable[[str], Any], max_context: int
 ) -> None:
-    """Refuse a teacher that cannot be reached, does not give log-probabilities, or has another vocabulary.
+    """Raise if a teacher cannot be reached, does not return log-probabilities, or has another vocabulary.
 
     Args:
         teachers: The teachers.
-        tokenizer: The policy's, of Hugging Face.
+        tokenizer: The policy's Hugging Face tokenizer.
         load_tokenizer: Loads the tokenizer of a folder or hub id.
-        max_context: The longest sample, in tokens.
+        max_context: Largest length of a sample, in tokens.
 
     Raises:
-        ConfigError: the first problem found, with the URL.
+        ConfigError: the first problem, with the URL.
     """
 
     async def check_all() -> None:
@@ -306,9 +309,9 @@ async def _check(teacher: ServedTeacher, tokenizer: Any, *, load_tokenizer: Call
     if length is not None and length <= max_context:
         raise ConfigError(
             f"algorithm.served_teachers: the teacher at {teacher.url} has a context of {length} tokens, and scoring a "
-            f"sample needs {max_context + 1}; lower rollout.limits.max_context, or start it with a longer one"
+            f"sample needs {max_context + 1}; lower rollout.limits.max_context, or start the teacher with a longer context"
         )
-    # The control tokens of conversations are what models of one family most often differ in.
+    # Models of one family differ most often in the control tokens of conversations.
     text = PROBE + "".join(map(str, tokenizer.all_special_tokens))
     own = tokenizer.encode(text, add_special_tokens=False)
     size = len(tokenizer)
@@ -318,7 +321,7 @@ async def _check(teacher: ServedTeacher, tokenizer: Any, *, load_tokenizer: Call
             raise ConfigError(
                 f"algorithm.served_teachers: the tokenizer {teacher.options.tokenizer!r} of the teacher at {teacher.url} "
                 f"has {len(other)} tokens and the model's {size}; log-probabilities of the same ids can only be compared "
-                "between models of one tokenizer"
+                "between models with the same tokenizer"
             )
         its = other.encode(text, add_special_tokens=False)
     else:
@@ -331,9 +334,9 @@ async def _check(teacher: ServedTeacher, tokenizer: Any, *, load_tokenizer: Call
     if list(its) != list(own):
         at = next((i for i, pair in enumerate(zip(its, own, strict=False)) if pair[0] != pair[1]), min(len(its), len(own)))
         raise ConfigError(
-            f"algorithm.served_teachers: the teacher at {teacher.url} has another vocabulary: it reads a probe text as "
-            f"{len(its)} ids with {list(its[at : at + 3])} at {at}, and the model as {len(own)} with "
-            f"{list(own[at : at + 3])}; take a teacher of the same tokenizer"
+            f"algorithm.served_teachers: the teacher at {teacher.url} has another vocabulary: it encodes a probe text "
+            f"as {len(its)} ids with {list(its[at : at + 3])} at {at}, and the model as {len(own)} with "
+            f"{list(own[at : at + 3])}; use a teacher with the same tokenizer"
         )
-    # The last id shows a vocabulary that is too small; the answer shows whether there are log-probabilities at all.
+    # The last id detects a vocabulary that is too small; the reply shows whether there are log-probabilities.
     await teacher.score(np.array([*own[:8], max(tokenizer.get_vocab().values())], np.int32), 1)

@@ -1,10 +1,10 @@
-"""Supervised training: conversations through the same tokens, builder, layout and loss weights as reinforcement learning.
+"""Supervised training on conversations, with the same encoding, layout and loss weights as reinforcement learning.
 
     conversation  ->  PROMPT SAMPLED OBSERVATION SAMPLED  ->  TrainSample  ->  weighted cross-entropy
 
-An assistant message is encoded as the model would have to write it, end token included, and stands where sampled tokens
-stand; everything between is an observation with weight 0. A run's own trajectories need no encoding: their samples are
-the tokens that were sampled (rejection sampling).
+An assistant message is encoded as the model would write it, including the end token, and takes the place of sampled tokens.
+All other messages are observations with weight 0. Trajectories of a run need no encoding: their samples are the sampled
+tokens (rejection sampling).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
         completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP)
         builder.sample(completion, turn=turn, weights=np.full(len(ids), weight, np.float32))
         end = position + 1
-        # Everything up to the next assistant message at once: a template may render several tool results together.
+        # All messages up to the next assistant message at once: a template may render several tool results together.
         while end < len(messages) and messages[end].role != "assistant":
             end += 1
         observed = messages[position + 1 : end]
-        if observed and end < len(messages):  # an observation at the end would be encoded in vain
+        if observed and end < len(messages):  # an observation at the end needs no encoding
             builder.observe(encoder.extend(observed, last_id=int(ids[-1])), turn=turn)
             builder.add_media(*(medium for message in observed for medium in message.media))
         elif not observed and end < len(messages):
-            raise DataError(f"conversation {id}: two assistant messages in a row; something must answer the first one")
+            raise DataError(f"conversation {id}: two assistant messages in a row; put a user or tool message between them")
         position = end
     segment = builder.build()[0]
     return TrainSample(
@@ -66,10 +66,10 @@ def encode_conversation(conversation: Conversation, encoder: DeltaEncoder, *, id
 
 
 def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float) -> list[TrainSample]:
-    """Return the samples of the trajectories whose reward is at least `min_reward`, token for token as sampled.
+    """Return the samples of the trajectories with a reward of at least `min_reward`, with the sampled tokens.
 
     Raises:
-        DataError: none is good enough.
+        DataError: no trajectory has such a reward.
     """
     all_of_them = list(trajectories)
     good = [t for t in all_of_them if t.reward is not None and t.reward.total >= min_reward]
@@ -92,22 +92,22 @@ def run_sft(
     first_step: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Train on `samples` in seeded random order, epoch after epoch.
+    """Train on `samples` in a seeded random order, epoch after epoch.
 
     Args:
-        policy: What is trained.
-        samples: From `encode_conversation` or `trajectory_samples`.
-        options: How long and how much.
-        seed: Of the order.
-        on_step: Told the number of steps taken and the metrics of the last one.
-        first_step: Steps that were taken before, by a run that was interrupted; the order goes on behind them.
-        should_stop: Asked before every step; True ends the training there.
+        policy: The policy to train.
+        samples: Samples from `encode_conversation` or `trajectory_samples`.
+        options: Steps, time limit and batch size.
+        seed: Seed of the order.
+        on_step: Called with the number of steps taken and the metrics of the last one.
+        first_step: Number of steps taken by an interrupted run; the order continues after them.
+        should_stop: Called before every step; True ends the training.
 
     Returns:
         The number of steps taken, `first_step` included.
     """
     rng = np.random.default_rng(seed)
-    order: list[int] = []  # drawn for steps that were taken before, too: so a resumed run has the order of a whole one
+    order: list[int] = []  # drawn for earlier steps too, so that a resumed run has the same order
     began = time.monotonic()
     for step in range(options.steps):
         while len(order) < options.batch_size:

@@ -1,8 +1,8 @@
-"""Reading a checkpoint's shards without running code from them.
+"""Read a checkpoint's shards without running code from them.
 
-`torch.distributed.checkpoint` pickles two things: the file `.metadata`, and every value that is not a tensor. Its own reader
-unpickles both without a limit, so a checkpoint from elsewhere could run code. Here the metadata may hold torch's records of
-shapes and files only, and values are read as `torch.load(weights_only=True)` reads them.
+`torch.distributed.checkpoint` pickles two things: the file `.metadata`, and every value that is not a tensor. torch's reader
+unpickles both without restriction, so a foreign checkpoint could run code. Here metadata may contain only torch's records of
+shapes and files, and values are read like `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from polyturn.core.errors import CheckpointError
 
 METADATA = ".metadata"
-"""The file that is written last; a folder with it is whole."""
+"""Name of the file that is written last; a folder with this file is complete."""
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -44,13 +44,13 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles the records of a checkpoint's metadata, and nothing else."""
+    """Unpickles only the records of a checkpoint's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
         if module.startswith("pathlib"):  # the module of a path's class differs between versions of Python
             return getattr(pathlib, name)
         return super().find_class(module, name)
@@ -67,8 +67,8 @@ class ShardReader(FileSystemReader):
         """Read the file `.metadata`.
 
         Raises:
-            CheckpointError: it is not metadata of a checkpoint.
-            pickle.UnpicklingError: it names anything but records of shapes and files.
+            CheckpointError: the file is not metadata of a checkpoint.
+            pickle.UnpicklingError: the file refers to anything but records of shapes and files.
         """
         with self._metadata.open("rb") as file:
             metadata = read_records(file)
@@ -83,19 +83,19 @@ def read_records(file: BinaryIO) -> Any:
     """Unpickle records of shapes and files.
 
     Raises:
-        pickle.UnpicklingError: the file names anything else.
+        pickle.UnpicklingError: the file refers to anything else.
     """
     return _Unpickler(file).load()
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's plan of a load, with values that cannot run code."""
+    """torch's load planner, with values that cannot run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value that is not a tensor.
+        """Load a value that is not a tensor.
 
         Raises:
-            pickle.UnpicklingError: it is anything but plain values and tensors.
+            pickle.UnpicklingError: it contains anything but plain values and tensors.
         """
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
@@ -104,5 +104,5 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def load(state: dict[str, Any], folder: Path, *, group: Any = None) -> None:
-    """Fill the tensors and values of `state` from a folder of shards; collective over `group`, alone without one."""
+    """Fill the tensors and values of `state` from a folder of shards; collective over `group`, if there is one."""
     dcp.load(state, storage_reader=ShardReader(folder), planner=LoadPlanner(), process_group=group, no_dist=group is None)

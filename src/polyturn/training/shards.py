@@ -1,10 +1,10 @@
-"""Shards: tensors of which each rank holds a part, written and read by `torch.distributed.checkpoint`, and cut as a
-parameter is.
+"""Shards: tensors with a part on each rank, and their checkpoints by `torch.distributed.checkpoint`.
 
-    write_shards     every rank writes its own part from a copy, beside training     ->  policy/.metadata, __0_0.distcp, …
-    read_shards      every rank reads its own part, into the tensors that it has     <-  of as many ranks as there were then
+    write_shards     every rank writes its part from a copy, during training     ->  policy/.metadata, __0_0.distcp, …
+    read_shards      every rank reads its part into its tensors     <-  written by any number of ranks
 
-No rank holds a tensor of another one, so the number of ranks may change between the two; one process is a group of one.
+Parts are described by their position in the whole tensor, so the number of ranks may change between writing and reading. A
+single process is a group of one.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 _T = TypeVar("_T")
 Place = tuple[int, ...]
-"""The beginning of a part of a tensor in the whole, along each of its dimensions."""
+"""Origin of a part in the whole tensor, an index per dimension."""
 
 
 def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
-    """Begin to write this process's part of a flat state, tensors and numbers, from a copy; every rank must call it."""
+    """Start writing this process's part of a flat state (tensors and numbers) from a copy; every rank must call it."""
     staged = {name: _at_its_start(value) if isinstance(value, DTensor) else value for name, value in state.items()}
     return dcp.async_save(  # type: ignore[return-value]  # a future, where nothing else is staged
         staged, checkpoint_id=folder, process_group=_group(folder), no_dist=not dist.is_initialized()
@@ -53,13 +53,12 @@ def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
 
 
 def _at_its_start(tensor: Tensor) -> Tensor:
-    """Return a tensor that begins where its storage does, a copy of one that does not: torch would look for the bytes of the
-    whole behind it, and there are none."""
+    """Return the tensor, or a copy if it does not start at the start of its storage, which torch cannot write."""
     return tensor.detach().clone() if tensor.storage_offset() else tensor
 
 
 def is_written(writing: Future[Any], *, whose: str) -> bool:
-    """Return whether what `write_shards` began is written, here and on all ranks.
+    """Return whether `writing`, from `write_shards`, is finished on all ranks.
 
     Raises:
         CheckpointError: it could not be written.
@@ -70,24 +69,23 @@ def is_written(writing: Future[Any], *, whose: str) -> bool:
 
 
 def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint", is_alone: bool = False) -> None:
-    """Read what this process has of a flat state, tensors in place; every rank must call it, where none `is_alone`.
+    """Read this process's part of a flat state into its tensors. Every rank must call it, unless it `is_alone`.
 
     Raises:
-        CheckpointError: it is damaged, or lacks some of it.
+        CheckpointError: the folder is damaged or incomplete.
     """
     group = None if is_alone else _group(folder)
     try:
         shard_reader.load(state, folder, group=group)
-    except (CheckpointException, Exception) as problem:  # whatever damaged bytes come to, on whichever rank
+    except (CheckpointException, Exception) as problem:  # damaged bytes may raise anything, on any rank
         raise _unreadable(problem, folder, whose) from problem
 
 
 def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
-    """Return the whole tensors in a folder that ranks wrote, as a stream: those whose names begin with `prefix`, named
-    without it."""
+    """Stream whole tensors from a folder of shards: those whose names start with `prefix`, without the prefix."""
     kinds = inside(stored_kinds(folder), prefix)
 
-    # Alone: an export is one process's work, and ranks read different tensors, so that no call has a counterpart.
+    # Alone, because ranks that export read different tensors, so a collective call would have no counterpart.
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         state = {prefix + name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype) for name in names}
         read_shards(state, folder, is_alone=True)
@@ -97,12 +95,12 @@ def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
 
 
 def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, TensorKind]:
-    """The shapes and dtypes of the tensors in a folder that ranks wrote.
+    """Return name -> shape and dtype of the tensors in a folder of shards.
 
     Raises:
-        CheckpointError: there is nothing, or it is damaged.
+        CheckpointError: the folder has no shards, or is damaged.
     """
-    # Shards without metadata are a damaged state, as reading them tells; a folder without either is of another format.
+    # Shards without metadata are damaged, which reading reports below; a folder without either has another format.
     if not (folder / METADATA).is_file() and not any(folder.glob("*.distcp")):
         raise CheckpointError(
             f"there is no state in shards in {folder}; a checkpoint of an earlier version holds whole tensors and cannot be "
@@ -110,7 +108,7 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
         )
     try:
         metadata = ShardReader(folder).read_metadata().state_dict_metadata
-    except Exception as problem:  # whatever unpickling damaged bytes comes to
+    except Exception as problem:  # unpickling damaged bytes may raise anything
         raise _unreadable(problem, folder, whose) from problem
     return {
         name: TensorKind(tuple(entry.size), entry.properties.dtype)
@@ -120,19 +118,19 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
 
 
 class Names:
-    """The names and shapes that a network's tensors have for checkpoints and engines, and what of them this process holds:
-    its own names, and a `DTensor` where ranks hold parts.
+    """Maps a network's tensors to their names and shapes in checkpoints and engines. In this class the names are the same,
+    and a `DTensor` is a tensor with parts on ranks.
 
-    What is true of parameters is true of their moments and float32 copies, so all methods take any of these, by the names of
-    the network: one tensor for each parameter, or one number for each, which is whole everywhere.
+    Moments and float32 masters are split like their parameters, so all methods accept any of these, by the names of the
+    network: one tensor per parameter, or one number per parameter, which is whole on every rank.
     """
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-        """Return name -> shape and dtype of the whole."""
+        """Return name -> shape and dtype of the whole tensor."""
         return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return by which names a tensor of the network is written."""
+        """Return the names under which a tensor of the network is written."""
         return (name,)
 
     def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
@@ -140,47 +138,48 @@ class Names:
         return whole_tensor(tensors[name])
 
     def shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's parts of them, live, as a checkpoint writes and reads them."""
+        """Return this process's live parts, as checkpoints write and read them."""
         return dict(tensors)
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
         """Fill live tensors, prefix -> name -> tensor, from a folder; the call is collective.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the folder is damaged.
         """
         read_shards(flat({prefix: self.shards(tensors) for prefix, tensors in sections.items()}), folder, whose=whose)
 
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Write this process's parts of whole `weights` into live tensors."""
+        """Copy this process's parts of whole `weights` into live tensors."""
         for name in tensors.keys() & weights.keys():
             tensors[name].copy_(cut_like(weights[name], tensors[name]))
 
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
-        """Return name -> place in the whole -> what this process holds there, live; replicas have one place."""
+        """Return name -> origin in the whole tensor -> this process's live part at that origin; replicas have the same
+        origin."""
         return {name: {start_of(tensor): local_part(tensor)} for name, tensor in tensors.items()}
 
 
 def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
-    """Return prefix + name -> what is there."""
+    """Join the sections: prefix/name -> value."""
     return {prefix + name: value for prefix, section in sections.items() for name, value in section.items()}
 
 
 class Boxes(Tensor):
-    """A tensor of which this process has some boxes, live, as `torch.distributed.checkpoint` writes and reads them."""
+    """A tensor of which this process has some live boxes, for `torch.distributed.checkpoint`."""
 
     boxes: dict[Place, Tensor]
-    """The beginning of a box in the whole -> its values."""
+    """Origin of a box in the whole tensor -> its values."""
 
     def __new__(cls, kind: TensorKind, boxes: Mapping[Place, Tensor]) -> Boxes:
-        """Say what is here of a tensor of that `kind`."""
+        """Wrap the boxes of a tensor of that `kind`."""
         tensor = Tensor._make_wrapper_subclass(cls, kind.shape, dtype=kind.dtype)
         tensor.boxes = dict(boxes)
         return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Make the copy that is staged, into which `torch.distributed.checkpoint` puts copies of the boxes."""
+        """Support only the copy that `torch.distributed.checkpoint` makes to stage the boxes."""
         if func is torch.ops.aten.new_empty.default:
             return cls(TensorKind(tuple(args[0].shape), args[0].dtype), {})
         raise NotImplementedError(f"{func} of boxes of a tensor")
@@ -203,7 +202,7 @@ class Boxes(Tensor):
 
 
 def start_of(tensor: Tensor) -> Place:
-    """Return the index in the whole at which this rank's part begins."""
+    """Return the origin of this rank's part in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
@@ -216,17 +215,17 @@ def _unreadable(problem: BaseException, folder: Path, whose: str) -> CheckpointE
 
 
 def _reason(problem: BaseException) -> str:
-    """The first rank's error."""
+    """Return the error of the first rank that has one."""
     if isinstance(problem, CheckpointException):
         problem = next(iter(problem.failures.values()))[0]
     return one_line(problem)
 
 
 def _group(folder: Path) -> Any:
-    """Return the group in which ranks agree about the files of a folder; None for one process.
+    """Return the process group for the checkpoint of a folder; None for one process.
 
-    It is apart from what training says meanwhile, and from folders of other names: a policy and its critic are written at
-    the same time, by a thread each, and in one group their words would meet in another order on each rank.
+    It is separate from training's group and from those of other folders: a policy and its critic are written at the same
+    time by two threads, and in one group their collectives would run in a different order on each rank.
     """
     return _new_group(dist.group.WORLD, folder.name) if dist.is_initialized() else None
 
@@ -237,33 +236,33 @@ def _new_group(world: Any, name: str) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds, the same memory."""
+    """Return this rank's part of `tensor`, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(tensor: Tensor, origin: Place, shape: Sequence[int]) -> Tensor:
-    """Return a box of a tensor, all of which this rank holds, as a view."""
+    """Return a view of a box that is entirely on this rank."""
     starts = zip(origin, start_of(tensor), shape, strict=True)
     return local_part(tensor)[tuple(slice(at - start, at - start + size) for at, start, size in starts)]
 
 
 def num_parts(tensor: Tensor) -> int:
-    """Return the number of parts of a tensor that ranks hold, where each has one; more ranks hold the same ones."""
+    """Return the number of distinct parts into which a tensor is cut."""
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of `tensor`, gathered where ranks hold parts; then the call is collective."""
+    """Return the whole of `tensor`. If ranks have parts, gather them; the call is then collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
-    """Return this rank's part of `whole`, cut as `like` is."""
+    """Return this rank's part of `whole`, cut like `like`."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
-    # By hand, not by `distribute_tensor`: that would scatter from rank 0, and here each rank has the whole already.
+    # Without `distribute_tensor`, which would scatter from rank 0, although each rank already has the whole tensor.
     shape, start = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     part = whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
     part = part.to(device=part.device if like.is_meta else like.to_local().device).contiguous()
@@ -273,14 +272,14 @@ def cut_like(whole: Tensor, like: Tensor | None) -> Tensor:
 
 
 def inside(tensors: Mapping[str, _T], prefix: str) -> dict[str, _T]:
-    """Return the tensors, or what is said of them, whose names begin with `prefix`, named without it."""
+    """Return the entries whose names start with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def require_same_shapes(
     stored: Mapping[str, TensorKind], own: Mapping[str, TensorKind], *, whose: str = "checkpoint", hint: str = ""
 ) -> None:
-    """Refuse the tensors of another model before they are loaded; `whose` says where they are from.
+    """Raise, before loading, if tensors are of another model; `whose` names their source in messages.
 
     Raises:
         CheckpointError: a name or a shape differs.
@@ -288,8 +287,8 @@ def require_same_shapes(
     if stored.keys() != own.keys():
         strange, absent = sorted(stored.keys() - own.keys()), sorted(own.keys() - stored.keys())
         raise CheckpointError(
-            f"the {whose} is of another model: it lacks {absent[:3] or 'nothing'} and has {strange[:3] or 'nothing'} more"
-            f"{hint}"
+            f"the {whose} is of another model: it lacks {absent[:3] or 'no tensor'} and has {strange[:3] or 'no tensor'} "
+            f"in addition{hint}"
         )
     for name, kind in stored.items():
         if kind.shape != own[name].shape:

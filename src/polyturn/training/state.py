@@ -1,7 +1,7 @@
-"""The values of the training loop: its settings, its state, and the parts that it calls.
+"""The settings and state of the training loop, and the parts that it calls.
 
-LoopSettings    how long and how much          LoopState     where a run is, kept in every checkpoint
-Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run, as the loop needs them
+LoopSettings    its options          LoopState     the progress of a run, kept in every checkpoint
+Data, EngineLink, Saving    the tasks, the engine and the checkpoints of a run
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoopSettings:
 
 @dataclass(slots=True, kw_only=True)
 class LoopState:
-    """The state of a run that a checkpoint keeps beside the policy."""
+    """The progress of a run, kept in checkpoints besides the policy."""
 
     step: int = 0
     best: float = -math.inf
@@ -44,43 +44,43 @@ class LoopState:
     evaluated: int = -1
     """The step of the latest validation."""
     reports: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """"before" and "after" -> evaluation set -> its numbers."""
+    """"before" or "after" -> evaluation set -> metrics."""
 
 
 class Data(NamedTuple):
-    """The tasks that a run is trained and evaluated on."""
+    """The tasks for training and evaluation."""
 
     tasks: Sequence[Task]
     eval_sets: Sequence[EvalSet] = ()
     sampler: Callable[[], TaskSampler] | None = None
-    """Makes the order of the tasks; None takes a shuffled one."""
+    """Makes a sampler of tasks; None shuffles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLink:
-    """The engine of the episodes, as the training loop needs it."""
+    """The training loop's interface to the engine."""
 
     channel: WeightChannel
     busy_s: Callable[[], float]
-    """Seconds that it spent generating so far."""
+    """Returns the seconds the engine has spent generating so far."""
     metrics: Callable[[], Mapping[str, float]] = dict
-    """Its metrics since it was last asked."""
+    """Returns the engine's metrics since the last call."""
     snapshots: PolicySnapshots = field(default_factory=PolicySnapshots)
-    """Copies of the trained policy that episodes also ask."""
+    """Copies of the trained policy that episodes also use."""
     sleep: Callable[[], Awaitable[object]] | None = None
-    """Frees GPUs that it shares with the trainer, until weights are published; None where it shares none."""
+    """Frees the GPUs that the engine shares with the trainer until weights are published; None if it shares none."""
     thread: OneThread | None = None
-    """The trainer's, where the engine has weights of its own, so that it samples while the trainer's change."""
+    """The trainer's thread, if the engine has separate weights and so can sample during an update; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """The destination of a run's state, and the format of its model there."""
+    """Where and how a run's state is saved."""
 
     checkpoints: Checkpoints
     export: Callable[[Path], object]
-    """Writes the model in the Hugging Face format to a folder beside that of the policy's shards, from these."""
+    """Writes the model in Hugging Face format to a folder, from the policy's shards next to the folder."""
     journal: JournalFile | None = None
-    """Of conversations in flight."""
+    """Journal of conversations in flight; None keeps none."""
     fingerprint: str = ""
-    """Of the tokenizer and its template."""
+    """Fingerprint of the tokenizer and its template."""

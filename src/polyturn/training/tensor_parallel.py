@@ -1,15 +1,15 @@
-"""The split of decoder layers among ranks, after the plans that transformers ships with a model.
+"""Split decoder layers among ranks by the tensor parallel plans of transformers.
 
-    colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    of an adapter: its B
-    rowwise   its inputs are split, its outputs summed               o, down              of an adapter: its A
+    colwise   the outputs of a linear layer are split over the row   q, k, v, gate, up    in an adapter: B
+    rowwise   its inputs are split, its outputs summed               o, down              in an adapter: A
 
-Embedding and head stay whole within a row (they may be one tensor, and fully_shard spreads them over the rows); so does
-everything outside the plan. A parameter that is whole and yet sees only this rank's heads (`replicated_with_grad_allreduce`:
-the norms of queries and keys) has a partial gradient on each rank of a row; it is summed before the optimizer uses it.
+Embedding, head and all modules outside the plan stay whole within a row; embedding and head may be one tensor, and
+fully_shard spreads them over the rows. A whole parameter that sees only this rank's heads (`replicated_with_grad_allreduce`:
+the norms of queries and keys) has a partial gradient on each rank of a row, which is summed before the optimizer step.
 
-Experts are never cut: each rank of an expert group has some of every layer. The ranks of a group have different tokens and
-send each to the ranks of its experts; the outputs travel back (transformers' `AllToAllEP`). The ranks of a row, which have
-the same tokens, send a share of them each. Where experts are not split they are whole within a row, as routers are.
+Experts are never cut: each rank of an expert group has some experts of every layer. The ranks of a group have different
+tokens, send each to the ranks of its experts, and get the outputs back (transformers' `AllToAllEP`). The ranks of a row have
+the same tokens, so each sends a share of them. Without expert parallelism, experts and routers are whole within a row.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SUMMED = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _DISPATCHED = "ep_dispatch_experts"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The configs' names for the number of experts of a layer."""
+"""Config fields for the number of experts of a layer."""
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
-    """Split the layers of `model` over `mesh` in place, and name the whole parameters with partial gradients.
+    """Split the layers of `model` over `mesh` in place; return the names of whole parameters with partial gradients.
 
     Raises:
         ConfigError: transformers has no plan for this model, or its heads do not divide.
@@ -59,20 +59,20 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
 
 
 def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
-    """Return pattern of names -> how transformers splits what is so named in layers, over `parts` ranks.
+    """Return pattern of names in layers -> style in which transformers splits them over `parts` ranks.
 
     Raises:
-        ConfigError: it has no plan for this model, or its heads do not divide.
+        ConfigError: transformers has no plan for the model, or its heads do not divide.
     """
     plan = {name: style for name, style in (model.tp_plan or {}).items() if ".layers." in f".{name}"}
     key = f"train.distributed.tensor_parallel is {parts}"
     if not plan:
         raise ConfigError(
-            f"{key} and transformers has no tensor parallel plan for {model.config.model_type!r}; set it to 1, the "
+            f"{key} and transformers has no tensor parallel plan for {model.config.model_type!r}; set it to 1; "
             "parameters are sharded all the same"
         )
     config = model.config.get_text_config()
-    # Before the first pass, where torch would complain of a shape without a word of heads.
+    # Before the first pass, in which torch would raise an obscure error about a shape.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % parts:
             raise ConfigError(f"{key} and the model's {name} is {getattr(config, name)}; it must divide it")
@@ -80,19 +80,20 @@ def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
 
 
 def require_experts(model: PreTrainedModel, *, parts: int) -> None:
-    """Refuse a model whose experts cannot be split.
+    """Raise for a model whose experts cannot be split.
 
     Raises:
-        ConfigError: it has none, transformers has no plan for them, they have an adapter, or they do not divide.
+        ConfigError: the model has no experts, transformers has no plan for them, they have an adapter, or they do not
+            divide.
     """
     text, key = model.config.get_text_config(), f"train.distributed.expert_parallel is {parts}"
     count, plan = num_experts(model.config), text.base_model_ep_plan
-    # Some plans split dense layers, too, which needs ranks with the same tokens.
+    # Some plans also split dense layers, which needs ranks with the same tokens.
     if not count or not plan or not {_DISPATCHED, "grouped_gemm"} >= set(plan.values()):
-        why = "transformers has no plan that splits the experts alone of" if count else "there are no experts in"
+        why = "transformers has no plan that splits only the experts of" if count else "there are no experts in"
         raise ConfigError(f"{key} and {why} a {text.model_type}; set it to 1")
     if adapted := next((name for name, _ in model.named_parameters() if re.search(r"\.experts\..*lora_", name)), None):
-        raise ConfigError(f"{key} and model.lora adapts {adapted}; let model.lora.target_modules leave experts out")
+        raise ConfigError(f"{key} and model.lora adapts {adapted}; set model.lora.target_modules without experts")
     if count % parts:
         raise ConfigError(f"{key} and the model has {count} experts; it must divide them")
 
@@ -104,16 +105,16 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh, *, row: DeviceMesh) -> list[nn.Module]:
-    """Give each rank of `mesh` its share of the experts of every layer, in place, and return the modules that hold experts,
-    none of a model without any. The ranks of `row` have the same tokens.
+    """Split the experts of every layer over `mesh` in place, and return the modules with experts; empty without any. The
+    ranks of `row` have the same tokens.
 
     Raises:
-        ConfigError: they cannot be split so.
+        ConfigError: the experts cannot be split.
     """
     if not num_experts(model.config):
         return []
     require_experts(model, parts=mesh.size())
-    # Parameters before modules, which count their experts as they are then.
+    # Parameters before modules, because modules count their remaining experts.
     names = [name for named in (model.named_parameters(), model.named_modules()) for name, _ in named]
     plan = {name: style for name in names for pattern, style in model.ep_plan.items() if _matches(pattern, name)}
     apply_expert_parallelism(model, mesh, row, plan, "all_to_all")
@@ -121,9 +122,9 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh, *, row: DeviceMesh) 
 
 
 def _split_parts(name: str, module: nn.Module, *, of_adapter: str) -> list[str]:
-    """Return the linear layers that are split where a plan splits `module`: itself, or its own and one side of its adapter.
+    """Return the linear layers to split for `module`: itself, or its base layer and one side of its adapter.
 
-    The other side is whole on every rank of a row, and sees what is whole there: its gradient needs no sum of its own.
+    The other side is whole on every rank of a row and sees whole inputs or gradients, so its gradient needs no sum.
     """
     if "base_layer" not in dict(module.named_children()):
         return [name]

@@ -1,10 +1,10 @@
-"""Update: from the groups of one step to new parameters. What is computed, in which order, and nothing about when.
+"""Update: compute new parameters from the groups of one step.
 
     groups -> filters -> samples -> scores (old, reference, values) -> KL in the rewards -> advantages -> teacher ->
     correction -> filters -> critic: value loss, optimizer -> policy: loss, optimizer
 
-Scores come before advantages, because an estimator may read values and a reward may hold a KL term. Everything runs in one
-go, without giving up the event loop.
+Scores precede advantages, because an estimator may read values and a reward may include a KL term. The update never yields
+to the event loop.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """The options of a step beside the loss itself."""
+    """The options of a step, except those of the loss."""
 
     train: TrainOptions = field(default_factory=TrainOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     temperature: float = 1.0
     loss_scale: LossScale | None = None
-    """Which sampled tokens are trained; None is all but those that a scheduler masked."""
+    """Selects the sampled tokens to train; None trains all that no scheduler masked."""
     min_members: int = 1
-    """Number of members with a reward that a group needs to teach anything; never fewer than the estimator declares."""
+    """Smallest number of live members of a group that can teach, at least the estimator's `min_group`."""
     drop_small_groups: bool = True
-    """Whether a smaller group leaves the loss; else its advantages are 0 and what else the loss holds is trained."""
+    """Whether smaller groups leave the loss; otherwise their advantages are 0, and only other loss terms train them."""
     drop_zero_variance: bool = True
     correction: CorrectionSettings | None = None
-    """The weights and rejection of tokens that were sampled off the policy; None takes them as they are."""
+    """Weights and rejection of off-policy tokens; None applies no correction."""
 
 
 class StepResult(NamedTuple):
@@ -67,20 +67,20 @@ class StepResult(NamedTuple):
 
     metrics: dict[str, float]
     trained: dict[str, Trained]
-    """Trajectory id -> what the step made of it, for the records."""
+    """Trajectory id -> the step's results for its record."""
 
 
 class Revised(NamedTuple):
-    """The groups, samples and advantages that a step is to train on."""
+    """Replacements for the groups and samples of a step."""
 
     groups: Sequence[TrajectoryGroup]
-    """Others than those of the step are credited again."""
+    """If these are not the groups of the step, advantages are computed again."""
     samples: Sequence[TrainSample]
-    """Of the groups of the step, with their advantages."""
+    """Samples of the step's groups, with advantages."""
 
 
 Revise = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainSample], Mapping[str, float]], Revised]
-"""Is shown the number of steps taken, the groups of this one, their samples, and the metrics so far."""
+"""(steps taken, groups of this step, their samples, metrics so far) -> replacements."""
 
 
 class _Credited(NamedTuple):
@@ -88,11 +88,11 @@ class _Credited(NamedTuple):
     samples: list[TrainSample]
     parts: list[Metrics]
     state: dict[str, Any]
-    """Of the estimator, behind this step."""
+    """State of the estimator after this step."""
 
 
 class Update:
-    """Takes the optimizer steps of a run, one call for each."""
+    """Takes the training steps of a run, one per call."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class Update:
         """Train `policy`.
 
         Args:
-            policy: What is trained.
-            estimator: From rewards to advantages, its options bound.
-            settings: What else a step computes.
-            kl: Gets each step's KL to the reference, and adapts its weight.
-            entropy: Gets each step's entropy, and adapts the weight of the bonus.
-            critic: Gives the estimator values, and is trained on the returns that it answers with.
-            reward_kl: Takes a KL penalty off the rewards; `policy` needs a reference then.
-            teacher: Adds its judgement of the sampled tokens to advantages.
+            policy: The policy to train.
+            estimator: The advantage estimator, with its options bound.
+            settings: Options of filters, scores and corrections.
+            kl: Adapts the weight of the KL term to each step's KL.
+            entropy: Adapts the weight of the entropy bonus to each step's entropy.
+            critic: Computes values for the estimator, and is trained on the estimator's returns.
+            reward_kl: Subtracts a KL penalty from rewards; `policy` then needs a reference.
+            teacher: Adds a teacher's advantage of the sampled tokens.
         """
         self.policy = policy
         self.critic = critic
@@ -126,36 +126,37 @@ class Update:
         self._teacher = teacher
         self.estimator = estimator
         self.revise: Revise | None = None
-        """May change what a step trains on, once its advantages are known."""
+        """May replace the groups and samples of a step after advantages are computed."""
         self.is_half_done = False
-        """Whether some of a step's optimizer steps are taken and others are not: no state to go on from."""
+        """Whether only some of a step's optimizer steps are taken, a state from which a run cannot resume."""
         self._settings = settings or UpdateSettings()
         self._has_scored = False
-        """Whether a step has brought what the estimator needs of turns; one that does not is not a mistake afterwards."""
+        """Whether an earlier step had the turn scores or states that the estimator needs; a later step may lack them."""
         self._estimator_state: dict[str, Any] = {}
 
     @property
     def has_baseline(self) -> bool:
-        """Whether each group has one more trajectory, decoded greedily and never trained, for the estimator."""
+        """Whether the estimator needs one more trajectory per group, decoded greedily and never trained."""
         return traits_of(self.estimator).needs_greedy
 
     def has_signal(self, group: TrajectoryGroup) -> bool:
-        """Return whether a group's members differ in what the estimator reads: rewards, their parts, scores of turns."""
+        """Return whether a group's members differ in a quantity that the estimator reads: rewards, components, scores of
+        turns."""
         traits = traits_of(self.estimator)
         by_turns = traits.needs_turn_scores or traits.needs_states
         components = components_of(self.estimator)
         return has_signal(group, min_members=self._min_members, by_turns=by_turns, components=components)
 
     def run(self, groups: Sequence[TrajectoryGroup], *, step: int) -> StepResult:
-        """Take the optimizer steps of a training step, `minibatches` in each of `passes`, on its groups.
+        """Take the optimizer steps of one training step on its groups: `minibatches` in each of `passes`.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite, or the samples lack what the loss needs.
+            TrainingError: the loss or the gradient is not finite, or the samples lack arrays that the loss needs.
         """
         settings = self._settings
         kept, samples, parts, estimator_state = self._credit(groups, step=step)
         if self.revise is not None:
-            # Changed groups are credited from the start: filters, scores and advantages all look at them.
+            # Changed groups start again with the filters, because filters, scores and advantages depend on them.
             revised = self.revise(step, groups, samples, reduce(merge(parts)))
             if revised.groups is not groups:
                 groups = revised.groups
@@ -164,7 +165,7 @@ class Update:
                 samples = list(revised.samples)
         rejected: set[str] = set()
         with _timed("time/prepare_s", parts):
-            # Behind the advantages: `negative_bound` reads them, and what is rejected counts in the statistics of its group.
+            # After the advantages: `negative_bound` reads them, and rejected tokens still count in their group's statistics.
             if settings.correction is not None:
                 before = {s.id.trajectory for s in samples if s.num_weighted}
                 samples, correction_metrics = correct(samples, settings.correction, version=step)
@@ -172,7 +173,7 @@ class Update:
                 parts.append(correction_metrics)
             filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
         parts += [kept.metrics, filtered.metrics]
-        # While the critic warms up its values, and so the advantages, mean nothing yet.
+        # While the critic warms up, its values, and so the advantages, are meaningless.
         is_warm = self.critic is None or step >= self.critic.settings.warmup
         passes: list[PassResult] = []
         shares = _shares(filtered.samples, settings.train.minibatches)
@@ -184,10 +185,10 @@ class Update:
                     parts += trained
         else:
             why = _nothing_left(kept.metrics)
-            logger.warning("step %d: no group has anything to learn from (%s); the weights stay as they are", step + 1, why)
+            logger.warning("step %d: no group can teach anything (%s); the weights do not change", step + 1, why)
         order = [sample for share in shares for sample in share]
         metrics, cuts = reduce(merge(parts)), settings.algorithm.drop_truncated
-        # Behind the passes, so that the metrics name the weights that this step was trained with.
+        # After the passes, so that the metrics report the weights used in this step.
         if self._reward_kl is not None:
             self._reward_kl.adapt()
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
@@ -199,12 +200,12 @@ class Update:
         least = self._kept_members
         records = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
         self._estimator_state = estimator_state
-        # Last: the caller counts the step only once this returns, and a checkpoint of a step half counted repeats it.
+        # Last: the caller counts the step only after this returns, and a checkpoint before that repeats the step.
         self.is_half_done = False
         return StepResult(metrics, records)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
-        """Make samples of the groups that have something to learn from, each with its advantages."""
+        """Return the samples, with advantages, of the groups that can teach."""
         settings, parts = self._settings, list[Metrics]()
         with _timed("time/prepare_s", parts):
             parts += [rollout_metrics(groups, version=step), greedy_metrics(groups)]
@@ -223,7 +224,7 @@ class Update:
             if self._reward_kl is not None:
                 samples, credit_metrics = self._reward_kl.apply(samples)
                 parts.append(credit_metrics)
-            # A copy, so that a step that fails, or is credited twice, counts its rewards once.
+            # A copy, so that a step that fails or is computed twice counts its rewards once.
             state = copy.deepcopy(self._estimator_state)
             samples = assign_advantages(
                 kept.groups,
@@ -241,10 +242,10 @@ class Update:
         return _Credited(kept, samples, parts, state)
 
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
-        """Add the log-probabilities that the loss needs and that the forward pass of training does not give.
+        """Add the log-probabilities and values that the loss needs and the training forward pass does not compute.
 
-        With one update in each step and no staleness, the policy that is trained is the one that sampled, and the loss takes
-        its own log-probabilities, detached, as the old ones.
+        With one update per step and no staleness, the trained policy is the one that sampled, and the loss uses its own
+        detached log-probabilities as the old ones.
         """
         settings = self._settings
         if not samples:
@@ -252,7 +253,7 @@ class Update:
         is_on_policy = settings.train.updates_per_step == 1 and not settings.train.max_staleness
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None or self._teacher is not None:
-            # All are scored before the first optimizer step: the old policy is that of the start of the step.
+            # Score all samples before the first optimizer step: the old policy is the one at the start of the step.
             is_given = settings.algorithm.old_logprobs == "engine"
             scores = self._engine_logprobs(samples) if is_given else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
@@ -273,17 +274,17 @@ class Update:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self._has_scored = bool(state.get("has_scored", False))
         self._estimator_state = dict(state.get("estimator", {}))
         if self._reward_kl is not None:
             self._reward_kl.load_state_dict(state.get("reward_kl") or {})
 
     def load(self, folder: Path) -> None:
-        """Continue from what lies in a checkpoint in shards.
+        """Load the sharded parts from a checkpoint.
 
         Raises:
-            CheckpointError: it lacks the critic that the run trains, or is of another model.
+            CheckpointError: the checkpoint lacks the run's critic, or is of another model.
         """
         if self.critic is not None and (folder / "policy").is_dir() and not (folder / "critic").is_dir():
             raise CheckpointError(
@@ -294,7 +295,7 @@ class Update:
 
     @property
     def stored(self) -> dict[str, Stored]:
-        """The parts that checkpoints keep in shards, each in a folder of its name."""
+        """Folder in a checkpoint -> part that is stored there in shards."""
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @property
@@ -303,11 +304,11 @@ class Update:
 
     @property
     def _kept_members(self) -> int:
-        """The members that a group must have left to stay in the loss."""
+        """Number of live members that a group needs to stay in the loss."""
         return self._min_members if self._settings.drop_small_groups else 1
 
     def _train_critic(self, shares: Sequence[Sequence[TrainSample]]) -> list[Metrics]:
-        """Take the critic's optimizer steps: one for each share, in each pass."""
+        """Take the critic's optimizer steps, one per share and pass."""
         if self.critic is None:
             return []
         parts = [value_metrics([s for share in shares for s in share])]
@@ -317,7 +318,8 @@ class Update:
         return parts
 
     def _train_policy(self, shares: Sequence[Sequence[TrainSample]]) -> tuple[list[Metrics], list[PassResult]]:
-        """Take the policy's optimizer steps: one for each share, in each pass; return the results of the first pass too."""
+        """Take the policy's optimizer steps, one per share and pass; return the metrics, and the results of the first
+        pass."""
         parts: list[Metrics] = []
         first: list[PassResult] = []
         for number, share in enumerate([*shares] * self._settings.train.passes):
@@ -326,7 +328,7 @@ class Update:
                 first.append(result)
             metrics = result.metrics
             if number and self._settings.algorithm.old_logprobs == "engine":
-                # Behind an update they say how far that went, and not whether trainer and engine agree.
+                # After an update these metrics include the update, so they no longer compare trainer and engine.
                 metrics = {name: value for name, value in metrics.items() if not name.startswith("policy/rollout_")}
             parts += [metrics, self.policy.optim_step()]
             self.is_half_done = True
@@ -336,38 +338,38 @@ class Update:
         missing = next((s.id for s in samples if s.rollout_logprobs is None), None)
         if missing is not None:
             raise TrainingError(
-                f"algorithm.old_logprobs is 'engine' and sample {missing} came without logprobs; set it to 'trainer'"
+                f"algorithm.old_logprobs is 'engine' and sample {missing} has no logprobs; set it to 'trainer'"
             )
         return [s.rollout_logprobs for s in samples if s.rollout_logprobs is not None]
 
 
 @contextmanager
 def _timed(name: str, parts: list[Metrics]) -> Iterator[None]:
-    """Add the seconds of a block to the metrics of a step."""
+    """Time a block, and append the seconds to the metrics of a step."""
     began = time.perf_counter()
     yield
     parts.append({name: Sum(time.perf_counter() - began)})
 
 
 def _nothing_left(counts: Metrics) -> str:
-    """Return why each group of a step was left out, where the whole step trains nothing."""
+    """Return the reasons why a step trains nothing, with their counts."""
     names = ("groups", "groups_zero_variance", "groups_all_failed", "groups_one_left")
     of = {name: int(counts[f"buffer/{name}"].value) for name in names}
     rest = of["groups"] - sum(of[name] for name in names[1:])
     reason = {
-        "with the same reward for every member": of["groups_zero_variance"],
+        "with equal rewards": of["groups_zero_variance"],
         "in which every trajectory failed": of["groups_all_failed"],
-        "with one trajectory left that did not fail": of["groups_one_left"],
+        "with too few live trajectories": of["groups_one_left"],
         "truncated, rejected or of weight 0": rest,
     }
     return ", ".join([f"groups: {of['groups']}", *(f"{number} {what}" for what, number in reason.items() if number)])
 
 
 def _shares(samples: Sequence[TrainSample], count: int) -> list[list[TrainSample]]:
-    """Cut samples into `count` shares; those of one trajectory stay together."""
+    """Cut samples into `count` shares; the samples of a trajectory stay together."""
     if not samples:
         return []
-    # One that was split would be averaged as a sequence of its own in each of two optimizer steps.
+    # A split trajectory would be averaged as a separate sequence in each of two optimizer steps.
     keys = list(dict.fromkeys((s.id.group, s.id.trajectory) for s in samples))
     share_of = {key: index * count // len(keys) for index, key in enumerate(keys)}
     shares: list[list[TrainSample]] = [[] for _ in range(count)]

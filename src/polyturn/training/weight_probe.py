@@ -1,12 +1,12 @@
-"""WeightProbe: logprobs of tokens that an engine samples, and the weight version that they carry.
+"""WeightProbe: test an engine's weights by the logprobs of tokens that it samples.
 
 Two ways to compare an engine's weights with the trainer's:
 
-    samples    random prompts, sampled; the trainer scores the same tokens, now, with the weights that it has now
-    record     greedy answers of a verified server, with the trainer's logprobs of them; a server that comes back later is
-               compared with these, whatever the trainer's weights are by then
+    samples    completions of random prompts; the trainer scores the same tokens with its current weights
+    record     greedy answers of a verified server, with the trainer's logprobs; a server that comes back later is
+               compared with these, even if the trainer's weights have changed
 
-A vision model gets a picture of noise before the random tokens: text alone would not test the vision encoder.
+A prompt for a vision model starts with a picture of noise, to test the vision encoder too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from polyturn.tokens.multimodal import MediaProcessor
 
 _PROMPT_LENGTH = 16
 _NOISE_SIZE = 112
-"""Pixels of a picture's side."""
+"""Width and height of a picture, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,18 +40,18 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProbeRecord:
-    """Greedy answers by the right weights of one version, and the trainer's log-probabilities of them."""
+    """Greedy answers by verified weights of one version, and the trainer's log-probabilities."""
 
     version: int
     prompts: tuple[_Prompt, ...]
     answers: tuple[Ids, ...]
     """[num_tokens] each: the greedy tokens."""
     logprobs: tuple[Floats, ...]
-    """[num_tokens] each: the trainer's."""
+    """[num_tokens] each: the trainer's log-probabilities."""
 
 
 class WeightProbe:
-    """Holds an engine to a version of the weights, by completions that it samples."""
+    """Checks an engine's weights by sampling completions."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class WeightProbe:
     ) -> None:
         """Sample completions of `num_tokens` tokens to `num_prompts` random prompts.
 
-        `media` is the processor of a model that sees, whose prompts show pictures too.
+        `media` is the processor of a vision model, whose prompts contain pictures.
         """
         self._rng = np.random.default_rng(seed)
         self._media = media
         self._not_text = () if media is None else media.token_ids
-        """Ids that no prompt may hold by chance, and no answer."""
+        """Ids that random prompts and answers must not contain."""
         self._ids = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(self._not_text, np.int32))
         self._num_prompts = num_prompts
         self._num_tokens = num_tokens
@@ -79,9 +79,9 @@ class WeightProbe:
         """Sample completions, and return them with the engine's log-probabilities.
 
         Raises:
-            EngineError: it cannot, or says that other weights spoke.
+            EngineError: the engine fails, or reports another weight version.
         """
-        # New ones each time: an engine that caches prefixes would answer old ones with keys and values of old weights.
+        # New prompts each time: for old ones, an engine with a prefix cache would use keys and values of old weights.
         prompts = [self._prompt() for _ in range(self._num_prompts)]
         with first_error():
             async with asyncio.TaskGroup() as group:
@@ -91,7 +91,7 @@ class WeightProbe:
     async def record(
         self, engine: Engine, version: int, score: Callable[[Sequence[TrainSample]], Awaitable[list[Floats]]]
     ) -> ProbeRecord:
-        """Record the greedy answers of an engine that was found to serve the right weights."""
+        """Record the greedy answers of a verified engine."""
         samples = await self.sample(engine, version, temperature=0.0)
         starts = [int(np.argmax(s.turn_ids >= 0)) if (s.turn_ids >= 0).any() else len(s.token_ids) for s in samples]
         return ProbeRecord(
@@ -102,10 +102,10 @@ class WeightProbe:
         )
 
     async def check(self, engine: Engine, record: ProbeRecord, *, limit: float) -> None:
-        """Hold an engine to `record`: where it says the same tokens, logprobs differ by at most `limit`.
+        """Compare an engine with `record`: for equal tokens, logprobs may differ by at most `limit`.
 
         Raises:
-            EngineError: it does not serve those weights.
+            EngineError: the engine does not serve those weights.
         """
         with first_error():
             async with asyncio.TaskGroup() as group:
@@ -115,14 +115,14 @@ class WeightProbe:
             completion = task.result()
             length = min(len(answer), len(completion.token_ids))
             differs = np.flatnonzero(completion.token_ids[:length] != answer[:length])
-            same = int(differs[0]) if len(differs) else length  # equal until two tokens were as likely as each other
+            same = int(differs[0]) if len(differs) else length  # up to the first token at which two were equally likely
             num_same += same
             if completion.logprobs is not None and same:
                 largest = max(largest, float(np.abs(completion.logprobs[:same] - logprobs[:same]).max()))
         if not num_same or largest > limit:
             raise EngineError(
-                f"it says {num_same} of {sum(map(len, record.answers))} tokens as policy version {record.version} does, "
-                f"with logprobs that differ by {largest:.2e} where {limit:.2e} is allowed: it serves other weights"
+                f"it serves other weights: {num_same} of {sum(map(len, record.answers))} tokens equal those of policy "
+                f"version {record.version}, and their logprobs differ by up to {largest:.2e} ({limit:.2e} is allowed)"
             )
 
     def _prompt(self) -> _Prompt:
@@ -138,7 +138,7 @@ class WeightProbe:
     async def _ask(self, engine: Engine, prompt: _Prompt, version: int, *, temperature: float) -> Completion:
         self._num_asked += 1
         name, seed = f"weight-sync-{self._num_asked}", self._num_asked
-        banned = self._not_text if temperature else ()  # what is most likely cannot be sampled anew
+        banned = self._not_text if temperature else ()  # greedy decoding cannot sample another token
         completion = await engine.generate(
             GenerateRequest(
                 request_id=name,
@@ -153,13 +153,13 @@ class WeightProbe:
         await engine.end_session(name)
         spoke = {tag for _, tag in completion.policy_versions}
         if spoke != {version}:
-            raise EngineError(f"version {version} was sent, and the engine answers as version {sorted(spoke)}")
+            raise EngineError(f"version {version} was sent, and the engine reports version {sorted(spoke)}")
         return completion
 
     def _as_sample(self, prompt: _Prompt, completion: Completion) -> TrainSample:
         if completion.logprobs is None:
-            raise EngineError("this engine gives no logprobs, so nothing about its weights can be verified")
-        # A greedy answer may hold a medium's token; the trainer would look for the picture there, so it is cut before.
+            raise EngineError("this engine returns no logprobs, so its weights cannot be verified")
+        # A greedy answer may contain an image token, for which the trainer would expect a picture; cut the answer before it.
         odd = np.flatnonzero(np.isin(completion.token_ids, self._not_text))
         before, length = len(prompt.ids), int(odd[0]) if len(odd) else len(completion.token_ids)
         blank = np.zeros(before, np.float32)

@@ -1,10 +1,10 @@
-"""WeightShifts: groups of parameters moved away from their values, each rank's part by that rank, and put back to the bit.
+"""WeightShifts: add noise to groups of parameters, each rank to its part, and restore the exact values.
 
-    shift(["layers.0.up_proj.weight", …], …, 0.01)     tensor = what it was + 0.01 x noise of the size of its values
-    shift(["layers.0.up_proj.weight", …], …, 0)        tensor = what it was
+    shift(["layers.0.up_proj.weight", …], …, 0.01)     tensor = original + 0.01 x noise of the size of its values
+    shift(["layers.0.up_proj.weight", …], …, 0)        tensor = original
 
-A group is the parameters of one name in all layers. The noise is made anew each time, from the tensor's name and from where
-in it a part lies, so that ranks which hold the same move it alike; only what a moved tensor was is kept meanwhile.
+A group contains the parameters of the same name in all layers. The noise is seeded by the tensor's name and the part's
+origin, so that replicas get the same noise. Only the original values of shifted tensors are kept.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from polyturn.training.shards import Place
 
 
 class WeightShifts:
-    """Moves groups of one network's parameters."""
+    """Shifts groups of one network's parameters."""
 
     def __init__(self) -> None:
         self._were: dict[tuple[str, Place], Tensor] = {}
-        """The values of moved parts before."""
+        """Original values of the shifted parts."""
 
     def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Place, Tensor]], scale: float) -> None:
-        """Move what is here of a group to `scale` times its noise from where it was; 0 puts it back.
+        """Set this process's parts of a group to the original plus `scale` times noise; 0 restores the original.
 
         Args:
-            names: The group.
-            parts: From `Names.parts`.
-            scale: How far.
+            names: Names of the group's parameters.
+            parts: The result of `Names.parts`.
+            scale: Factor on the noise.
         """
         for name in names:
             for origin, own in parts.get(name, {}).items():
                 was = self._were.pop((name, origin), None)
                 if was is not None:
-                    own.copy_(was)  # from where it was, always: what is added and taken off again leaves rounding behind
+                    own.copy_(was)  # always from the original: adding and subtracting noise would leave rounding errors
                 if scale:
                     self._were[name, origin] = was = own.clone() if was is None else was
                     own.add_(_noise(f"{name}{origin}", was), alpha=scale)
 
 
 def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]]:
-    """Return name with layer numbers as `*` -> names of the tensors of floating point."""
+    """Return name with `*` for layer numbers -> names of the floating-point tensors."""
     groups: dict[str, list[str]] = {}
     for name, tensor in weights.items():
         if tensor.dtype.is_floating_point:
@@ -55,9 +55,9 @@ def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]
 
 
 def _noise(seed: str, was: Tensor) -> Tensor:
-    """Return noise of the size of the values that are here; of size one where they are all zero, as biases are."""
-    # On the device, because a CPU takes seconds for each part of a large model. Ranks are on devices of one kind, which draw
-    # and sum alike.
+    """Return noise of the size of the values, or of size one if all are zero, like biases."""
+    # On the device, because a CPU takes seconds for each part of a large model. All ranks have the same kind of device, so
+    # they draw the same noise.
     generator = torch.Generator(was.device).manual_seed(zlib.crc32(seed.encode()))
     noise = torch.randn(was.shape, generator=generator, device=was.device, dtype=torch.float32).to(was)
     size = was.float().square().sum().div(max(1, was.numel())).sqrt().item()

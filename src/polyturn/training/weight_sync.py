@@ -1,19 +1,19 @@
-"""WeightSync: new weights for an engine in another process, and the proof that it serves them.
+"""WeightSync: push weights to an engine in another process, and verify that the engine serves them.
 
-A server's "200 OK" proves nothing: one that keeps a tied head, a packed copy or a cache on old weights says the same. And
-one optimizer step changes logprobs by less than bfloat16 rounds, so a look at them after it proves nothing either.
-So the way itself is proved once, before training:
+A server's "200 OK" proves nothing: a server that keeps old weights in a tied head, a packed copy or a cache returns it too.
+One optimizer step changes logprobs by less than bfloat16 rounds, so comparing logprobs after a step proves nothing either.
+So the transport is tested once, before training:
 
-    noise     push the true weights, sample, compare logprobs with the trainer's: how far the two differ when all is well
-    canary    change every group of parameters so that a group which did not arrive shows 20 times the noise; push; compare
+    noise     push the true weights, sample, compare logprobs with the trainer's: the usual difference
+    canary    change every group of parameters such that a missing group differs by 20 times the noise; push; compare
     then      push the true weights again, compare
 
-and after every later push a probe looks at the version tags and holds the logprobs to 3 times the noise. At the start, and
-when a server comes back, checksums say that each tensor is the one that was sent (`checked_weights.py`). A group is the
-parameters of one name in all layers (`model.layers.*.mlp.up_proj.weight`).
+After every later push a probe checks version tags, and that logprobs differ by at most 3 times the noise. At the start, and
+when a server comes back, checksums verify each tensor (`checked_weights.py`). A group contains the parameters of the same
+name in all layers (`model.layers.*.mlp.up_proj.weight`).
 
-Of a pool every server is looked at by itself. One that is wrong at the start ends the run; one that is wrong later is left
-out and brought up to date (`engines/recovery.py`), and only if none is right does the run end.
+Every server of a pool is checked separately. A wrong server at the start ends the run. Later, a wrong server is left out and
+updated (`engines/recovery.py`), and the run ends only if all are wrong.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ from polyturn.training.weight_probe import ProbeRecord, WeightProbe
 logger = logging.getLogger(__name__)
 
 NOISE_FLOOR = 1e-6
-"""Smallest noise assumed: closer agreement of two float32 implementations may be luck."""
+"""Smallest assumed noise, in nats: closer agreement of two float32 implementations may be chance."""
 CANARY_FACTOR = 20.0
-"""A group that did not arrive must show at least so many times the noise."""
+"""A missing group must change logprobs by at least this many times the noise."""
 PROBE_FACTOR = 3.0
-"""A sync passes while logprobs differ by at most so many times the noise."""
+"""A sync passes if logprobs differ by at most this many times the noise."""
 _FIRST_SCALE, _GROWTH, _MAX_GROWTHS = 1e-3, 4.0, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """The measurements of the start-up proof."""
+    """The measurements of the test at the start, in nats."""
 
     noise: float
     """Largest difference of a sampled token's logprob between engine and trainer, on the same weights."""
     canary: float
-    """The same on the changed weights, once all of them had arrived."""
+    """The same on the changed weights."""
     smallest_effect: float
-    """The difference that the least visible group would have made, had it not arrived."""
+    """The difference that the least visible group would cause if it were missing."""
     num_groups: int
 
 
 class SharedWeights:
-    """The channel of an engine that samples from the trainer's own tensors: only the version has to be sent."""
+    """The channel to an engine that samples from the trainer's tensors: it only sends the version."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def start(self, version: int) -> None:
-        """Let completions carry `version`."""
+        """Tag completions with `version`."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Let completions carry `version` from now on."""
+        """Tag completions with `version` from now on."""
         await self._engine.update_weights(version)
 
 
 class SharedGpus:
-    """The channel to servers on the trainer's own GPUs, which sleep while it computes.
+    """The channel to servers on the trainer's GPUs, which sleep while the trainer computes.
 
     rollout -> sleep -> score, update -> wake with the weights, then with the KV cache -> rollout
     """
 
     def __init__(self, channel: WeightChannel, engine: Sleeper, backend: Backend) -> None:
-        """Let `engine` sleep; weights go through `channel` once `backend` has given back what it needs no more."""
+        """Push weights through `channel` after `backend` has released unused memory; `engine` sleeps and wakes."""
         self._channel = channel
         self._engine = engine
         self._backend = backend
@@ -95,23 +95,23 @@ class SharedGpus:
         """Free the GPUs of the servers until weights are published.
 
         Raises:
-            EngineError: one does not sleep.
+            EngineError: a server does not sleep.
         """
         await self._engine.sleep()
 
     async def start(self, version: int) -> object:
-        """Bring the first weights there, as `version`."""
+        """Push the first weights as `version`."""
         self._backend.free_cache()
         return await self._channel.start(version)
 
     async def publish(self, version: int) -> object:
-        """Wake the servers with the weights as they are now, as `version`."""
+        """Wake the servers with the current weights as `version`."""
         self._backend.free_cache()
         return await self._channel.publish(version)
 
 
 class WeightSync:
-    """Pushes the trainer's weights to an engine, or to every engine of a pool, and checks that it serves them."""
+    """Pushes the trainer's weights to an engine, or to all engines of a pool, and verifies that they serve them."""
 
     def __init__(
         self,
@@ -123,12 +123,11 @@ class WeightSync:
         adapter_only: bool = False,
         thread: OneThread | None = None,
     ) -> None:
-        """Check each engine by the completions that `probe` samples from it.
+        """Check engines with completions that `probe` samples.
 
-        `source` has the live weights, and computes their logprobs of given tokens. `to_checkpoint` gives weights the names
-        and shapes that a server reads in a checkpoint, where the trainer's model has others; see `hf.as_checkpoint`.
-        `adapter_only` sends what training changes, and the engine has the rest. After the start the trainer's weights are
-        read in `thread`, the trainer's own, while episodes go on.
+        `source` has the live weights and computes logprobs. `to_checkpoint` converts weights to the names and shapes of a
+        checkpoint, as servers read them; see `hf.as_checkpoint`. With `adapter_only` only the trained tensors are sent.
+        After the start, weights are read in `thread`, the trainer's thread, while episodes continue.
         """
         self._engine = engine
         self._pool = engine if isinstance(engine, ServerPool) else None
@@ -141,22 +140,22 @@ class WeightSync:
         self._record: ProbeRecord | None = None
         self._pushed = -1
         self._sent = -1, -1
-        """The version that was pushed last, and how many optimizer steps were taken then."""
+        """The last pushed version, and the number of optimizer steps at that time."""
         self.noise: float | None = None
 
     async def start(self, version: int) -> SyncReport:
-        """Prove that weights arrive at every engine, and leave all with the true ones as `version`.
+        """Verify that weights arrive at every engine, and leave all with the true weights as `version`.
 
         Raises:
-            EngineError: some group of parameters does not arrive; the message names it.
+            EngineError: a group of parameters does not arrive; the message names the group.
         """
         await self._push(version)
-        # Twice: the noise is the largest difference seen, and too few tokens would underestimate it.
+        # Twice: the noise is the largest difference, which too few tokens would underestimate.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
             samples.setdefault(name, []).extend(more)
         self.noise = max(*(await self._differences(samples)).values(), NOISE_FLOOR)
-        if self._pool is not None:  # not before: without the noise nothing can be verified
+        if self._pool is not None:  # not before, because verification needs the noise
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
             sent = await self._push(version)
@@ -164,14 +163,16 @@ class WeightSync:
             canaries = await self._differences(seen)
             effects = {name: self._effects(changes, own) for name, own in seen.items()}
             for name, canary in canaries.items():
-                # If a group is missing, logprobs differ by that group's effect; otherwise by the noise alone.
+                # If a group is missing, logprobs differ by that group's effect; otherwise only by the noise.
                 if canary > min(effects[name].values()) / 4:
                     raise EngineError(self._verdict(name, changes, seen[name], canary))
-            # Now, because the change tells apart tensors that were equal, such as norms that are all ones.
-            if not self._adapter_only:  # of which servers tell no checksums
+            # Now, because the change makes equal tensors, such as norms of ones, distinguishable.
+            if not self._adapter_only:  # servers compute no checksums of adapters
                 await self._held.learn(self._engines(), sent)
         await self.publish(version)
-        if isinstance(self._pool, Refilled):  # not before: the canary's weights have the version of the true ones
+        if isinstance(
+            self._pool, Refilled
+        ):  # not before, because the canary's weights have the same version as the true ones
             self._pool.current = self._current
         report = SyncReport(
             noise=self.noise,
@@ -180,8 +181,8 @@ class WeightSync:
             num_groups=len(changes),
         )
         logger.info(
-            "the weights arrive%s: logprobs of engine and trainer differ by %.1e, and by %.1e after a test change of all "
-            "weights; had a part of them not arrived, by %.1e or more",
+            "the weights arrive%s: logprobs of engine and trainer differ by %.1e, and by %.1e after a test change of "
+            "all weights; a missing part would cause at least %.1e",
             f" at {len(seen)} servers" if len(seen) > 1 else "",
             report.noise,
             report.canary,
@@ -190,21 +191,23 @@ class WeightSync:
         return report
 
     async def publish(self, version: int) -> float:
-        """Push the weights as `version` and return how far engine and trainer then differ.
+        """Push the weights as `version`, and return the largest difference of logprobs between engine and trainer.
 
         Raises:
-            EngineError: no engine serves them; with several, those that do not are left out and brought up to date.
+            EngineError: no engine serves the weights. If only some do not, they are left out and updated.
         """
         sent = await self._push(version)
         if self.noise is None:
-            raise EngineError("nothing is known yet about this engine's noise; call `start` before `publish`")
+            raise EngineError("this engine's noise has not been measured; call `start` before `publish`")
         with first_error():
-            async with asyncio.TaskGroup() as tasks:  # all at once, because training waits meanwhile
+            async with asyncio.TaskGroup() as tasks:  # concurrently, because training waits
                 check = tasks.create_task(self._held.problems(version, sent, self._engines()))
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
         differences = await self._differences(sampled.result())
-        if max(differences.values()) > self._limit:  # the largest of a few hundred differences may be a rare one
+        if (
+            max(differences.values()) > self._limit
+        ):  # the largest of a few hundred differences may be an outlier, so measure again
             again = await self._differences(await self._sample(version))
             differences = {name: min(value, again[name]) for name, value in differences.items() if name in again}
         wrong = {
@@ -214,22 +217,21 @@ class WeightSync:
             if self._pool is None or set(differences) <= set(wrong):
                 raise EngineError(f"{name}: {problem}") from problem
             self._exclude(name, problem)
-        if recorded.result() in wrong:  # its answers are not a record of the right weights
+        if recorded.result() in wrong:  # the record is of wrong weights
             await self._take_record(version)
         return max(value for name, value in differences.items() if name not in wrong)
 
     def _outlier(self, version: int, value: float) -> EngineError:
         return EngineError(
-            f"after the sync of version {version} the engine's logprobs differ from the trainer's by {value:.2e}, and "
-            f"before training they differed by {self.noise:.2e}; it does not serve the weights that were sent"
+            f"the engine does not serve the weights sent as version {version}: its logprobs differ from the trainer's "
+            f"by {value:.2e}; before training they differed by {self.noise:.2e}"
         )
 
     async def verify(self, engine: Engine, version: int) -> None:
-        """Hold an engine that came back to what the right weights of `version` say, or, in the middle of a sync, to the
-        trainer's own.
+        """Check an engine that came back against the record of `version` or, during a sync, against the trainer.
 
         Raises:
-            EngineError: it serves others, or nothing is known of that version.
+            EngineError: the engine serves other weights, or there is no record of that version.
         """
         self._held.forget(engine)
         await self._held.check(engine, version)
@@ -237,12 +239,10 @@ class WeightSync:
             await self._probe.check(engine, self._record, limit=self._limit)
             return
         if self._pushed != version:
-            raise EngineError(f"nothing is known yet about version {version}")
+            raise EngineError(f"there is no record of version {version} yet")
         (difference,) = (await self._differences({"it": await self._probe.sample(engine, version)})).values()
         if difference > self._limit:
-            raise EngineError(
-                f"its logprobs differ from the trainer's by {difference:.2e} where {self._limit:.2e} is allowed"
-            )
+            raise EngineError(f"its logprobs differ from the trainer's by {difference:.2e}; {self._limit:.2e} is allowed")
 
     @property
     def _limit(self) -> float:
@@ -252,7 +252,7 @@ class WeightSync:
         return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
 
     def _engines(self) -> dict[str, Engine]:
-        """Return name -> each engine, as `_sample` calls them."""
+        """Return name -> engine for all engines to sample from."""
         if self._pool is None:
             return {"the engine": self._engine}
         return {name: replica.engine for name, replica in self._replicas().items()}
@@ -271,14 +271,14 @@ class WeightSync:
             await self._engine.update_weights(version, weights=weights)
             return weights
         finally:
-            self._pushed = -1  # from here on the trainer's weights may be others
+            self._pushed = -1  # from here on the trainer's weights may change
 
     @asynccontextmanager
     async def _current(self, version: int) -> AsyncIterator[Mapping[str, Tensor]]:
-        """Yield the trainer's weights, as `CurrentWeights` says; its next step waits until the block ends."""
+        """Yield the trainer's weights (see `CurrentWeights`); the trainer's next step waits until the block ends."""
         async with self._thread.held():
             if (version, self._source.step_count) != self._sent:
-                raise EngineError(f"the trainer has gone on from policy version {version}; the server gets the next one")
+                raise EngineError(f"the trainer has moved past policy version {version}; the server gets the next one")
             yield await asyncio.to_thread(self._weights)
 
     def _weights(self) -> Mapping[str, Tensor]:
@@ -288,7 +288,7 @@ class WeightSync:
         return await self._thread.run(partial(self._source.score, samples))
 
     async def _take_record(self, version: int) -> str | None:
-        """Note what the right weights say, for a server that comes back later; return who said it."""
+        """Record a verified engine's answers, for servers that come back later; return the engine's name."""
         for name, replica in self._replicas().items():
             try:
                 self._record = await self._probe.record(replica.engine, version, self._score)
@@ -298,7 +298,7 @@ class WeightSync:
         return None
 
     async def _sample(self, version: int) -> dict[str, list[TrainSample]]:
-        """Return the samples of each engine; of a pool lost ones are left out, and at a later sync the wrong ones.
+        """Return engine -> samples. Lost engines of a pool are left out, and at a later sync also wrong ones.
 
         Raises:
             EngineError: no engine could sample, or one reported another version.
@@ -313,7 +313,7 @@ class WeightSync:
                 samples[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
                 if self.noise is None and not isinstance(problem, EngineLostError):
-                    raise  # at the start a wrong server ends the run: the way of its weights does not work
+                    raise  # at the start a wrong server ends the run, because the transport does not work
                 problems.append(problem)
                 self._exclude(name, problem)
 
@@ -326,16 +326,17 @@ class WeightSync:
         return {name: samples[name] for name in sorted(samples)}
 
     async def _differences(self, samples: Mapping[str, Sequence[TrainSample]]) -> dict[str, float]:
-        """Return for each engine the largest difference between its logprobs and those of the trainer's weights now."""
+        """Return engine -> largest difference between its logprobs and the trainer's."""
         scores = iter(await self._score([s for own in samples.values() for s in own]))
         return {name: _largest([_logprobs(s) for s in own], [next(scores) for _ in own]) for name, own in samples.items()}
 
     @contextmanager
     def _changed(self, samples: Sequence[TrainSample]) -> Iterator[dict[str, float]]:
-        """Move every group of the trainer's parameters by enough to show, say how far, and put all back at the end."""
+        """Shift every group of the trainer's parameters far enough to be visible; yield group -> scale; restore all at the
+        end."""
         changes: dict[str, float] = {}
         try:
-            # LoRA's B matrices first: they start at zero, which hides any change of A.
+            # LoRA's B matrices first: they start at zero, which would hide changes of A.
             groups = self._source.backend.weight_groups(is_merged=not self._adapter_only)
             for group in sorted(groups, key=lambda name: ".lora_A." in name):
                 changes[group] = 0.0
@@ -346,10 +347,10 @@ class WeightSync:
                 self._source.backend.shift_weights(group, 0.0)
 
     def _grow(self, group: str, changes: dict[str, float], samples: Sequence[TrainSample]) -> None:
-        """Move a group, each time further, until it shows well."""
+        """Shift a group further and further until it is clearly visible."""
         assert self.noise is not None
         before = self._source.score(samples)
-        # Grown from a small start: a change that breaks the model would hide whether groups tested later arrive.
+        # Start small: a change that breaks the model would hide whether later groups arrive.
         for growth in range(_MAX_GROWTHS):
             changes[group] = _FIRST_SCALE * _GROWTH**growth
             self._source.backend.shift_weights(group, changes[group])
@@ -361,7 +362,7 @@ class WeightSync:
         )
 
     def _effects(self, changes: Mapping[str, float], samples: Sequence[TrainSample]) -> dict[str, float]:
-        """Return for each group how much logprobs would differ if just that group had kept its old values."""
+        """Return group -> difference of logprobs if only that group kept its old values."""
         now = self._source.score(samples)
         return {group: _largest(now, self._without(group, changes, samples)) for group in changes}
 
@@ -374,19 +375,19 @@ class WeightSync:
             self._source.backend.shift_weights(group, changes[group])
 
     def _verdict(self, who: str, changes: Mapping[str, float], seen: Sequence[TrainSample], canary: float) -> str:
-        """Say which group explains what the engine answered."""
+        """Describe which group explains the engine's answers."""
         engine = [_logprobs(s) for s in seen]
         assert self.noise is not None
         left = {name: _largest(engine, self._without(name, changes, seen)) for name in changes}
         name = min(left, key=left.__getitem__)
         if left[name] <= canary / 4:
             return (
-                f"{who} says that it took the new weights, and {name} is still the old one there (with the old one "
-                f"logprobs differ by {left[name]:.1e}, with the new by {canary:.1e}); use another way to sync weights"
+                f"{who} reports that it loaded the new weights, but still has the old {name} (with the old one "
+                f"logprobs differ by {left[name]:.1e}, with the new one by {canary:.1e}); use another engine.weights"
             )
         return (
-            f"{who} says that it took the new weights, and its logprobs differ from theirs by {canary:.1e} where "
-            f"{self.noise:.1e} is its noise; several groups of parameters did not arrive; use another way to sync weights"
+            f"{who} reports that it loaded the new weights, but its logprobs differ from theirs by {canary:.1e} (its "
+            f"noise is {self.noise:.1e}), so several groups of parameters did not arrive; use another engine.weights"
         )
 
 

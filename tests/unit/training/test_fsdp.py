@@ -134,7 +134,7 @@ def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(more, name):
     found = more["faults"][name]
     assert (found["skipped"], found["changed"]) == (1.0, 0.0)
     assert len(found["ended"]) == 2
-    assert all("skipped in a row before it: 1" in message for message in found["ended"])
+    assert all("steps skipped before it: 1" in message for message in found["ended"])
 
 
 @pytest.mark.cluster

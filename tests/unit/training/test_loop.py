@@ -506,7 +506,7 @@ def test_resume_warns_of_a_jump_of_the_learning_rate(
         rig.checkpoints.load = lambda path: {k: v for k, v in load(path).items() if k != "updates_per_step"}  # type: ignore
     caplog.clear()
     rig.trainer.resume(latest)
-    assert ("optimizer updates in a step" in caplog.text) == warns
+    assert ("optimizer updates per step" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("at_event", [1, 9, 20, 31, 50])
@@ -588,7 +588,7 @@ def test_step_that_ends_between_minibatches_is_not_kept(tmp_path: Path, caplog: 
     refuses(lambda: rig.run(), TrainingError, "the loss is not finite")
     latest = rig.checkpoints.latest()
     assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 2, "whole steps alone"
-    assert "the run ended in the middle of step 2, whose weights are not kept" in caplog.text
+    assert "the run ended in the middle of step 2, so its current weights are not saved" in caplog.text
 
 
 def test_missed_validation_is_done_after_a_resume(tmp_path: Path):
@@ -620,7 +620,7 @@ def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCapt
         refuses(lambda: rig.run(), CheckpointError, "the checkpoint of step 1 cannot be written", "step-000000")
     else:
         assert rig.run().trainer.state.step == 3
-        assert "the run goes on, and tries again at the next checkpoint" in caplog.text
+        assert "the run continues and tries again at the next checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(

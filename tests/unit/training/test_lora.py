@@ -165,10 +165,10 @@ def test_checkpoint_holds_the_adapter_alone(tmp_path: Path):
     assert sum(t.numel() for t in tensors_in(state, "model/").values()) < 0.5 * size
     other = tiny_model(VOCAB, hidden=16)
     lora.add_lora(other, lora.LoraSettings(rank=2))
-    refuses(lambda: policy(other).load(state), CheckpointError, "must be what it was")
+    refuses(lambda: policy(other).load(state), CheckpointError, "set model.lora to the former value")
     refuses(lambda: policy(tiny_model(VOCAB, hidden=16)).load(state), CheckpointError, "is of another model")
     narrower = adapted(target_modules=["q_proj"])
-    refuses(lambda: policy(narrower).load(state), CheckpointError, "must be what it was")
+    refuses(lambda: policy(narrower).load(state), CheckpointError, "set model.lora to the former value")
 
 
 def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
@@ -184,7 +184,7 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
     refuses(lambda: lora.load_adapter(other, tmp_path / "merged"), CheckpointError, "no adapter in")
     louder = tiny_model(VOCAB, hidden=16)
     lora.add_lora(louder, lora.LoraSettings(rank=4, alpha=32))
-    refuses(lambda: lora.load_adapter(louder, alone), CheckpointError, "has lora_alpha 8", "and that of model.lora 32")
+    refuses(lambda: lora.load_adapter(louder, alone), CheckpointError, "has lora_alpha 8", "and model.lora has 32")
 
 
 def test_unknown_target_modules_are_refused():

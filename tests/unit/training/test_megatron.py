@@ -104,7 +104,7 @@ def test_every_row_of_a_weight_has_one_source(kind, num_parts):
         ("qwen3", Degrees(pipeline_parallel=3), "pipeline_parallel is 3 and the model has 2 layers"),
         ("qwen3", Degrees(expert_parallel=2), "expert_parallel is 2 and the model has 0 experts"),
         ("qwen3_moe", Degrees(expert_parallel=3), "expert_parallel is 3 and the model has 8 experts"),
-        ("qwen3_moe", Degrees(pipeline_parallel=2, expert_parallel=2), "only where the latter two are equal"),
+        ("qwen3_moe", Degrees(pipeline_parallel=2, expert_parallel=2), "need the latter two to be equal"),
         (
             "qwen3_moe",
             Degrees(pipeline_parallel=2, expert_parallel=4, context_parallel=2),
@@ -152,7 +152,7 @@ def test_adapter_of_unsupported_layers_is_refused(kind, targets, sentence):
 def test_degrees_that_need_a_gpu_are_refused_without_one(kind, degrees, why):
     from polyturn.training.megatron.placement import Megatron
 
-    with pytest.raises(ConfigError, match=f"{why} and there is no GPU"):
+    with pytest.raises(ConfigError, match=f"{why} and there is none"):
         Megatron.of(degrees, torch.device("cpu")).policy(tiny_model(32, kind, heads=2, kv_heads=2))
 
 

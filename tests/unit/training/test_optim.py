@@ -89,7 +89,7 @@ def test_run_ends_after_bad_steps_in_a_row():
     later = Optimizer(net, OptimSettings(lr=0.1, max_skipped=2))
     later.load_state_dict(optimizer.state_dict())
     set_grad(net, math.nan)
-    refuses(lambda: later.step(), TrainingError, "norm is nan at optimizer step 5", "skipped in a row before it: 2")
+    refuses(lambda: later.step(), TrainingError, "norm is nan at optimizer step 5", "steps skipped before it: 2")
 
 
 def test_spoiled_step_is_skipped_with_its_reason():
@@ -101,7 +101,7 @@ def test_spoiled_step_is_skipped_with_its_reason():
     assert net.matrix.tolist() == [[1.0, 1.0]] * 2
     set_grad(net, 1.0)
     optimizer.spoil("the loss is not finite again")
-    refuses(lambda: optimizer.step(), TrainingError, "not finite again; skipped in a row before it: 1")
+    refuses(lambda: optimizer.step(), TrainingError, "not finite again; steps skipped before it: 1")
     refuses(lambda: OptimSettings(max_skipped=-1), ConfigError, "max_skipped is -1")
 
 

@@ -144,7 +144,7 @@ def test_long_rows_behind_a_prefix_go_in_blocks():
     n = packing.num_tokens
     q, k, v = (torch.randn(1, heads, n, 8, dtype=torch.float64) for heads in (4, 2, 2))
     out = attend_rows(q, k, v, view, scale=0.3)
-    for place in packing.places:
+    for place in packing.row_indices:
         alone = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, place], k[:, :, place], v[:, :, place], is_causal=True, scale=0.3, enable_gqa=True
         )

@@ -344,4 +344,4 @@ def test_checkpoint_holds_a_reference_that_is_in_no_file():
 
 def test_only_a_log_ratio_may_be_clipped_beyond_one():
     LossSettings(policy_loss=policy_losses.resolve("geo_mean"), policy_loss_kwargs={"clip_low": 1.5, "clip_high": 1.5})
-    refuses(lambda: LossSettings(policy_loss_kwargs={"clip_low": 1.5}), ConfigError, "must hold 1 and stay above 0")
+    refuses(lambda: LossSettings(policy_loss_kwargs={"clip_low": 1.5}), ConfigError, "must contain 1 and stay above 0")

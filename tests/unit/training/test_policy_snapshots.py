@@ -117,7 +117,7 @@ async def test_snapshot_new_to_the_checkpoint_is_the_policy(caplog: pytest.LogCa
     step(model)
     await followers(model, one).start(4)
     assert one.version == 4 and first(one.model) == first(model)
-    assert "the checkpoint has no policy 'past'; it is the policy as it is at step 4" in caplog.text
+    assert "the checkpoint has no policy 'past'; it starts from the trained policy of step 4" in caplog.text
 
 
 def test_snapshot_of_another_model_is_refused() -> None:

@@ -212,7 +212,12 @@ def test_routes_that_cannot_be_replayed_are_refused() -> None:
     refuses(lambda: policy(tiny_model(VOCAB), balance=0.1), ConfigError, "has no experts")
     adapted = make()
     add_lora(adapted, LoraSettings(target_modules=["gate"]))
-    refuses(lambda: policy(adapted), ConfigError, "model.lora adapts the 8 experts", "name layers of attention")
+    refuses(
+        lambda: policy(adapted),
+        ConfigError,
+        "model.lora adapts the 8 experts",
+        "set model.lora.target_modules to layers of attention",
+    )
     batch = samples(num=1)
     assert batch[0].routed_experts is not None
     three = dataclasses.replace(batch[0], routed_experts=np.repeat(batch[0].routed_experts, 2, axis=1)[:, :3])

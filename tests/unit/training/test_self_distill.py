@@ -1,4 +1,4 @@
-"""Self-distillation: the policy, shown privileged text, judges the tokens that it sampled without it."""
+"""Self-distillation: the policy, with privileged text in its prompt, scores the tokens that it sampled without the text."""
 
 from __future__ import annotations
 

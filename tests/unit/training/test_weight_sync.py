@@ -196,7 +196,7 @@ async def test_engine_with_an_old_version_tag_is_found():
     sync = WeightSync(engine, policy, WeightProbe(**SMALL))
     await sync.start(0)
     engine.update_weights = lambda version, *, weights=None: engine.engine.update_weights(0, weights=weights)
-    await refuses_later(lambda: sync.publish(1), EngineError, "version 1 was sent, and the engine answers as version")
+    await refuses_later(lambda: sync.publish(1), EngineError, "version 1 was sent, and the engine reports version")
 
 
 async def test_each_server_of_a_pool_is_held_to_the_weights():
@@ -238,7 +238,7 @@ async def test_returning_server_is_held_to_the_known_logprobs():
     with torch.no_grad():
         back.engine.module.model.norm.weight.mul_(1.1)
     await refuses_later(lambda: pool.verify(back, 1), EngineError, "it serves other weights")
-    await refuses_later(lambda: pool.verify(back, 2), EngineError, "nothing is known yet about version 2")
+    await refuses_later(lambda: pool.verify(back, 2), EngineError, "there is no record of version 2 yet")
 
 
 class Sent(Leaky):
@@ -308,7 +308,7 @@ async def test_server_lost_between_syncs_is_sent_the_trainers_weights():
     assert pool.replicas[1].is_live and pool.replicas[1].version == 1
     assert torch.equal(lost.came["model.norm.weight"], policy.weights()["model.norm.weight"])
     policy.backend.optimizer.step_count += 1  # the next optimizer step
-    with pytest.raises(EngineError, match="gone on from policy version 1"):
+    with pytest.raises(EngineError, match="moved past policy version 1"):
         async with pool.current(1):
             pass
     await sync.publish(2)

@@ -1,7 +1,7 @@
-"""megatron-core's layers as a causal language model of Hugging Face needs them, made from its config.
+"""megatron-core's layers for a Hugging Face causal language model, made from its config.
 
-They are composed with torch's own attention and norms, which run on a CPU too, and with a router that can be told its
-choices. What is made of the last hidden states is for `network.py` to say.
+They use torch's attention and norms, which also run on a CPU, and a router that can replay recorded choices. `model.py`
+reads log-probabilities and values off the last hidden states.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from polyturn.training.packed_attention import PackedView, attend_packed
 
 
 class SdpaAttention(nn.Module):
-    """Causal attention by torch's own kernels, in place of megatron-core's, which build a [T, T] mask, or need
-    transformer_engine for rows that stand end to end."""
+    """Causal attention with torch's kernels. megatron-core's build a [T, T] mask, or need transformer_engine for packed
+    rows."""
 
     view: PackedView | None = None
-    """The attention of the batch that is computed; None where its rows are apart."""
+    """The attention of the current packed batch; None for padded rows."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SdpaAttention(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """Torch's norm in place of megatron-core's, which without transformer_engine refuses to see a share of the positions."""
+    """Torch's norm. megatron-core's does not support sequence parallelism without transformer_engine."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -66,10 +66,10 @@ class RmsNorm(nn.RMSNorm):
 
 
 class Rotary(RotaryEmbedding):
-    """megatron-core's rotary positions with the frequencies of transformers, on the device of the model."""
+    """megatron-core's rotary embedding with the frequencies of transformers, on the device of the model."""
 
     positions: Tensor | None = None
-    """[T] the position of each token of rows that stand end to end; None counts from 0."""
+    """[T] the position of each token of packed rows; None counts from 0."""
 
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         base, kind = config.rope_parameters["rope_theta"], config.rope_parameters["rope_type"]
@@ -88,17 +88,17 @@ class Rotary(RotaryEmbedding):
 
 
 class ToldChoice(RouterReplay):
-    """The choice of one router: the recorded experts, or its own where none are recorded.
+    """Replays the recorded experts at one router; tokens without a record are routed by the router.
 
-    megatron-core's class keeps every instance in one list, for one model a process, and replays all tokens or none; here a
-    reference may stand beside the policy, and a token may have no route.
+    megatron-core's class keeps all instances in one list, assumes one model per process, and replays all tokens or none.
+    Here a process may have a policy and a reference, and a token may lack a route.
     """
 
     def __init__(self) -> None:
         self.told: Tensor | None = None
-        """[tokens, top-k] experts; `LIVE` where a token has no route."""
+        """[tokens, top-k] recorded experts; `LIVE` for a token without a route."""
         self.chosen: Tensor | None = None
-        """[tokens, top-k] the experts that the tokens of the last pass went to."""
+        """[tokens, top-k] the experts that processed the tokens of the last pass."""
         self.num_changed = self.num_told = 0
 
     def get_replay_topk(
@@ -109,40 +109,40 @@ class ToldChoice(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores of the experts that are chosen, with gradient, and which ones these are."""
+        """Return the scores of the chosen experts, with gradient, and their indices."""
         assert default_compute_topk is not None
         values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.chosen = live
         if self.told is None:
             return values, live
-        is_told = self.told[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts told, or none
+        is_told = self.told[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts recorded, or none
         self.chosen = chosen = torch.where(is_told, self.told, live)
         differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
         self.num_changed, self.num_told = int(differs.sum()), int(is_told.sum())
-        # The choice is the engine's, its weights are the router's own, so that the router still gets a gradient.
+        # The choice is the engine's, but the weights are the router's, so that the router gets a gradient.
         return scores.gather(1, chosen), chosen
 
 
 class Router(TopKRouter):
-    """megatron-core's router with float32 logits by torch's own kernel, which can be told its choices."""
+    """megatron-core's router with float32 logits from torch's kernel and replay of recorded choices."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.router_replay = ToldChoice()
         self.logits: Tensor | None = None
-        """[tokens, experts] of the last pass, with gradient, where they are kept."""
+        """[tokens, experts] logits of the last pass, with gradient; empty unless they are kept."""
         self.keeps_logits = False
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return [positions, rows, experts] logits; megatron-core's own needs transformer_engine."""
+        """Return [positions, rows, experts] logits; megatron-core's method needs transformer_engine."""
         logits = functional.linear(input.float(), self.weight.float())
         self.logits = logits.flatten(0, 1) if self.keeps_logits else None
         return logits
 
 
 class RecomputedLayer(TransformerLayer):
-    """A layer that keeps its input alone and is computed again in the backward pass, by torch: megatron-core detaches what
-    comes out, which hides a router from a loss on it, and asks for the random state of a GPU."""
+    """A layer that keeps only its input and is computed again in the backward pass, by torch. megatron-core's recomputation
+    detaches the output, which hides the router from its balance loss, and needs the random state of a GPU."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output."""
@@ -152,8 +152,8 @@ class RecomputedLayer(TransformerLayer):
 def make_gpt(
     config: PreTrainedConfig, degrees: Degrees, *, dtype: torch.dtype, recomputes: bool, has_values: bool = False
 ) -> GPTModel:
-    """Return this rank's part of megatron-core's model of a Hugging Face config, its weights unset; a backbone that
-    `has_values` has their head in place of the output embedding, on every rank."""
+    """Return this rank's part of megatron-core's model for a Hugging Face config, without weights. With `has_values`, a
+    value head takes the place of the output embedding, on every rank."""
     has_experts = config.model_type == "qwen3_moe"
     experts = _experts(config, degrees) if has_experts else {}
     own = TransformerConfig(
@@ -205,12 +205,12 @@ def make_gpt(
         if gpt.post_process:
             del gpt.output_layer
         gpt.head = value_head(config.hidden_size, dtype=dtype)
-    gpt.post_process = False  # what is read off hidden states is for `MegatronNetwork` to say; the layers were made before
+    gpt.post_process = False  # the subclass of the network reads off hidden states; the layers exist already
     return gpt
 
 
 def _layers(own: TransformerConfig, *, recomputes: bool) -> Any:
-    """Return megatron-core's description of the layers, with our norms, attention and router in place of its own."""
+    """Return megatron-core's description of the layers, with the norms, attention and router of this module."""
     spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False, normalization="RMSNorm")
     spec.layer_norm = RmsNorm
     for layer in spec.layer_specs:
@@ -226,7 +226,7 @@ def _layers(own: TransformerConfig, *, recomputes: bool) -> Any:
 
 
 def _experts(config: PreTrainedConfig, degrees: Degrees) -> dict[str, Any]:
-    """Return megatron-core's settings of sparse layers; their balance is our own loss, where there is one."""
+    """Return megatron-core's settings of sparse layers, without its balance loss."""
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
@@ -241,6 +241,6 @@ def _experts(config: PreTrainedConfig, degrees: Degrees) -> dict[str, Any]:
 
 
 def _drop_empty(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Leave out what megatron-core's layers keep for transformer_engine, which is nothing."""
+    """Leave out the empty entries that megatron-core's layers keep for transformer_engine."""
     for name in [name for name in state if name.endswith("_extra_state")]:
         del state[name]

@@ -1,10 +1,10 @@
-"""LoRA on megatron-core's linear layers: of each layer of Hugging Face's model that is part of one, its own two matrices.
+"""LoRA on megatron-core's linear layers, with separate matrices for each Hugging Face layer that is fused into one.
 
     linear_qkv, linear_fc1      [T / n, H] -> A whole -> [T, r] -> B by rows -> this rank's share of the output of each part
     linear_proj, linear_fc2     [T, H / n] -> A by columns, added up -> [T / n, r] -> B whole -> [T / n, H]
 
-So that nothing but low-rank numbers travels between the n ranks that share a layer. They have the names and values that
-peft's have, in checkpoints too: an adapter goes on with any backend.
+So the n ranks that share a layer only exchange low-rank numbers. The matrices have the names and values of peft's, in
+checkpoints too, so that an adapter can be resumed with any backend.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from polyturn.training.megatron.weights import HEAD, Entry, counted, source_rows
 
 
 def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrainedConfig, degrees: Degrees) -> list[Entry]:
-    """Return the matrices of the adapter of a model, if it has one, which lie around `weights`.
+    """Return the matrices of a model's adapter for `weights`; empty without an adapter.
 
     Raises:
-        ConfigError: it lies around something else than linear layers of attention and of dense feed-forward layers, or
-            around no layer of a stage.
+        ConfigError: the adapter wraps a module other than linear layers of attention and of dense feed-forward layers, or a
+            stage has no adapted layer.
     """
     targets, num_stages = set(adapted_layers(model)), degrees.pipeline_parallel
     entries, stages = list[Entry](), set[int]()
@@ -49,20 +49,21 @@ def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrain
                 entries.append(Entry(f"{inside}.lora_B.{part}", (f"{module}.lora_B.{ADAPTER}.weight",), up))
     if targets:
         raise ConfigError(
-            f"model.lora adapts {min(targets)} and train.backend is megatron, which adapts linear layers of attention and "
-            "of dense feed-forward layers; leave it out of model.lora.target_modules, or take train.backend torch"
+            f"model.lora adapts {min(targets)} and train.backend is megatron, which adapts only linear layers of "
+            "attention and of dense feed-forward layers; remove it from model.lora.target_modules, or set "
+            "train.backend: torch"
         )
     if stages and len(stages) < num_stages:
         raise ConfigError(
-            f"model.lora adapts no layer of {num_stages - len(stages)} of {num_stages} stages, which would have nothing to "
-            "train; widen model.lora.target_modules, or lower train.distributed.pipeline_parallel"
+            f"model.lora adapts no layer of {num_stages - len(stages)} of {num_stages} stages, which would not train; "
+            "extend model.lora.target_modules, or lower train.distributed.pipeline_parallel"
         )
     return entries
 
 
 def add_adapter(gpt: GPTModel, model: nn.Module, weights: Iterable[Entry], *, first_layer: int) -> None:
-    """Put this rank's part of the adapter of `model`, if it has one, into megatron-core's form of it, without its values;
-    then only the adapter, and the head of a value function, want gradients."""
+    """Add this rank's part of `model`'s adapter, if any, to `gpt`, without values. Then only the adapter, and the head of a
+    value function, have gradients."""
     layers, own, inside = adapted_layers(model), gpt.config, dict(gpt.named_modules())
     if not layers:
         return
@@ -82,10 +83,10 @@ def _add_pairs(linear: Any, rows: Mapping[str, int], layers: Mapping[str, Any], 
     """Give a linear layer the pairs of its parts.
 
     Args:
-        linear: megatron-core's.
-        rows: Module -> how many rows of its weight this rank holds, in each of the groups.
-        layers: Module -> what peft has around it, of those that are adapted.
-        num_groups: In how many groups the rows of the parts lie between each other.
+        linear: megatron-core's layer.
+        rows: Module -> number of rows of its weight on this rank, per group.
+        layers: Adapted module -> peft's layer around it.
+        num_groups: Number of groups in which the rows of the parts are interleaved.
     """
     linear.lora_A, linear.lora_B, linear.lora_dropout = nn.ParameterDict(), nn.ParameterDict(), nn.ModuleDict()
     widths, scaling = {}, 0.0
@@ -97,7 +98,9 @@ def _add_pairs(linear: Any, rows: Mapping[str, int], layers: Mapping[str, Any], 
             down = nn.Parameter(torch.empty(rank, linear.weight.shape[1], **like))
             up = nn.Parameter(torch.empty(width * num_groups, rank, **like))
             whole: Any = up if isinstance(linear, RowParallelLinear) else down
-            whole.sequence_parallel = linear.sequence_parallel  # each rank sees some positions, so its gradient is summed
+            whole.sequence_parallel = (
+                linear.sequence_parallel
+            )  # each rank sees only some positions, so the gradient is summed
             linear.lora_A[part], linear.lora_B[part], linear.lora_dropout[part] = down, up, layer.lora_dropout[ADAPTER]
             scaling = layer.scaling[ADAPTER]
     linear.register_forward_hook(functools.partial(_adapted, widths=widths, num_groups=num_groups, scaling=scaling))
@@ -112,7 +115,7 @@ def _adapted(
     num_groups: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a linear layer's output with its adapter: `widths` are those of its parts in each of the groups."""
+    """Return a linear layer's output with its adapter; `widths` are the widths of its parts in each group."""
     (hidden_TBH, *_), (out_TBO, bias) = inputs, output
     is_summed = isinstance(linear, RowParallelLinear)
     share = reduce_scatter_to_sequence_parallel_region if is_summed else gather_from_sequence_parallel_region
@@ -123,6 +126,6 @@ def _adapted(
             low_TBR = share(nn.functional.linear(linear.lora_dropout[part](hidden_TBH).to(down.dtype), down))
             added.append(nn.functional.linear(low_TBR, up).unflatten(-1, (num_groups, -1)))
         else:
-            # A part without an adapter keeps its place, because the parts lie between each other in every group.
+            # A part without an adapter adds zeros, because the parts are interleaved in every group.
             added.append(out_TBO.new_zeros(*out_TBO.shape[:-1], num_groups, width))
     return (out_TBO + torch.cat(added, dim=-1).flatten(-2) * scaling).to(out_TBO.dtype), bias

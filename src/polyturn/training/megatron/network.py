@@ -1,9 +1,8 @@
-"""Networks in megatron-core's form, from a Hugging Face model: a policy, and a value function.
+"""Networks of megatron-core's layers, made from a Hugging Face model: a policy and a value function.
 
     ids [B, T]  ->  stage -> stage  ->  hidden states of targets [S, H]  ->  log-probabilities or values [S] on every rank
 
-Between stages, hidden states and their gradients are sent by two autograd functions, so that the code of a loss calls
-`backward` as anywhere. The layers are in `layers.py`.
+Two autograd functions send hidden states and their gradients between stages, so a loss simply calls `backward`.
 """
 
 from __future__ import annotations
@@ -38,17 +37,16 @@ from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequ
 
 
 class MegatronNetwork(Network):
-    """A model in megatron-core's form; what the last stage reads off its hidden states is given to every rank of a row."""
+    """A network of megatron-core's layers. The last stage's results are sent to every rank of a row."""
 
     names: ShardedNames
     is_split_tie = False
-    """Whether the first and the last stage each hold a tensor that the model ties."""
+    """Whether the first and the last stage each hold a copy of a tied tensor."""
 
     def __init__(
         self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, form: ValueNetwork | None = None
     ) -> None:
-        """Make this rank's part of `model`, without its weights: of a language model, or of a backbone with the head that
-        its `form` in one process has."""
+        """Make this rank's part of `model`, without weights; with `form`, of a value function with the head of `form`."""
         super().__init__()
         config = model.config
         self._is_first = parallel_state.is_pipeline_first_stage()
@@ -80,7 +78,7 @@ class MegatronNetwork(Network):
 
     @property
     def saved(self) -> nn.Module:
-        """megatron-core's model, under its own names."""
+        """megatron-core's model."""
         return self.backbone
 
     def merged(self, name: str, whole: Tensor | None) -> Tensor | None:
@@ -93,8 +91,8 @@ class MegatronNetwork(Network):
         return None if whole is None or down is None or up is None else whole + (up @ down * self._scaling).to(whole)
 
     def _run(self, batch: MicroBatch, read: Callable[[Tensor, MicroBatch], Tensor], *, count: int = 1) -> Tensor:
-        """Return [count, S] what `read` makes of the hidden states [S, H] of targets, of those that this rank has of `batch`
-        at a time; collective over the ranks of a row."""
+        """Return [count, S] the result of `read` on the hidden states [S, H] of targets, called with this rank's share of
+        `batch`; collective over the ranks of a row."""
         own, share = self.cut(batch)
         rows, length = own.input_ids_BT.shape
         gpt: Any = self.backbone
@@ -102,7 +100,7 @@ class MegatronNetwork(Network):
         self._pack(own, share)
         if not self._is_first:
             shape = (ids.shape[1] // self._tp.size(), rows, self._hidden)
-            # An input that wants a gradient, without which autograd would never call the function that sends one back.
+            # An input with a gradient; without one autograd would not call the backward function that sends gradients back.
             anchor = torch.zeros((), device=ids.device, requires_grad=torch.is_grad_enabled())
             dtype = next(gpt.parameters()).dtype
             gpt.set_input_tensor(_FromPrevious.apply(anchor, shape, dtype, ids.device))
@@ -112,7 +110,7 @@ class MegatronNetwork(Network):
             return output
         if self._tp.size() > 1:
             hidden_TBH = tensor_parallel.gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=False)
-        at_S = own.flat_S % length * rows + own.flat_S // length  # hidden states have positions before rows
+        at_S = own.flat_S % length * rows + own.flat_S // length  # hidden states are [positions, rows]
         output = read(hidden_TBH.flatten(0, 1).index_select(0, at_S), own)
         if share is not None:
             output = share.of_targets(output.T).T.contiguous()
@@ -121,7 +119,8 @@ class MegatronNetwork(Network):
         return output
 
     def _pack(self, own: MicroBatch, share: ContextShare | None) -> None:
-        """Let layers attend as a batch lies, until the next one: a backward pass may compute them again."""
+        """Set the attention of the layers to the layout of a batch; it stays set, because a backward pass may compute layers
+        again."""
         gpt: Any = self.backbone
         view = None if own.packing is None else PackedView(own.packing, own.input_ids_BT.device, share)
         gpt.rotary_pos_emb.positions = None
@@ -131,15 +130,15 @@ class MegatronNetwork(Network):
             layer.self_attention.core_attention.view = view
 
     def _padding(self, length: int) -> int:
-        """Return by how much rows grow, so that ranks share their positions evenly."""
+        """Return the padding that makes the length of rows divisible among ranks."""
         return -length % self._tp.size()
 
 
 class MegatronPolicy(MegatronNetwork):
-    """A causal language model that gives log-probabilities."""
+    """A causal language model that returns log-probabilities."""
 
     def __init__(self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, replays: bool) -> None:
-        """Make this rank's part of `model`, without its weights; `replays` lets routers follow the engine's."""
+        """Make this rank's part of `model`, without weights; with `replays`, routers follow the engine's choices."""
         super().__init__(model, degrees, device)
         config, gpt = model.config, self.backbone
         self._config, self._vocab = config, config.vocab_size
@@ -152,7 +151,7 @@ class MegatronPolicy(MegatronNetwork):
 
     @contextmanager
     def routed(self, batch: MicroBatch) -> Iterator[None]:
-        """Let tokens go to the experts that the engine chose."""
+        """Send tokens to the experts that the engine chose."""
         own = self.cut(batch)[0]
         if not self._routers or not self._replays or own.routes_NLK is None:
             yield
@@ -172,8 +171,7 @@ class MegatronPolicy(MegatronNetwork):
                 router.router_replay.told = None
 
     def forward(self, batch: MicroBatch, *, entropy_grad: bool | None = None, balance_grad: bool = False) -> TargetScores:
-        """Return the scores of each target, and of routers if a gradient is asked; collective over the
-        ranks of a row."""
+        """Return the scores of each target, and with `balance_grad` the balance loss; collective over the ranks of a row."""
         for router in self._routers:
             router.keeps_logits = balance_grad
         count = 1 if entropy_grad is None else 2
@@ -209,8 +207,8 @@ class MegatronPolicy(MegatronNetwork):
         return torch.cat(parts, dim=1)
 
     def _balance(self, batch: MicroBatch) -> Tensor:
-        """Return [B] the balance loss of each sequence, the mean over layers. A rank has some of the positions and some of
-        the layers, and gives a gradient to those."""
+        """Return [B] the balance loss of each sequence, averaged over layers. Its gradient reaches this rank's positions and
+        layers."""
         own, share = self.cut(batch)
         rows, length = own.input_ids_BT.shape
         index_M, row_M = tokens_of_sequences(batch)
@@ -222,20 +220,20 @@ class MegatronPolicy(MegatronNetwork):
         is_own_M = (position_M >= 0) & (position_M < count)
         index_M, row_M = (position_M * rows + index_M // length)[is_own_M], row_M[is_own_M]
         both = parallel_state.get_tensor_and_context_parallel_group()
-        own_B = torch.zeros(len(batch.places), device=index_M.device)
+        own_B = torch.zeros(len(batch.row_indices), device=index_M.device)
         for router in self._routers:
             own_B = own_B + balance_loss(
                 router.logits,
                 router.router_replay.chosen,
                 index_M,
                 row_M,
-                num_rows=len(batch.places),
+                num_rows=len(batch.row_indices),
                 added_up=functools.partial(tensor_parallel.reduce_from_tensor_model_parallel_region, group=both),
             )
             router.logits = None
         whole_B = own_B.detach().clone()
         dist.all_reduce(whole_B, group=parallel_state.get_pipeline_model_parallel_group())
-        # The value of all stages with the gradient of this one: each stage sends gradients to its own routers alone.
+        # The value of all stages with the gradient of this one: each stage sends gradients only to its routers.
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
@@ -248,10 +246,10 @@ class MegatronPolicy(MegatronNetwork):
 
 
 class MegatronValues(MegatronNetwork):
-    """A value function over a backbone, the same as `form`, which is that of one process."""
+    """A value function over a backbone, equal to the `ValueNetwork` of one process."""
 
     def __init__(self, form: ValueNetwork, degrees: Degrees, device: torch.device) -> None:
-        """Make this rank's part of it, the head 0 and the rest without weights."""
+        """Make this rank's part, with a head of 0 and otherwise without weights."""
         super().__init__(form.backbone, degrees, device, form=form)
         self.whose = form.whose
 
@@ -274,12 +272,12 @@ def _score(
     group: dist.ProcessGroup,
     entropy_grad: bool | None,
 ) -> Tensor:
-    """Return [1 or 2, S] log-probabilities and entropies, of logits whose vocabulary the ranks of `group` share."""
+    """Return [1 or 2, S] log-probabilities and entropies from logits whose vocabulary the ranks of `group` split."""
     logits_SV = functional.linear(tensor_parallel.copy_to_tensor_model_parallel_region(read_SH), weight)
     logits_SV = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32))
     if temperature_S is not None:
         logits_SV = logits_SV / temperature_S[:, None]
-    # Less the largest logit of the whole vocabulary, which all ranks must subtract alike before their sums are added.
+    # All ranks must subtract the largest logit of the whole vocabulary before their sums are added.
     top_S = logits_SV.detach().amax(dim=-1)
     dist.all_reduce(top_S, op=dist.ReduceOp.MAX, group=group)
     logits_SV = logits_SV - top_S[:, None]
@@ -305,7 +303,7 @@ def _last_stage() -> tuple[int, dist.ProcessGroup]:
 
 
 class _FromPrevious(torch.autograd.Function):
-    """The hidden states of the stage before; their gradient goes back to it."""
+    """Receives the hidden states of the previous stage; sends their gradient back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -320,7 +318,7 @@ class _FromPrevious(torch.autograd.Function):
 
 
 class _ToNext(torch.autograd.Function):
-    """The last stage's function of these hidden states; their gradient comes from the next one."""
+    """Sends hidden states to the next stage; receives their gradient from it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shape: tuple[int, ...]) -> Tensor:

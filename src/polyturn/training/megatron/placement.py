@@ -1,11 +1,11 @@
-"""Megatron: the placement of a policy whose layers megatron-core splits: by tensor, context, pipeline, expert parallelism.
+"""Megatron: a placement over megatron-core, with tensor, context, pipeline and expert parallelism.
 
-    ranks of a row      tensor x context x pipeline parallel of them see the same samples, in this order
-    rows                see different samples; the experts of a layer may be spread over them (expert_parallel)
+    ranks of a row      tensor x context x pipeline parallel ranks, in this order, see the same samples
+    rows                see different samples; expert_parallel spreads the experts of a layer over rows
 
-megatron-core has the layers, the groups and the collectives; batches, losses, states and the way to engines are those of
-every other placement. The network gives the same log-probabilities on all ranks of a row, so each of them computes the same
-loss, and gradients flow back through the stages. What runs where is in docs/guides/megatron.md.
+megatron-core provides layers, process groups and collectives. Batches, losses, states and weight syncs are as with any other
+placement. The network returns the same log-probabilities on all ranks of a row, so each rank computes the same loss, and
+gradients flow back through the stages. See docs/guides/megatron.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from polyturn.training.shards import Place
 
 
 class Megatron(OverRanks):
-    """The placement of parameters, gradients and moments that megatron-core splits."""
+    """Parameters, gradients and moments split by megatron-core."""
 
     def __init__(self, degrees: Degrees, device: torch.device, *, start: Mapping[str, Tensor] | None = None) -> None:
         """Split by `degrees`."""
@@ -47,7 +47,7 @@ class Megatron(OverRanks):
 
     @property
     def needs_packing(self) -> bool:  # type: ignore[override]
-        """Whether tokens are split, which are those of packed rows."""
+        """Whether ranks split tokens, which requires packed rows."""
         return self._degrees.context_parallel > 1
 
     @classmethod
@@ -57,11 +57,11 @@ class Megatron(OverRanks):
 
     @staticmethod
     def check(model: PreTrainedModel, degrees: Degrees) -> None:
-        """Refuse what megatron-core does not split so.
+        """Raise for a model that this module cannot split by `degrees`.
 
         Raises:
-            ConfigError: the model's family has no mapping, a size does not divide what it splits, or its adapter lies around
-                something else than linear layers.
+            ConfigError: the model's family has no mapping, a degree does not divide a size, or the adapter wraps a module
+                that is not a linear layer.
         """
         require_split(model.config, degrees)
         adapter_entries(model, entries(model.config), model.config, degrees)
@@ -69,30 +69,30 @@ class Megatron(OverRanks):
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
     ) -> Network:
-        """Return megatron-core's form of `model`, with its weights.
+        """Return the policy network of `model` in megatron-core's layers, with weights.
 
         Raises:
-            ConfigError: it cannot be split so.
+            ConfigError: the model cannot be split by the degrees.
         """
         self._prepare(model)
         network = MegatronPolicy(model, self._degrees, self._device, replays=replays)
         return self._filled(network, model, is_copy=is_copy)
 
     def values(self, backbone: PreTrainedModel) -> Network:
-        """Return megatron-core's form of a value function over `backbone`, with its weights.
+        """Return the value network over `backbone` in megatron-core's layers, with weights.
 
         Raises:
-            ConfigError: it cannot be split so.
+            ConfigError: the model cannot be split by the degrees.
         """
         self._prepare(backbone)
         network = MegatronValues(ValueNetwork(backbone), self._degrees, self._device)
         return self._filled(network, backbone, inside="backbone.", is_copy=True)
 
     def _prepare(self, model: PreTrainedModel) -> None:
-        """Make sure that a model can be split, and megatron-core's groups.
+        """Check that a model can be split, and make megatron-core's process groups.
 
         Raises:
-            ConfigError: it cannot be split so.
+            ConfigError: the model cannot be split by the degrees.
         """
         require_split(model.config, self._degrees)
         if self._device.type == "cpu":
@@ -102,13 +102,13 @@ class Megatron(OverRanks):
     def _filled(
         self, network: MegatronNetwork, model: PreTrainedModel, *, is_copy: bool, inside: str = ""
     ) -> MegatronNetwork:
-        """Return `network` with the weights that training begins with, where it `is_copy` of what is trained and there are
-        any, else with its parts of those of `model`, whose names begin with `inside` there; these are read where it has
-        none."""
+        """Fill `network` and return it. If it `is_copy` of the trained network and there are start weights, use these.
+        Otherwise use `model`'s weights, under names that start with `inside`; they are read from files if `model` is
+        unread."""
         own = network.own_tensors()
         if is_copy and self._start is not None:
             own |= network.tensors()
-            for name in own.keys() & self._start.keys():  # a value function has a head of its own, and no output embedding
+            for name in own.keys() & self._start.keys():  # a value function has no output embedding, but a head
                 own[name].copy_(self._start[name])
             return network
         places = {name.removeprefix(inside): boxes for name, boxes in network.names.parts(own).items()}
@@ -117,14 +117,14 @@ class Megatron(OverRanks):
         return network
 
     def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
-        """Return the optimizer of this rank's part."""
+        """Return the optimizer of this rank's parameters."""
         assert isinstance(network, MegatronNetwork)
         self._start = None
         return MegatronOptimizer(network, settings)
 
 
 def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -> PreTrainedModel:
-    """Return a model with what this rank has of its weights, read from its files; the rest stays without values."""
+    """Return a model with this rank's part of its weights, read from files; other weights stay without values."""
     copied = copy.deepcopy(model)
     for name, parameter in list(copied.named_parameters()):
         if (boxes := parts.get(plain_name(name))) is not None and parameter.is_meta:
@@ -137,7 +137,7 @@ def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -
 
 
 def _outline(whole: Tensor, boxes: Mapping[Place, Tensor]) -> DTensor:
-    """Return a rank's part of a tensor, its boxes side by side, without values; the rest is on the ranks of its row."""
+    """Return a rank's part of a tensor as a `DTensor` without values, with the rank's boxes side by side."""
     low = [min(origin[d] for origin in boxes) for d in range(whole.ndim)]
     high = [max(origin[d] + box.shape[d] for origin, box in boxes.items()) for d in range(whole.ndim)]
     shape = [end - start for start, end in zip(low, high, strict=True)]
@@ -155,7 +155,7 @@ def _outline(whole: Tensor, boxes: Mapping[Place, Tensor]) -> DTensor:
 
 
 def require_no_cuda(config: PreTrainedConfig, degrees: Degrees) -> None:
-    """Refuse, for ranks without a GPU, what megatron-core asks CUDA for a device or a stream for.
+    """Raise, for ranks without a GPU, for features for which megatron-core needs CUDA.
 
     Raises:
         ConfigError: layers or their matrices are split, or the model has experts.
@@ -166,8 +166,8 @@ def require_no_cuda(config: PreTrainedConfig, degrees: Degrees) -> None:
         why = "the model has experts"
     if why is not None:
         raise ConfigError(
-            f"train.backend is megatron, {why} and there is no GPU, for which megatron-core asks then; take train.backend "
-            "torch, or GPUs"
+            f"train.backend is megatron, {why}, for which megatron-core needs a GPU, and there is none; set "
+            "train.backend: torch, or use GPUs"
         )
 
 
@@ -176,10 +176,10 @@ def _row_group() -> dist.ProcessGroup:
 
 
 def _make_groups(degrees: Degrees, device: torch.device) -> None:
-    """Let megatron-core make its process groups, once; a row is consecutive ranks."""
+    """Let megatron-core make its process groups, once; the ranks of a row are consecutive."""
     if parallel_state.model_parallel_is_initialized():
         return
-    # Of stages it wants as many copies of experts as of the rest, also where no model has experts, and so none is split.
+    # With stages, megatron-core expects as many copies of experts as of other layers, even for models without experts.
     is_without = degrees.pipeline_parallel > 1 and degrees.expert_parallel == 1
     parallel_state.initialize_model_parallel(
         degrees.tensor_parallel,
@@ -190,15 +190,15 @@ def _make_groups(degrees: Degrees, device: torch.device) -> None:
         order="tp-cp-ep-pp-dp",
     )
     if device.type == "cuda":
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # dropout is 0, and its streams are asked for all the same
+        tensor_parallel.model_parallel_cuda_manual_seed(0)  # required even with dropout 0
 
 
 class MegatronOptimizer(Optimizer):
-    """AdamW over this rank's rows: ranks that hold the same part of a weight share its master and its moments.
+    """AdamW over this rank's rows: ranks with the same part of a weight divide its master and moments by rows.
 
-    Each of them sums the gradient of its own samples. A step adds these up, to each rank its rows, and gives the new rows to
-    all (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's own optimizer cuts one buffer of all weights into ranges,
-    which are not the tensor boxes of checkpoints. The norm is that of all ranks.
+    Each rank sums the gradient of its samples. A step reduces these sums to each rank's rows, and gathers the new rows on
+    all ranks (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's optimizer cuts a buffer of all weights into ranges,
+    which do not fit the tensor boxes of checkpoints. The norm covers all ranks.
     """
 
     def __init__(self, network: MegatronNetwork, settings: OptimSettings) -> None:
@@ -215,7 +215,7 @@ class MegatronOptimizer(Optimizer):
         self._copies_of = {name: copies[name] // self._mesh(name).size() for name in self._live}
         self._is_tied = network.is_split_tie
         self._sums: dict[str, Tensor] = {}
-        """Gradients of weights of low precision, summed over micro-batches in float32."""
+        """Name -> gradient of a low-precision weight, summed over micro-batches in float32."""
 
     def sections(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's rows of masters and moments."""
@@ -225,7 +225,7 @@ class MegatronOptimizer(Optimizer):
         }
 
     def collect(self) -> None:
-        """Add up the gradient of weights of low precision in float32, whole, until a step shares it out."""
+        """Add the gradient of low-precision weights to the float32 sums, which stay whole until the step."""
         for name, live in self._live.items():
             if live.grad is not None and live.dtype.itemsize < 4:
                 self._sums[name] = self._sums[name].add_(live.grad) if name in self._sums else live.grad.float()
@@ -244,7 +244,7 @@ class MegatronOptimizer(Optimizer):
         return nn.Parameter([*parameter.detach().chunk(count), *[parameter.detach()[:0]] * count][rank])
 
     def _write_back(self) -> None:
-        """Write this rank's new rows where they are used, and get the others'."""
+        """Write this rank's new rows into the weights, and gather those of other ranks."""
         super()._write_back()
         with torch.no_grad():
             for name, live in self._live.items():
@@ -252,12 +252,12 @@ class MegatronOptimizer(Optimizer):
                     live.copy_(self._as_rows(name, self._own(name, live).contiguous()).full_tensor())
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of the whole gradient, of which each rank is given its rows first."""
+        """Reduce the gradient to each rank's rows, and return the norm of the whole gradient."""
         square = torch.zeros((), dtype=torch.float32, device=params[0].device)
         for name, param in self._named:
             live = self._live[name]
             grad = self._sums.pop(name, live.grad)
-            if grad is None:  # an expert that got no token here did get some elsewhere, and the sum is collective
+            if grad is None:  # an expert without a token here may have some elsewhere, and the sum is collective
                 grad = torch.zeros_like(live, dtype=param.dtype)
             live.grad, param.grad = None, self._sum(name, grad)
             square += torch.linalg.vector_norm(param.grad, dtype=torch.float32) ** 2 / self._copies_of[name]
@@ -267,35 +267,35 @@ class MegatronOptimizer(Optimizer):
         return torch.sqrt(square)
 
     def _sum(self, name: str, grad: Tensor) -> Tensor:
-        """Return this rank's rows of the gradient of a weight, added up over the ranks that hold the same part of it."""
+        """Sum the gradient of a weight over the ranks with the same part, and return this rank's rows."""
         mesh = self._mesh(name)
         if mesh.size() > 1:
             grad = DTensor.from_local(grad, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
         if ".experts." in name:
             return grad
         tp = _row_group()
-        # Each rank of a row has seen a share of the positions, or of the heads.
+        # Each rank of a row has the gradient of its share of the positions or heads.
         if tp.size() > 1 and getattr(self._live[name], "sequence_parallel", False):
             dist.all_reduce(grad, group=tp)
         if self._is_tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             dist.all_reduce(grad, group=parallel_state.get_embedding_group())
-        if name in HEAD:  # every stage holds it, and the last one uses it
+        if name in HEAD:  # every stage holds it, but only the last one uses it
             dist.all_reduce(grad, group=parallel_state.get_pipeline_model_parallel_group())
         return grad
 
     def _mesh(self, name: str) -> DeviceMesh:
-        """Return the ranks that share the rows of a weight."""
+        """Return the mesh of ranks that divide the rows of a weight."""
         return self._meshes[".experts." in name]
 
     def _as_rows(self, name: str, rows: Tensor) -> DTensor:
-        """Return this rank's rows of something that has the shape of a weight as a part of it."""
+        """Return `rows`, this rank's rows of a tensor shaped like a weight, as a `DTensor`."""
         live = self._live[name]
         return DTensor.from_local(
             rows, self._mesh(name), [Shard(0)], run_check=False, shape=live.shape, stride=live.stride()
         )
 
     def _skip(self, problem: str) -> None:
-        """Skip with the reason of the rank that has one."""
+        """Skip the step with the reason of the first rank that has one."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, self._problem)
         super()._skip(next((r for r in reasons if r is not None), problem))

@@ -1,11 +1,11 @@
-"""Weights under Hugging Face's names and under megatron-core's, and the way between whole ones and what ranks hold of them.
+"""Map weights between Hugging Face's and megatron-core's names, and between whole tensors and the parts on ranks.
 
-    q_proj, k_proj, v_proj      linear_qkv     of each group of heads its queries, its key and its value, over the ranks
-    gate_proj, up_proj          linear_fc1     of each rank its rows of both
-    experts.gate_up_proj[e]     local_experts.e.linear_fc1       on the rank that holds the expert, whole
+    q_proj, k_proj, v_proj      linear_qkv     per group of heads its queries, key and value; groups are split over ranks
+    gate_proj, up_proj          linear_fc1     per rank its rows of both
+    experts.gate_up_proj[e]     local_experts.e.linear_fc1       whole, on the rank of the expert
 
-A part of a weight is some boxes of these tensors, and so are its master and its moments: checkpoints hold them as such, and
-each rank writes and reads its own. Layers and experts are counted over the whole model here.
+A rank's part of a weight is a set of boxes of Hugging Face tensors, and so are its master and moments. Checkpoints store
+these boxes, and each rank writes and reads its own. Layers and experts are numbered over the whole model here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from polyturn.training.lora import plain_name
 from polyturn.training.shards import Boxes, Names, Place, box_of, local_part, start_of
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
-"""The model types whose weights have a place in megatron-core's model here."""
+"""Model types with a mapping of weights."""
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
-"""Two names of one tensor, where a model ties them."""
+"""The names of the same tensor in a model with tied embeddings."""
 HEAD = ("head.weight", "head.bias")
-"""Of a value function: every rank holds them, in float32, so that there may be no masters of them."""
+"""The head of a value function: whole on every rank, in float32, so it needs no masters."""
 
 
 class Entry(NamedTuple):
@@ -40,31 +40,31 @@ class Entry(NamedTuple):
 
     name: str
     sources: tuple[str, ...]
-    """The weights of the Hugging Face model that it is made of."""
+    """Names of the Hugging Face weights that it combines."""
     layout: str = "whole"
-    """The split among ranks: whole, rows, columns, qkv or gate_up."""
+    """How ranks split it: whole, rows, columns, qkv or gate_up."""
     expert: int | None = None
-    """Of sources that hold all experts of a layer, the one that this is."""
+    """Index of its expert in sources that contain all experts of a layer; None otherwise."""
 
 
 def is_sparse(config: PreTrainedConfig, layer: int) -> bool:
-    """Return whether a layer, counted from 0, has experts."""
+    """Return whether the layer with this index has experts."""
     if config.model_type != "qwen3_moe":
         return False
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
 
 
 def require_family(config: PreTrainedConfig) -> None:
-    """Refuse a model whose weights have no place in megatron-core's.
+    """Raise for a model whose weights cannot be mapped to megatron-core's.
 
     Raises:
-        ConfigError: its family has none, or its config asks for what that family does otherwise.
+        ConfigError: its family has no mapping, or its config has an option that the mapping does not support.
     """
     kind = config.model_type
     if kind not in FAMILIES:
         raise ConfigError(
-            f"train.backend is megatron and the model is a {kind}, whose weights have no mapping; it knows "
-            f"{', '.join(FAMILIES)}; take train.backend torch"
+            f"train.backend is megatron and the model is a {kind}, whose weights have no mapping (there are "
+            f"{', '.join(FAMILIES)}); set train.backend: torch"
         )
     layers = set(config.to_dict().get("layer_types") or ["full_attention"])
     odd = {
@@ -78,16 +78,16 @@ def require_family(config: PreTrainedConfig) -> None:
     for key, value in odd.items():
         if value:
             raise ConfigError(
-                f"train.backend is megatron and the model's config has {key} {value!r}, which the mapping of {kind} weights "
-                "does not know; take train.backend torch"
+                f"train.backend is megatron and the model's config has {key} {value!r}, which the mapping of {kind} "
+                "weights does not support; set train.backend: torch"
             )
 
 
 def require_split(config: PreTrainedConfig, degrees: Degrees) -> None:
-    """Refuse a model that cannot be split so.
+    """Raise for a model that cannot be split by `degrees`.
 
     Raises:
-        ConfigError: its family has no mapping, or a size does not divide what it splits.
+        ConfigError: its family has no mapping, or a degree does not divide a size.
     """
     require_family(config)
     experts = config.num_experts if config.model_type == "qwen3_moe" else 0
@@ -106,7 +106,7 @@ def require_split(config: PreTrainedConfig, degrees: Degrees) -> None:
     if experts and degrees.pipeline_parallel > 1 and degrees.expert_parallel != of_stage:
         raise ConfigError(
             f"{where} has pipeline_parallel {degrees.pipeline_parallel}, expert_parallel {degrees.expert_parallel} and "
-            f"tensor_parallel x context_parallel {of_stage}; stages with experts work only where the latter two are equal"
+            f"tensor_parallel x context_parallel {of_stage}; stages with experts need the latter two to be equal"
         )
 
 
@@ -120,7 +120,7 @@ def entries(config: PreTrainedConfig) -> Iterator[Entry]:
 
 
 def value_entries(config: PreTrainedConfig) -> Iterator[Entry]:
-    """Yield the weights of a value function: those of a backbone, as `ValueNetwork` names them, and of its head."""
+    """Yield the weights of a value function, named like those of `ValueNetwork`."""
     for entry in entries(config):
         if entry.name != "output_layer.weight":
             yield entry._replace(sources=tuple(f"backbone.{name.removeprefix('model.')}" for name in entry.sources))
@@ -152,13 +152,13 @@ def _layer(config: PreTrainedConfig, layer: int) -> Iterator[Entry]:
 
 
 class SourceRows(NamedTuple):
-    """Rows of a weight that lie together in one of its sources."""
+    """Consecutive rows of a weight that are consecutive in one of its sources too."""
 
     source: int
     """Which one."""
     rows: slice
     at: Place
-    """Their first row there."""
+    """Origin of these rows in the source."""
 
 
 def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: int, head_dim: int) -> list[SourceRows]:
@@ -166,9 +166,9 @@ def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: in
 
     Args:
         entry: The weight.
-        shape: Of the part that a rank holds.
-        part: Which part that is.
-        num_groups: Of heads in this part that have one key and value.
+        shape: Shape of the part on a rank.
+        part: Index of the part.
+        num_groups: Number of groups of heads in this part; a group shares one key and value.
         head_dim: The size of a head.
     """
     if entry.expert is not None:
@@ -189,7 +189,7 @@ def source_rows(entry: Entry, shape: Sequence[int], *, part: int, num_groups: in
 
 
 class ShardedNames(Names):
-    """The ranks that hold each part of one model, by Hugging Face's names."""
+    """The parts of a model on each rank, by Hugging Face's names."""
 
     def __init__(
         self,
@@ -203,17 +203,17 @@ class ShardedNames(Names):
         first_layer: int,
         first_expert: int,
     ) -> None:
-        """Tell all ranks what this one holds; the call is collective.
+        """Tell all ranks which parts this one holds; the call is collective.
 
         Args:
-            model: The Hugging Face model or the value function over it, for names and shapes.
+            model: The Hugging Face model, or the value function over it, for names and shapes.
             config: Its config.
-            own: This rank's part of megatron-core's, layers and experts counted from 0 on every rank.
-            known: The weights of the whole of it, and the matrices of its adapter.
-            degrees: Over how many ranks they are split.
-            tensor_rank: This rank's place among those that share layers.
-            first_layer: The layer that it counts as 0.
-            first_expert: The expert that it counts as 0.
+            own: This rank's megatron-core tensors, with layers and experts numbered from 0 on every rank.
+            known: All weights of the model, and the matrices of its adapter.
+            degrees: Number of ranks of each kind of parallelism.
+            tensor_rank: This rank's index among those that split the same layers.
+            first_layer: Index in the model of this rank's layer 0.
+            first_expert: Index in the model of this rank's expert 0.
         """
         split = {
             "part": tensor_rank,
@@ -228,11 +228,12 @@ class ShardedNames(Names):
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in sources}
         mine = {name: {origin: tuple(box.shape) for origin, box in boxes.items()} for name, boxes in self.parts(own).items()}
         self._held: list[dict[str, dict[Place, tuple[int, ...]]]] = [{}] * dist.get_world_size()
-        """For each rank: tensor -> where it has something of it -> the shape of that."""
+        """For each rank: tensor -> origin of a box on that rank -> shape of the box."""
         dist.all_gather_object(self._held, mine)
 
     def copies(self) -> dict[str, int]:
-        """Return for each weight of this rank how many ranks hold the same; one that is tied counts for both names."""
+        """Return for each weight of this rank the number of ranks with the same part; a tied weight counts for both
+        names."""
         counts = {}
         for name, (first, *_) in self._boxes.items():
             source = self._entry_of[name].sources[first.source]
@@ -240,23 +241,23 @@ class ShardedNames(Names):
         return counts
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
-        """Return name -> shape and dtype of the whole, over all ranks."""
+        """Return name -> shape and dtype of the whole tensor, for the tensors of all ranks."""
         kinds_by_name = {}
         for name, shape in self._shapes.items():
             like = next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
-            if like is not None:  # of the model, of a head, or of an adapter, as the tensor of that name is
+            if like is not None:  # the tensor of this name is in the model, a head or an adapter
                 kinds_by_name[name] = TensorKind(shape if like.ndim else (), like.dtype)
         return kinds_by_name
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return of which tensors a weight is made."""
+        """Return the names of the tensors that a weight combines."""
         return self._entry_of[name].sources
 
     def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
         """Return a whole weight on the CPU on rank 0, and None elsewhere."""
         mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Place]()
         whole = torch.empty(self._shapes[name], dtype=self.kinds(tensors)[name].dtype) if rank == 0 else None
-        for owner, boxes in enumerate(self._held):  # each place from the first rank that has it, and of a rank all at once
+        for owner, boxes in enumerate(self._held):  # each box from the first rank that has it, all boxes of a rank at once
             places = [origin for origin in boxes.get(name, ()) if origin not in seen]
             seen.update(places)
             if not places or rank not in (0, owner):
@@ -281,7 +282,7 @@ class ShardedNames(Names):
         return {name: Boxes(kinds[name], boxes) for name, boxes in self.parts(tensors).items()}
 
     def read(self, sections: Mapping[str, Mapping[str, Tensor]], folder: Path, *, whose: str) -> None:
-        """Fill this rank's parts from a folder; one number of a tensor is that of all weights that it is made of."""
+        """Fill this rank's parts from a folder. A scalar of a combined weight is read from its first source."""
         super().read(sections, folder, whose=whose)
         for tensors in sections.values():
             parts_read = self.parts(tensors)
@@ -290,17 +291,16 @@ class ShardedNames(Names):
                     tensor.copy_(parts_read[self.sources(name)[0]][()])
 
     def take(self, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Write this rank's parts of whole `weights` into live tensors, or of parts that hold them; of tied ones one name is
-        enough."""
+        """Copy this rank's parts of `weights`, whole or partial, into live tensors. One name is enough for tied weights."""
         parts_read = self.parts(tensors)
         for name in weights:
             for origin, box in parts_read.get(plain_name(name), {}).items():
                 box.copy_(box_of(weights[name], origin, box.shape))
 
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
-        """Return name -> place in the whole -> what this rank holds there, live; replicas have one place.
+        """Return name -> origin in the whole tensor -> this rank's live box at that origin; replicas have the same origin.
 
-        Of one number for a weight there is one for each of its sources. A `DTensor` is of rows of the weight.
+        A scalar of a weight appears once for each of its sources. A `DTensor` contains rows of the weight.
         """
         parts_by_name: dict[str, dict[Place, Tensor]] = {}
         for name, entry in self._entry_of.items():
@@ -325,12 +325,12 @@ class ShardedNames(Names):
 
 
 def _kind(name: str) -> tuple[bool, bool]:
-    """Return whether a tensor is of a head, and whether of an adapter."""
+    """Return whether a tensor belongs to a head, and whether to an adapter."""
     return name in HEAD, ".lora_" in name
 
 
 def counted(name: str, first_layer: int, first_expert: int) -> str:
-    """Return a name with its layer and expert counted over the whole model."""
+    """Return a name with its layer and expert numbered over the whole model."""
     for pattern, first in ((r"(decoder\.layers\.)(\d+)", first_layer), (r"(local_experts\.)(\d+)", first_expert)):
         name = re.sub(pattern, lambda match, first=first: f"{match[1]}{int(match[2]) + first}", name)  # type: ignore[misc]
     return name
