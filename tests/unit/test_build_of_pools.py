@@ -113,9 +113,9 @@ def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([*LAUNCH[:2], "engine.urls=[http://a:1]"], "started by the run, with the flags for it, so set engine.launch"),
+        ([*LAUNCH[:2], "engine.urls=[http://a:1]"], "the run itself must start servers"),
         ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* leave it at auto"),
-        ([*LAUNCH, "engine.weights=nccl"], "makes no group of two processes on one GPU; use ipc"),
+        ([*LAUNCH, "engine.weights=nccl"], "does not support two processes on one GPU; use ipc"),
         ([], r"and only servers that the run starts \(engine.kind vllm, sglang\)"),
     ],
 )
@@ -130,7 +130,9 @@ async def test_servers_of_several_versions_are_refused() -> None:
     for engine, version in zip(engines, ("0.32.0", "0.32.0", "0.31.1"), strict=True):
         engine._facts = ServerFacts(seeded=True, max_context=None, version=version)
     require_one_version(EnginePool(engines[:2]))
-    with pytest.raises(ConfigError, match=r"vllm 0\.31\.1 at http://c:1, vllm 0\.32\.0 at http://a:1; install one on all"):
+    with pytest.raises(
+        ConfigError, match=r"vllm 0\.31\.1 at http://c:1, vllm 0\.32\.0 at http://a:1; install one version on all"
+    ):
         require_one_version(EnginePool(engines))
 
 
@@ -139,17 +141,17 @@ async def test_servers_of_several_versions_are_refused() -> None:
     [
         (("engine.urls=[a:1]",), "write it with its scheme"),
         (("engine.urls=[http://a:1, http://a:1/]",), "names a server twice"),
-        (("engine.urls=[http://192.0.2.7:1]", "engine.weights=folder"), "192.0.2.7:1 is another machine"),
-        (("engine.weights=gloo", "engine.weights_folder=nowhere"), "a transfer of tensors has no folder"),
+        (("engine.urls=[http://192.0.2.7:1]", "engine.weights=folder"), "192.0.2.7:1 is on another machine"),
+        (("engine.weights=gloo", "engine.weights_folder=nowhere"), "a transfer of tensors uses no folder"),
         (("engine.weights_folder=nowhere",), "which is not a folder"),
         (("engine.weights=adapter",), "model.lora is not set, so there is no adapter to send"),
         (
             ("engine.weights=adapter", "model.lora={rank: 2}", "engine.urls=[http://192.0.2.7:1]"),
-            "engine.weights is adapter, and http://192.0.2.7:1 is another machine",
+            "engine.weights is adapter, and http://192.0.2.7:1 is on another machine",
         ),
         (
             ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2}"),
-            "servers of this engine.kind do not change an adapter while requests for it run",
+            "servers of this engine.kind cannot change an adapter while requests use it",
         ),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
     ],

@@ -1,1 +1,1 @@
-"""Engines: token ids in, token ids and logprobs out. Everything above reaches them through `core.protocols.Engine`."""
+"""Engines: token ids in, token ids and logprobs out. All other packages use them through `core.protocols.Engine`."""

@@ -1,10 +1,10 @@
-"""Admission: the queue of a pool's requests, first come, first served, and their places on its servers.
+"""Admission: the first-come, first-served queue of a pool's requests, and the choice of a server for each.
 
-    an episode's next turn  ->  the server that has its prefix, while it has a place; else another, which costs its prefill
+    an episode's next turn  ->  the server with its prefix, if it has a free slot; else another one, at the cost of a prefill
     an episode's first turn ->  the server with the fewest requests
-    no server is live       ->  wait, with a look at who may be tried; in the end, `EngineLostError`
+    no server is live       ->  wait for a server that may be tried again; finally, `EngineLostError`
 
-Separate from the pool, which sends the requests and tracks the health of its servers.
+The pool itself sends the requests and tracks the health of its servers.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ class Admission:
     """The queue of a pool."""
 
     def __init__(self, replicas: list[Replica], *, patience_s: float) -> None:
-        """Begin with an empty queue.
+        """Start with an empty queue.
 
         Args:
-            replicas: The pool's servers; they join and leave while the queue lives.
-            patience_s: How long a request waits while no server is up.
+            replicas: The pool's servers, a live list: servers join and leave.
+            patience_s: Seconds that a request waits while no server is up.
         """
         self.num_moved = 0
-        """Turns that were sent to another server than the one that has their prefix."""
+        """Number of turns sent to a server without their prefix."""
         self._replicas = replicas
         self._patience_s = patience_s
         self._homes: dict[str, Replica] = {}
         """The replica of each episode's latest turn."""
         self._waiting: dict[PooledRequest, None] = {}
-        """In the order of their arrival."""
+        """Waiting requests, in the order of arrival."""
         self.queue = MeanOverTime()
         """The length of the queue."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def place(self, waiting: PooledRequest) -> Replica | None:
-        """Wait for a server; None once the request was aborted, or its deadline has passed.
+        """Wait for a server; None if the request is aborted or its deadline passes.
 
         Raises:
             EngineLostError: no server came back in time.
@@ -63,13 +63,13 @@ class Admission:
             raise
 
     def free(self, replica: Replica, waiting: PooledRequest) -> None:
-        """Give the place of a request back."""
+        """Release the slot of a request."""
         if replica.running.get(waiting.request.request_id) is waiting:
             del replica.running[waiting.request.request_id]
         self.admit()
 
     def admit(self) -> None:
-        """Give free places to waiting requests, the oldest first."""
+        """Give free slots to waiting requests, the oldest first."""
         if not self._waiting:
             return
         now = asyncio.get_running_loop().time()
@@ -92,17 +92,17 @@ class Admission:
             self._look_again(now)
 
     def forget(self, session_id: str) -> Replica | None:
-        """Forget where an episode ran, and return where that was; None if nowhere."""
+        """Forget and return the server of an episode; None without one."""
         return self._homes.pop(session_id, None)
 
     def remove(self, replica: Replica) -> None:
-        """Send a server nothing more; what runs there ends there."""
+        """Send no more requests to a server; running ones finish there."""
         if replica in self._replicas:
             self._replicas.remove(replica)
         self._homes = {session: home for session, home in self._homes.items() if home is not replica}
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,14 +111,14 @@ class Admission:
         self.queue.set(len(self._waiting))
 
     def _withdraw(self, waiting: PooledRequest) -> None:
-        """Take an abandoned request out of the queue, or off the place that it was just given."""
+        """Remove an abandoned request from the queue, or release the slot it was just given."""
         if waiting.assigned.done() and not waiting.assigned.cancelled() and waiting.assigned.exception() is None:
             self.free(waiting.assigned.result(), waiting)
         else:
             self._leave(waiting)
 
     def _look_again(self, now: float) -> None:
-        """Set a timer for the next server that may be tried; give up on those that have waited too long."""
+        """Set a timer for the next server that may be tried; fail the requests that have waited too long."""
         are_gone = bool(self._replicas) and all(replica.is_gone for replica in self._replicas)
         why = "all servers are lost for good" if are_gone else f"no server was up for {self._patience_s:g} s"
         why += f" ({reasons(self._replicas)})"

@@ -1,4 +1,4 @@
-"""The base class of an engine of one's own, and the parts of a run that it is built with.
+"""The base class for engines of other packages, and the parts of a run that an engine is built with.
 
     # pyproject.toml:   [project.entry-points."polyturn.engines"]
     #                   mine = "my_package.engine:build"                        then `engine.kind: mine`
@@ -6,7 +6,7 @@
     def build(setup: EngineSetup, *, url: str) -> Engine:                       engine: {kind: mine, kwargs: {url: ...}}
         return MyEngine(url, max_context=setup.max_context)
 
-The engines of our own are made in the same way, by the `build` of `embedded.py`, `vllm.py` and `sglang.py`.
+The built-in engines are made in the same way, by `build` in `embedded.py`, `vllm.py` and `sglang.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class ModelFolder(NamedTuple):
-    """A model on disk, as a server loads it."""
+    """A model on disk that a server can load."""
 
     path: Path
     is_temporary: bool
-    """Whether it was written for the engine, which deletes it when it closes."""
+    """Whether it was written for the engine, which deletes it on close."""
 
 
 class ServerPlaces(Protocol):
-    """The place for servers that are not to run on this machine."""
+    """Starts servers elsewhere than on this machine."""
 
     @property
     def count(self) -> int:
@@ -55,12 +55,12 @@ class ServerPlaces(Protocol):
 
     @property
     def model(self) -> Path:
-        """The folder that a server is to load, as named by the launcher."""
+        """The model folder for servers, as named by the launcher."""
         ...
 
     @property
     def config(self) -> ModelFolder:
-        """A folder of this machine that holds the model's config."""
+        """A folder on this machine with the model's config."""
         ...
 
     def starter(self, number: int) -> StartServer:
@@ -68,7 +68,7 @@ class ServerPlaces(Protocol):
         ...
 
     def store(self, adapter: Mapping[str, Any] | None) -> WeightStore:
-        """Return the channel that brings new weights to the servers' machines; `adapter` as of `EngineSetup`."""
+        """Return the store that sends new weights to the servers' machines; `adapter` as in `EngineSetup`."""
         ...
 
 
@@ -77,31 +77,31 @@ class EngineSetup:
     """The parts of a run that an engine is built with."""
 
     options: Any
-    """The section `engine` of the configuration, as its `kind` has it; see `options.py`."""
+    """The section `engine` of the configuration; see `options.py`."""
     model: PreTrainedModel
-    """The model whose weights are sampled from: the trainer's own, or a frozen one."""
+    """The model to sample from: the trainer's, or a frozen one."""
     media: MediaProcessor | None
-    """Turns pictures into what the model sees; None for a model of text."""
+    """The processor for images, videos and sounds; None for a text model."""
     max_context: int
-    """The longest prompt plus completion, in tokens."""
+    """Largest length of prompt plus completion, in tokens."""
     sampling: SamplingParams
-    """The sampling of most completions of the run."""
+    """The sampling parameters of most completions of the run."""
     trains_meanwhile: bool
-    """Whether training and sampling run side by side."""
+    """Whether sampling continues during training."""
     base: Path
-    """The folder of the configuration, where relative paths start."""
+    """The folder of the configuration, to which relative paths refer."""
     model_folder: Callable[[], ModelFolder]
-    """Return a folder that a server can load the model from; it is written at the first call where there is none."""
+    """Returns a folder from which a server can load the model; the first call writes one if there is none."""
     routes: RouteShape | None = None
-    """The router sizes of the model, where completions are to say which experts tokens went to; None where they need not."""
+    """The router sizes of the model, if completions must report the experts of tokens; None if not."""
     needs_routes: bool = False
-    """Whether a server that does not say so is refused."""
+    """Whether a server that does not report experts is an error."""
     adapter: Mapping[str, Any] | None = None
-    """peft's settings of the adapter that is trained, where servers are sent it alone, and the model folder lacks it."""
+    """peft's settings of the trained adapter, if servers are sent only the adapter; the model folder then lacks it."""
     places: ServerPlaces | None = None
-    """The place where servers are started; None is this machine."""
+    """Starts servers elsewhere; None starts them on this machine."""
     obstacles: list[str] | None = None
-    """Of a dry run: collects why the run would not start on this machine. None refuses such a run."""
+    """In a dry run, collects the reasons why the run would not start on this machine. None raises instead."""
 
 
 engines: Registry[Callable[..., Engine]] = Registry("engines")
@@ -109,7 +109,7 @@ engines: Registry[Callable[..., Engine]] = Registry("engines")
 
 
 class BusyClock:
-    """Counts the seconds in which at least one request was being answered."""
+    """Counts the seconds during which at least one request is running."""
 
     def __init__(self) -> None:
         self._num_live = 0
@@ -117,7 +117,7 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds so far, those of requests that still run included."""
+        """Return the seconds so far, including running requests."""
         return self._seconds + (time.perf_counter() - self._since if self._num_live else 0.0)
 
     @contextmanager
@@ -135,7 +135,7 @@ class BusyClock:
 
 
 class MeanOverTime:
-    """The mean over time of a number that changes at moments, such as how many requests wait."""
+    """The mean over time of a number, such as the number of waiting requests."""
 
     def __init__(self) -> None:
         self._value = self._area = 0.0
@@ -143,11 +143,11 @@ class MeanOverTime:
 
     @property
     def value(self) -> float:
-        """The number at this moment."""
+        """The current number."""
         return self._value
 
     def set(self, value: float) -> None:
-        """Say what the number is from now on."""
+        """Set the number from now on."""
         now = time.perf_counter()
         self._area += self._value * (now - self._since)
         self._value, self._since = value, now
@@ -161,10 +161,10 @@ class MeanOverTime:
 
 
 class BaseEngine(ABC):
-    """An engine without sessions, metrics or weights of its own; `core.protocols.Engine`.
+    """An engine without sessions, metrics and weights; `core.protocols.Engine`.
 
-    A subclass writes `capabilities`, `generate` and `abort`, counts its requests with `busy.running()`, and overrides what
-    else it offers.
+    A subclass implements `capabilities`, `generate` and `abort`, counts its requests with `busy.running()`, and overrides
+    other methods as needed.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class BaseEngine(ABC):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was being answered."""
+        """Seconds during which at least one request was running."""
         return self.busy.seconds
 
     @abstractmethod
@@ -186,10 +186,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a running request now; its `generate` returns what there is. Unknown ids are fine."""
+        """End a running request now; its `generate` returns the tokens so far. Unknown ids are fine."""
 
     async def end_session(self, session_id: str) -> None:
-        """Keep nothing for an episode, so that there is nothing to forget."""
+        """Do nothing, because this engine keeps no sessions."""
         return
 
     @abstractmethod
@@ -201,12 +201,12 @@ class BaseEngine(ABC):
         return {}
 
     async def close(self) -> None:
-        """Hold nothing that would have to be freed."""
+        """Do nothing, because this engine holds no resources."""
         return
 
 
 class EngineWrapper:
-    """An engine in front of another one, which is asked in everything that a subclass does not do itself."""
+    """An engine around another one; every method that a subclass does not override is delegated."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -218,7 +218,7 @@ class EngineWrapper:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine spent generating so far."""
+        """Seconds that the engine has spent generating so far."""
         return self.engine.busy_s
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -252,7 +252,7 @@ class EngineWrapper:
 
 
 def common_capabilities(each: Sequence[EngineCapabilities]) -> EngineCapabilities:
-    """Return the capabilities that all engines share; none for no engines."""
+    """Return the capabilities that all engines share; without engines, none."""
     if not each:
         return EngineCapabilities()
     contexts = [one.max_context for one in each if one.max_context is not None]

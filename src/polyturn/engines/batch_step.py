@@ -1,12 +1,12 @@
-"""BatchStep: one forward pass of the embedded engine over its slots, which prefills or decodes.
+"""BatchStep: the forward passes of the embedded engine over its slots; each prefills or decodes.
 
-    a quarter of the slots, or one that waited, has more than its last token to compute
-                                        ->  prefill: a chunk of each of a few, nothing is sampled
-    otherwise                           ->  decode: feed that one, and sample the next
+    a quarter of the slots, or one that has waited, has more than one token to compute
+                                        ->  prefill: a chunk of each of a few slots, without sampling
+    otherwise                           ->  decode: feed the last token of each slot, sample the next
 
-Separate from the engine, which knows requests and when to run: here are arrays and tensors, and nothing waits. Here and only
-here the model is called: where its tokens go in the cache, what each may look at, and at which positions they stand for the
-model are decided in one place, for prefill and decoding alike.
+This module works on arrays and tensors and never awaits; the engine handles requests and decides when to run. Only this
+module calls the model: for prefill and decoding alike it sets the cache positions, attention masks and model positions of
+tokens.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from polyturn.engines.slot_allocator import PrefixCopy, SlotAllocator
 from polyturn.engines.slots import EngineStats, SlotRequest, Slots
 
 ROWS_PER_THREAD = 8
-"""Deterministic mode pads decoding so that each thread gets a multiple of this many rows: with fewer or ragged ones the
-matrix kernels, and with them the rounding, change with the size of the batch (measured on CPUs)."""
+"""Deterministic mode pads decoding such that each thread gets a multiple of this many rows. With other numbers, the matrix
+kernels, and so the rounding, change with the batch size (measured on CPUs)."""
 MAX_WAIT = 4
-"""Decoding steps for which a prompt waits for others, while fewer than a quarter of the rows have one to be prefilled."""
+"""Largest number of decoding steps for which a prompt waits until a quarter of the rows have a prompt to prefill."""
 MIN_DENSITY = 0.75
-"""Running slots are moved together when they fill a smaller share of the rows that a decoding step would compute."""
+"""Running slots are compacted if they fill a smaller share of the rows of a decoding step."""
 
 EXTENT_STEP = 32
-"""Attention looks at contexts rounded up to a multiple of this."""
+"""Attention lengths are rounded up to a multiple of this."""
 
 Ended: TypeAlias = tuple[SlotRequest, FinishReason]
-"""A request that has its last token, and why it is the last."""
+"""A finished request, and its finish reason."""
 
 
 class BatchStep:
@@ -59,16 +59,16 @@ class BatchStep:
         stats: EngineStats,
         routers: Routers | None = None,
     ) -> None:
-        """Take the model and its slots.
+        """Run `module` over `slots`.
 
         Args:
             module: A transformers causal language model.
-            slots: What every slot holds; written here and by `seating`.
+            slots: The state of all slots, written by this class and by `allocator`.
             seating: Moves requests between slots.
-            prefill_chunk: The longest piece of one prompt in one forward pass.
-            is_alone: Make a request's bits independent of other requests: one prompt at a time, decoding padded.
-            stats: Where the work is counted.
-            routers: Of the module, where the slots keep routes.
+            prefill_chunk: Largest number of tokens of one prompt in one forward pass.
+            is_alone: Make a request's bits independent of other requests: prefill one prompt at a time, and pad decoding.
+            stats: Counts the work.
+            routers: The module's routers, if the slots keep routes.
         """
         self._slots = slots
         self._seating = seating
@@ -78,18 +78,18 @@ class BatchStep:
         self._num_waited = 0
         self._row_multiple = ROWS_PER_THREAD * torch.get_num_threads() if is_alone else 1
         num_slots, self._max_context = slots.ids.shape
-        # A padded step computes rows beyond the last slot too.
+        # A padded step also computes rows beyond the last slot.
         num_rows = _round_up(num_slots, self._row_multiple)
         self._cache = SlotCache(num_slots=num_rows, max_context=self._max_context)
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._routing = None if routers is None else RoutingPass(routers).__enter__()  # the module is this engine's own
+        self._routing = None if routers is None else RoutingPass(routers).__enter__()  # only this engine uses the module
         self._routes: Any = None
-        """[B, Q, L, K] the experts that the tokens of the last pass went to; None without `routers`."""
+        """[B, Q, L, K] the experts of the tokens of the last pass; None without `routers`."""
 
     def run(self) -> list[Ended]:
-        """Run the model once: prefill while something needs it, else decode; return the requests that ended with it."""
+        """Run the model once, to prefill if needed, else to decode; return the requests that finished."""
         rows = np.array([i for i, r in enumerate(self._slots.running) if r is not None], np.int64)
         if not len(rows):
             return []
@@ -101,7 +101,7 @@ class BatchStep:
         return []
 
     def _may_wait(self, *, num_ready: int, num_rows: int) -> bool:
-        """Return whether prompts wait for others to be prefilled with, while the rows that are ready decode."""
+        """Return whether prompts wait for more prompts while the ready rows decode."""
         if self._is_alone or 4 * num_ready < 3 * num_rows or self._num_waited == MAX_WAIT:
             self._num_waited = 0
             return False
@@ -122,7 +122,7 @@ class BatchStep:
                 self._slots.routed[target] = length
 
     def close(self) -> None:
-        """Give the memory of keys and values back."""
+        """Free the memory of keys and values."""
         self._cache = SlotCache(num_slots=1, max_context=1)
 
     def _prefill(self, rows: NDArray[np.int64], todo: NDArray[np.int64]) -> None:
@@ -132,7 +132,7 @@ class BatchStep:
             if (running := slots.running[row]) is not None and running.prompt_with_media is not None:
                 return self._prefill_shown(row, running.prompt_with_media)
         todo = np.minimum(todo, self._prefill_chunk)
-        order = np.argsort(todo, kind="stable")[::-1]  # neighbours are of like length, so that little of a chunk is padding
+        order = np.argsort(todo, kind="stable")[::-1]  # rows of similar length, to avoid padding
         most = 1 if self._is_alone else max(1, 8 * self._prefill_chunk // int(todo[order[0]]))
         rows, todo = rows[order[:most]], todo[order[:most]]
         width = int(todo[0])
@@ -148,7 +148,7 @@ class BatchStep:
         self._stats.prefill_steps += 1
 
     def _prefill_shown(self, row: int, prompt: ShownPrompt) -> None:
-        """Run one chunk of a prompt that shows media, with the inputs of those in the chunk."""
+        """Run one chunk of a prompt with media, with the inputs of the media in the chunk."""
         slots = self._slots
         start, last = int(slots.cached[row]), int(slots.known[row]) - 1
         end = min(prompt.behind(min(start + self._prefill_chunk, last)), last)
@@ -181,9 +181,9 @@ class BatchStep:
         Args:
             rows: [B] the slot of each row.
             ids: [B, Q] the tokens.
-            positions: [B, Q] where they stand in their slots; rising by one, 0 for padding.
+            positions: [B, Q] index in the slot; consecutive, 0 for padding.
             is_real: [B, Q] False for padding.
-            rope: [B, Q] or [3, B, Q] where they stand for the model; None where that is the same.
+            rope: [B, Q] or [3, B, Q] position for the model; None if equal to `positions`.
             inputs: The model's inputs for the media among the tokens.
         """
         is_fresh = not positions[:, 0].any()
@@ -195,18 +195,18 @@ class BatchStep:
             extent=extent,
             is_fresh=is_fresh,
         )
-        # Padding looks at position 0, which is finite, so that its softmax is defined.
+        # Padding attends to position 0, so that its softmax is defined.
         self._forward(self._module.base_model, ids, positions, extent, rope, inputs)
 
     def _decode(self, rows: NDArray[np.int64]) -> list[Ended]:
-        """Feed the last known token of every running slot, and sample what comes behind each."""
+        """Feed the last known token of every running slot, and sample the next one."""
         slots = self._slots
         extent_rows = int(rows[-1]) + 1
         if len(rows) < MIN_DENSITY * extent_rows and extent_rows > ROWS_PER_THREAD:
             rows = self._compact(rows)
             extent_rows = len(rows)
         cached = slots.cached[rows]
-        # Row i is slot i; what rows of slots that do not decode compute is thrown away.
+        # Row i is slot i; results for slots that do not decode are discarded.
         num_rows = _round_up(extent_rows, self._row_multiple)
         fed, at, rope = (np.zeros((num_rows, 1), np.int64) for _ in range(3))
         write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
@@ -224,8 +224,8 @@ class BatchStep:
     def _sample(
         self, rows: NDArray[np.int64], logits: Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32] | None]:
-        """Sample behind each of `rows`, of whose slots `logits` are [B, V]; return [n] tokens, [n] their logprobs, and
-        [n, K] the tokens that each was drawn from."""
+        """Sample a token for each of `rows` from `logits` [B, V], a row per slot; return [n] tokens, [n] logprobs, and [n,
+        K] supports."""
         start = time.perf_counter()
         slots = self._slots
         if len(logits) > len(rows):
@@ -253,7 +253,7 @@ class BatchStep:
         logprobs: NDArray[np.float32],
         support: NDArray[np.int32] | None,
     ) -> list[Ended]:
-        """Keep the samples of `rows`; return the requests that end with them."""
+        """Store the sampled tokens of `rows`; return the requests that finish."""
         slots = self._slots
         known = slots.known[rows]
         slots.ids[rows, known] = tokens
@@ -273,7 +273,7 @@ class BatchStep:
         return ended
 
     def _banned(self, running: list[SlotRequest], vocab: int) -> Tensor | None:
-        """Return [B, V] which tokens are not to be drawn; None if all are allowed."""
+        """Return [B, V] whether a token must not be drawn; None if all are allowed."""
         banned = [r.request.sampling.banned_token_ids for r in running]
         if not any(banned):
             return None
@@ -283,7 +283,7 @@ class BatchStep:
         return self._tensor(mask)
 
     def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Move the running slots to the front, exchanging them with idle ones; return their new numbers."""
+        """Move the running slots to the front by exchanging them with idle ones; return their new indices."""
         low, high = self._seating.exchanges(rows)
         length = int(self._slots.cached[high + low].max())
         with torch.inference_mode():
@@ -310,7 +310,7 @@ class BatchStep:
         rope: NDArray[np.int64] | None,
         inputs: Mapping[str, Tensor],
     ) -> Any:
-        """Run `module` on [B, Q] ids, each looking at the positions up to its own, of `extent`."""
+        """Run `module` on [B, Q] ids; each token attends to the positions up to its own, at most `extent`."""
         start = time.perf_counter()
         with torch.inference_mode():
             hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)  # [B, Q, extent]

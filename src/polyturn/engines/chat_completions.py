@@ -1,9 +1,9 @@
-"""ChatEngine: a model behind an OpenAI-compatible endpoint, for evaluation. Text goes over the wire, no tokens.
+"""ChatEngine: a model behind an OpenAI-compatible endpoint, for evaluation. It exchanges text, not tokens.
 
     ids of `text_codec`  ->  messages, tools  ->  POST URL/chat/completions  ->  message, calls  ->  ids of `text_codec`
 
-So the same loop, schedulers, tools and interactions run against any served model. It gives no logprobs and says so in its
-capabilities: what it answered can be judged and not trained. How it asks, and asks again, is `chat_client`.
+So the same loop, schedulers, tools and interactions run against any served model. It returns no logprobs, as its
+capabilities state: its completions can be evaluated but not trained on. `chat_client` sends and repeats the requests.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = ["ChatEngine", "Endpoint", "Usage"]
 
 
 class Usage(NamedTuple):
-    """Tokens as the server counted them."""
+    """Numbers of tokens as counted by the server."""
 
     prompt: int = 0
     completion: int = 0
 
 
 class ChatEngine(BaseEngine):
-    """Asks a chat endpoint; an `Engine` whose ids are those of `text_codec`."""
+    """A client of a chat endpoint; an `Engine` whose ids are those of `text_codec`."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Take the address; nothing is connected yet.
+        """Make a client; nothing is connected yet.
 
         Raises:
-            ConfigError: it is not an address.
+            ConfigError: the endpoint's address is invalid.
         """
         super().__init__()
         self._endpoint = endpoint
@@ -50,19 +50,19 @@ class ChatEngine(BaseEngine):
 
     @property
     def num_retries(self) -> int:
-        """Number of requests that were sent again."""
+        """Number of repeated requests."""
         return self._client.num_retries
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """No logprobs: nothing of it can be trained."""
+        """No logprobs, so completions cannot be trained on."""
         return EngineCapabilities()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Let the model answer the conversation.
+        """Return the model's answer to the conversation.
 
         Raises:
-            EngineError: the server refused it, or did not answer in as many tries as allowed.
+            EngineError: the server refused it, or did not answer within the allowed number of tries.
             ConfigError: the server would refuse every request.
         """
         messages, tools = read_chat(request.prompt_ids)
@@ -97,19 +97,19 @@ class ChatEngine(BaseEngine):
             self._tasks[request_id].cancel()
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse.
+        """Raise, because a chat endpoint cannot load weights.
 
         Raises:
             EngineError: always.
         """
-        raise EngineError("a chat endpoint takes no weights; train with engine.kind embedded, vllm or sglang")
+        raise EngineError("a chat endpoint cannot load weights; train with engine.kind embedded, vllm or sglang")
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
 
     def finish(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Return a group whose trajectories say that they are text only: no weights, the server's own token counts."""
+        """Mark the group's trajectories as text only: no weights, and the server's token counts."""
         return dataclasses.replace(group, trajectories=tuple(self._marked(t) for t in group.trajectories))
 
     def _marked(self, trajectory: Trajectory) -> Trajectory:

@@ -1,9 +1,9 @@
-"""ServerDialect: the requests and replies of one kind of server; the client's logic is in `remote`.
+"""ServerDialect: the requests and replies of one kind of server, for the client in `remote.py`.
 
 _call -> _read                                                       a request, and its answer
 _pause -> load_folder | open_link -> _loaded, _rename -> _resume     new weights
-_sleep -> _wake weights -> load… -> _rename -> _wake kv_cache        the same behind an update on the same GPU
-_describe, _look                                                     what the server can do, and whether it is at work
+_sleep -> _wake weights -> load… -> _rename -> _wake kv_cache        the same after an update on the same GPU
+_describe, _look                                                     the server's abilities, and its health
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from polyturn.engines.weight_transfer import TransferLink, TransferServer
 from polyturn.engines.weight_transport import Way
 
 UNSEEN = (
-    "if it does not see that folder, let it share this machine's memory, or set engine.weights_folder to one that both see, "
-    "or engine.weights to gloo or nccl"
+    "if the server does not see that folder, let it share this machine's memory, set engine.weights_folder to a "
+    "folder that both see, or set engine.weights to gloo or nccl"
 )
-"""The way out where a server cannot load a folder."""
+"""Advice if a server cannot load a folder."""
 
 
 Memory = Literal["weights", "kv_cache"]
-"""A part of a server's memory, in the servers' words."""
+"""A part of a server's memory, named as by servers."""
 
 
 class HttpCall(NamedTuple):
-    """A request as one server wants it."""
+    """A request in a server's format."""
 
     path: str
     body: dict[str, Any]
@@ -43,49 +43,49 @@ class ServerFacts(NamedTuple):
     seeded: bool
     max_context: int | None
     num_workers: int = 1
-    """Processes that hold weights, each with its share of the model."""
+    """Number of processes with weights, each with a share of the model."""
     version: str = ""
-    """The version of its software."""
+    """Version of the server's software."""
 
 
 class ServerDialect(ABC):
-    """One kind of server, in its own words."""
+    """Translates for one kind of server."""
 
     name = "remote"
-    """The kind of server, in messages."""
+    """Name of the kind of server in messages."""
     tested_version: ClassVar[str] = "0"
-    """The oldest version that training was tried with."""
+    """The oldest version tested for training."""
     transfer_package: ClassVar[str | None] = None
-    """The package that the trainer needs beside it to send these servers tensors."""
+    """Package that the trainer needs to send tensors to these servers; None if none."""
     routes_env: ClassVar[Mapping[str, str]] = {}
-    """The environment in which a server can say which experts tokens went to, when it is started for that."""
+    """Environment variables that a server needs to report the experts of tokens."""
     sleep_flag: ClassVar[str] = ""
-    """The flag of a server that can give its memory back; "" where this kind cannot."""
+    """Flag of a server that can release its memory; "" if this kind cannot."""
     share_flag: ClassVar[str] = ""
-    """The flag with the share of a GPU that a server may take."""
+    """Flag for the share of a GPU that a server may use."""
 
     @abstractmethod
     async def _describe(self) -> ServerFacts:
-        """Ask the server what it can do.
+        """Return facts about the server.
 
         Raises:
-            EngineError: it runs in a way that training cannot use.
+            EngineError: the server's settings do not allow training.
         """
 
     @abstractmethod
     async def _look(self) -> None:
-        """Return if the server's engine, not only its front, is at work; raise if it says that it is not.
+        """Check that the server's engine, not only its HTTP front, is healthy; raise otherwise.
 
-        Not asked while weights change, and only what is quick.
+        Must be quick; never called while weights change.
         """
 
     async def _read_load(self) -> EngineLoad | None:
-        """Return the server's load; None if it does not report it. Only what is quick, beside `_look`."""
+        """Return the server's load; None if it does not report any. Must be quick; called with `_look`."""
         return None
 
     @abstractmethod
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
-        """Return `request` in the server's words."""
+        """Return `request` in the server's format."""
 
     @abstractmethod
     def _read(self, request: GenerateRequest, reply: Any) -> Completion:
@@ -93,63 +93,61 @@ class ServerDialect(ABC):
 
     @abstractmethod
     async def _abort(self, wire_id: str) -> None:
-        """Ask the server to end a request."""
+        """Make the server end a request."""
 
     @abstractmethod
     async def _pause(self) -> None:
-        """Hold the server's requests so that its weights can change."""
+        """Pause the server's requests, so that its weights can change."""
 
     @abstractmethod
     async def load_folder(self, folder: Path) -> None:
-        """Let the server load the checkpoint in `folder`."""
+        """Make the server load the checkpoint in `folder`."""
 
     async def load_adapter(self, folder: Path) -> None:
-        """Let the server load the adapter in `folder`; requests from then on name it in place of the one before."""
-        raise EngineError(f"the {self.name} server takes no adapter alone; set engine.weights to folder")
+        """Make the server load the adapter in `folder`; later requests name the new adapter."""
+        raise EngineError(f"the {self.name} server cannot load an adapter; set engine.weights to folder")
 
     @staticmethod
     def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
-        """Return arguments and environment of a server that takes adapters of `rank`.
+        """Return the arguments and environment of a server for adapters of `rank`.
 
         Raises:
-            ConfigError: servers of this kind do not change an adapter while requests for it run.
+            ConfigError: servers of this kind cannot change an adapter while requests use it.
         """
         raise ConfigError(
-            "engine.weights is adapter, and servers of this engine.kind do not change an adapter while requests for it run; "
-            "use engine.kind vllm, or leave engine.weights out, and the adapter arrives merged into the weights"
+            "engine.weights is adapter, and servers of this engine.kind cannot change an adapter while requests use "
+            "it; use engine.kind vllm, or remove engine.weights to send the adapter merged into the weights"
         )
 
     @staticmethod
     async def open_link(transport: Way, servers: Sequence[TransferServer]) -> TransferLink:
         """Return the trainer's end of a transfer of tensors to servers of this kind."""
-        raise EngineError(
-            f"weights go to these servers through a folder, and engine.weights is {transport}; leave it at folder"
-        )
+        raise EngineError(f"these servers load weights from a folder, and engine.weights is {transport}; set it to folder")
 
     @abstractmethod
     async def _loaded(self) -> None:
-        """Let the server, which is held, drop what it computed with the weights before."""
+        """Make the paused server drop the results computed with the previous weights."""
 
     @abstractmethod
     async def _rename(self, tag: str) -> None:
-        """Let the server call the weights that it has `tag`."""
+        """Name the server's current weights `tag`."""
 
     @abstractmethod
     async def _named(self) -> str:
-        """Return the server's own name of its weights."""
+        """Return the server's name of its weights."""
 
     @abstractmethod
     async def _forget(self) -> None:
-        """Let the server drop the prefixes that it has computed."""
+        """Make the server drop its prefix cache."""
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Let the server's requests go on."""
+        """Resume the server's requests."""
 
     async def _sleep(self) -> None:
-        """Hold the server's requests, cut or queued, and let it give back the memory of its weights and KV cache."""
-        raise EngineError(f"{self.name} servers keep their memory; leave engine.update at in_flight")
+        """Pause the server, cutting or queueing its requests, and release the memory of its weights and KV cache."""
+        raise EngineError(f"{self.name} servers cannot release their memory; leave engine.update at in_flight")
 
     async def _wake(self, memory: Memory) -> None:
-        """Let the server take a part of its memory again; the KV cache comes last, and requests go on."""
-        raise EngineError(f"{self.name} servers keep their memory; leave engine.update at in_flight")
+        """Make the server take a part of its memory again. The KV cache is last and resumes requests."""
+        raise EngineError(f"{self.name} servers cannot release their memory; leave engine.update at in_flight")

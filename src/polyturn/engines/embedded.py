@@ -1,14 +1,14 @@
-"""EmbeddedEngine: inference inside the trainer's process, over the trainer's own parameters.
+"""EmbeddedEngine: inference in the trainer's process with the trainer's parameters.
 
-Separate from the trainer because it has another rhythm: many requests that join and leave at every decoding step, on the
-event loop that also runs tools and interactions. Every session owns a slot of the KV cache and keeps it between its turns.
+Requests join and leave at every decoding step, on the event loop that also runs tools and interactions. Every session owns a
+slot of the KV cache and keeps it between turns.
 
     slot   ids [ prompt ............ | sampled so far ]
                <---- in cache ---->  <- not yet ->          known - cached = 1: ready to decode
-                                                            known - cached > 1: needs prefill, of all but the last token
+                                                            known - cached > 1: prefill all but the last token
 
-So prefill never samples and there is one place that does: a decoding step feeds the last known token of every slot that is
-ready, and samples the next. A weight update falls between two steps, because a step never awaits.
+So prefill never samples. A decoding step feeds the last known token of every ready slot and samples the next one. Weight
+updates fall between steps, because a step never awaits.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from polyturn.tokens.multimodal import MediaProcessor
 _Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_YIELDS = 8
-"""Passes of the event loop that finished requests get to come back with their next turn, before the next step."""
+"""Largest number of event loop passes before the next step, in which finished requests may return with their next turn."""
 MAX_BURST_S = 0.05
-"""The longest time between two yields to the event loop, unless one step takes longer."""
+"""Largest time between two yields to the event loop, in seconds, unless one step takes longer."""
 YIELD_S = 0.001
-"""Those passes end after this many seconds."""
+"""Largest duration of those passes, in seconds."""
 FOLLOW_UP_SHARE = 0.03
-"""After a step longer than a burst, the share of its time for which the engine waits for finished requests to come back with
-their next turn. A tool in a thread answers within milliseconds; missing a step of a large model costs it hundreds."""
+"""After a step longer than a burst, the engine waits this share of the step's time for finished requests to return with
+their next turn. A tool in a thread answers within milliseconds; missing a step of a large model costs hundreds."""
 
 
 class EmbeddedEngine:
-    """Samples from a transformers causal language model, in this process and on this event loop."""
+    """Samples from a transformers causal language model in this process and on its event loop."""
 
     def __init__(
         self,
@@ -68,37 +68,37 @@ class EmbeddedEngine:
         media: MediaProcessor | None = None,
         routes: bool = False,
     ) -> None:
-        """Take a model to sample from; its parameters are shared, not copied.
+        """Sample from `model`, whose parameters are shared, not copied.
 
         Args:
             model: A causal language model with full attention in every layer.
-            num_slots: Requests that decode at once, and sessions whose cache is kept.
-            max_context: The longest prompt plus completion; None takes the model's own limit.
-            prefill_chunk: The longest piece of one prompt in one forward pass.
-            deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a
-                time, decoding is padded to 8 rows a thread, nothing is copied between sessions. Set torch's number of
-                threads before, and give it as many slots as there are live sessions: a session whose cache was dropped
-                is computed in other pieces, and rounds differently.
-            share_prefixes: Copy the keys and values of a prefix that another slot holds; off when deterministic.
+            num_slots: Largest number of requests that decode at once, and of sessions whose cache is kept.
+            max_context: Largest length of prompt plus completion, in tokens; None takes the model's limit.
+            prefill_chunk: Largest number of tokens of one prompt in one forward pass.
+            deterministic: Make a seeded request's bits independent of other requests: prompts are prefilled one at a time,
+                decoding is padded to 8 rows a thread, nothing is copied between sessions. Set torch's number of threads
+                before, and use at least as many slots as live sessions: a session whose cache was dropped is computed in
+                other pieces, with other rounding.
+            share_prefixes: Copy the keys and values of a prefix from another slot; off if deterministic.
             media: The model's processor, for requests that show images, videos or sounds; None for text.
-            routes: Say of each completion which experts its tokens and those of its prompt went to.
+            routes: Report with each completion the experts of its tokens and of its prompt.
 
         Raises:
-            ConfigError: `routes` is asked of a model without experts, a layer has no full attention, or a number is below 1.
+            ConfigError: `routes` is set for a model without experts, a layer has no full attention, or a number is below 1.
         """
         for name, value in (("num_slots", num_slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self.module = slot_attention.use(share_parameters(model))
-        if not deterministic:  # its rounding depends on the number of rows
+        if not deterministic:  # rounding would depend on the number of rows
             use_few_rows(self.module)
         routers = Routers.of(self.module) if routes else None
         if routes and routers is None:
-            raise ConfigError(f"{type(model).__name__} has no experts, so that there are no routes; leave `routes` out")
+            raise ConfigError(f"{type(model).__name__} has no experts, so there are no routes; remove `routes`")
         self._shown = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
-        self.version = 0  # of the policy whose parameters they are now
+        self.version = 0  # the policy version of the current parameters
         self.max_burst_s = MAX_BURST_S
         limit = self._accepts.max_context
         self._slots = slots = Slots.make(num_slots, limit, routes=None if routers is None else routers.shape)
@@ -116,7 +116,7 @@ class EmbeddedEngine:
         )
         self._waiting: list[SlotRequest] = []
         self._requests: dict[str, SlotRequest] = {}
-        self._seeds = random.Random(0)  # of requests that bring none
+        self._seeds = random.Random(0)  # for requests without a seed
         self._others_s, self._num_finished = 0.0, 0
         self._queue, self._kv_use = MeanOverTime(), MeanOverTime()
         self._pump_task: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class EmbeddedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Seeded, with logprobs in training's meaning, in turns with training."""
+        """Seeded, with logprobs as in training, in turns with training."""
         return dataclasses.replace(self._accepts.capabilities, shares_loop=True)
 
     @property
@@ -136,22 +136,22 @@ class EmbeddedEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The requests that wait for a slot, and the share of the slots' room for tokens in use."""
+        """The number of requests waiting for a slot, and the share of cache positions in use."""
         return EngineLoad(self._queue.value, self._kv_use.value)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return the number of requests that waited for a slot, and the share of the slots' room for tokens in use."""
+        """Return the mean number of requests waiting for a slot, and the share of cache positions in use."""
         return {"engine/queue": self._queue.read(), "engine/kv_use": self._kv_use.read()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; `info` says how many prompt tokens were prefilled.
+        """Sample one completion; `info` has the number of prefilled prompt tokens.
 
-        A session's next prompt prefills only what its slot does not hold: the last sampled token (which was never fed)
-        and what came after it. A prompt plus `max_tokens` beyond the context ends there, with LENGTH.
+        A session's next prompt prefills only the tokens that its slot lacks: the last sampled token (which was never fed)
+        and the tokens after it. A completion that reaches the end of the context ends with LENGTH.
 
         Raises:
-            EngineError: the prompt is empty or does not fit, its media are not those of its ids or there is no processor
-                for them, its id is live, or the engine is closed or broke.
+            EngineError: the prompt is empty or does not fit, its media do not match its ids, there is no processor for
+                media, its id is live, or the engine is closed or broken.
         """
         self._accepts.check(request, live=self._requests, is_closed=self._is_closed)
         seed = request.sampling.seed
@@ -188,18 +188,18 @@ class EmbeddedEngine:
             self._finish(running, FinishReason.ABORT)
 
     async def end_session(self, session_id: str) -> None:
-        """Give the session's slot back. Unknown ids are fine."""
+        """Release the session's slot. Unknown ids are fine."""
         self._seating.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
-        """Serve `version` from the next decoding step on; a completion that spans the update says where.
+        """Serve `version` from the next decoding step on; a completion that spans the update records where.
 
         Args:
             version: The new policy version.
-            weights: name -> tensor, copied into the shared parameters; None when the trainer has changed them in place.
-            keep_kv: False drops the KV cache, and running requests recompute theirs, so every logprob is exactly that of
-                one version of the weights. True goes on with the old keys and values: cheaper, and no longer what the
-                trainer would compute.
+            weights: name -> tensor, copied into the shared parameters; None if the trainer has changed them in place.
+            keep_kv: False drops the KV cache, and running requests recompute theirs, so every logprob is that of exactly one
+                version of the weights. True keeps the old keys and values, which is cheaper but differs from the trainer's
+                computation.
 
         Raises:
             EngineError: `weights` names a parameter that the model does not have.
@@ -209,14 +209,14 @@ class EmbeddedEngine:
         self.version = version
         for running in self._requests.values():
             start = 0 if running.slot < 0 else int(self._slots.known[running.slot] - self._slots.prompt[running.slot])
-            if running.versions[-1][0] == start:  # no token came from the version before
+            if running.versions[-1][0] == start:  # the previous version sampled no token
                 running.versions.pop()
             running.versions.append((start, version))
         if not keep_kv:
-            self._slots.cached[:] = 0  # also of idle sessions, whose next turn would attend to keys of the old weights
+            self._slots.cached[:] = 0  # also for idle sessions, whose next turn would attend to keys of the old weights
 
     async def close(self) -> None:
-        """Fail what runs or waits, and forget every session."""
+        """Fail running and waiting requests, and forget all sessions."""
         self._is_closed = True
         self._fail_all(EngineError("the embedded engine was closed while the request ran"))
         if self._pump_task is not None and not self._pump_task.done():
@@ -233,14 +233,14 @@ class EmbeddedEngine:
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
 
-    # -- the pump: one task, alive while there is work ---------------------------------------------------------------
+    # -- the pump: one task that lives while there is work ---------------------------------------------------------------
 
     async def _pump(self) -> None:
-        """Run the model for as long as there are requests, and let the rest of the loop run between bursts."""
+        """Run the model while there are requests; yield to the event loop between bursts."""
         try:
             while self._requests:
                 start = time.perf_counter()
-                # Decoding gets three quarters of the time when the rest of the loop is busy, in bursts of bounded length.
+                # Decoding gets three quarters of the time if the rest of the loop is busy, in bursts of bounded length.
                 budget = min(3 * self._others_s, self.max_burst_s)
                 while True:
                     if self._waiting:
@@ -262,7 +262,7 @@ class EmbeddedEngine:
             self._fail_all(error)
 
     async def _yield(self, *, burst_s: float) -> None:
-        """Let the rest of the loop run, and note how long it took; wait a moment for the next turns of finished requests."""
+        """Yield to the event loop, and measure how long; wait briefly for the next turns of finished requests."""
         num_expected, self._num_finished = len(self._waiting) + self._num_finished, 0
         passes = MAX_YIELDS if num_expected > len(self._waiting) else 1
         start = time.perf_counter()
@@ -292,13 +292,13 @@ class EmbeddedEngine:
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
         ids.flags.writeable = logprobs.flags.writeable = False
         routes, support = slots.routes_of(slot, running.request.routed_from), slots.support_of(slot)
-        self._seating.leave(running)  # behind the reads: another request may take the slot from here on
+        self._seating.leave(running)  # after the reads: another request may take the slot from here on
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
             support=support,
             finish_reason=reason,
-            # A version that came behind the last token sampled none of them.
+            # A version that arrived after the last token sampled no token.
             policy_versions=tuple(run for run in running.versions if run[0] < max(1, len(ids))),
             routed_experts=routes,
             info={"prefilled_tokens": running.prefilled},
@@ -313,7 +313,7 @@ class EmbeddedEngine:
             running.future.set_result(completion)
 
     def _drop(self, running: SlotRequest) -> None:
-        """Forget a request whose caller is gone."""
+        """Drop a request whose caller is gone."""
         del self._requests[running.request.request_id]
         if running.slot < 0:
             self._waiting.remove(running)
@@ -333,8 +333,8 @@ class EmbeddedEngine:
 def share_parameters(model: _Module) -> _Module:
     """Return a copy of `model`'s structure, in eval mode, whose parameters and buffers use the same memory.
 
-    Storage is shared and nothing else is: the trainer's module stays in train mode, with its gradients, and what changes in
-    place (an optimizer step) is seen at once, so a weight sync copies nothing.
+    Only storage is shared: the trainer's module stays in train mode, with its gradients. In-place changes (an optimizer
+    step) are visible at once, so a weight sync copies nothing.
 
     Parameters become new, gradient-free `Parameter` objects over the same storage (tied ones stay tied); buffers, also
     those outside the state dict such as rotary frequencies, are the same tensors. Configs and plain attributes are copied.
@@ -348,10 +348,10 @@ def share_parameters(model: _Module) -> _Module:
 
 
 def build(setup: EngineSetup) -> Engine:
-    """Make the engine over the setup's own model: in this process, or in one beside it that reads the same memory.
+    """Make the engine in this process, or in another process with shared memory.
 
     Raises:
-        ConfigError: the section `engine` asks for threads where there is no process to have them.
+        ConfigError: `num_threads` is set for an engine in this process.
     """
     options = setup.options
     if torch.cuda.is_available():

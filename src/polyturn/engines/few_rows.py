@@ -1,10 +1,9 @@
 """Linear layers for the few rows of a decoding step on a CPU.
 
-    [B, N] = x [B, K] @ weight.T    as MKL computes it for B of 2 to 128: a fraction of the processor's speed
+    [B, N] = x [B, K] @ weight.T    MKL for B of 2 to 128: a fraction of the processor's speed
     [N, B] = weight @ x.T           the same numbers up to rounding, 1.3 to 3 times as fast, most for a large vocabulary
 
-Measured with torch 2.13 on two cores with AVX2 (on one: 1 to 1.8 times); `benchmarks/few_rows.py` repeats it. Separate from
-the engine because it knows matrices only.
+Measured with torch 2.13 on two cores with AVX2 (on one: 1 to 1.8 times); `benchmarks/few_rows.py` repeats it.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 MAX_ROWS = 128
-"""Rows from which on the usual product is as fast."""
+"""Number of rows from which on the usual product is as fast."""
 MIN_WEIGHTS = 2**18
-"""Weights of a layer from which on the product outweighs the transposed copy of its result."""
+"""Number of weights of a layer from which on the gain exceeds the cost of transposing the result."""
 FEWEST_ROWS, LARGE = 8, 2**20
-"""With so few rows it pays for layers of so many weights only."""
+"""With fewer rows than FEWEST_ROWS, only layers with more than LARGE weights gain."""
 
 
 class FewRowsLinear(nn.Linear):
@@ -29,7 +28,7 @@ class FewRowsLinear(nn.Linear):
         fewest = 1 if self.weight.numel() >= LARGE else FEWEST_ROWS
         if not fewest < rows <= MAX_ROWS:
             return super().forward(input)
-        out = (self.weight @ input.reshape(rows, -1).t()).t().contiguous()  # what follows reads rows
+        out = (self.weight @ input.reshape(rows, -1).t()).t().contiguous()  # later code reads rows
         if self.bias is not None:
             out += self.bias
         return out.view(*input.shape[:-1], -1)

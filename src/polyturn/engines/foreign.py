@@ -1,4 +1,4 @@
-"""ForeignEngine: an engine of another package, whose exceptions, deadlines and completions are checked at one place.
+"""ForeignEngine: a wrapper that checks exceptions, deadlines and completions of another package's engine.
 
 generate raises ValueError("no")   EngineError: the engine Mine: generate raised ValueError: no (mine.py, line 27)
 generate returns the logprob 0.7   EngineError: the engine Mine: generate returned the logprob 0.7; it must be at most 0
@@ -21,16 +21,16 @@ from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 logger = logging.getLogger(__name__)
 
 MAX_LOGPROB = 1e-3
-"""A log-probability is at most 0; rounding may put it this far above."""
+"""Largest accepted log-probability: rounding may put it slightly above 0."""
 CLOSE_S = 60.0
-"""Seconds that an engine may take to close."""
+"""Deadline for closing an engine, in seconds."""
 
 
 class ForeignEngine(EngineWrapper):
     """An engine of another package; `core.protocols.Engine`."""
 
     def __init__(self, engine: Engine, *, vocab_size: int, timeout_s: float) -> None:
-        """Wrap `engine`: token ids are below `vocab_size`, and each call has a deadline of `timeout_s`."""
+        """Wrap `engine`. Token ids must be below `vocab_size`, and each call has a deadline of `timeout_s`."""
         super().__init__(engine)
         self._vocab_size = vocab_size
         self.bounded = CallWithDeadline(name="engine", timeout_s=timeout_s)
@@ -54,11 +54,11 @@ class ForeignEngine(EngineWrapper):
             return {str(name): float(value) for name, value in self.engine.read_metrics().items()}
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Let the engine sample one completion.
+        """Sample one completion.
 
         Raises:
-            EngineError: it raised, took too long, or returned something that is not a completion of this request.
-            RolloutError: too many of its calls still run past their deadline.
+            EngineError: the engine raised, took too long, or did not return a completion of this request.
+            RolloutError: too many calls of the engine are still running past their deadline.
         """
         self.bounded.check_abandoned(f"the engine {type(self.engine).__name__}")
         completion = await self._ask("generate", request)
@@ -80,20 +80,20 @@ class ForeignEngine(EngineWrapper):
         try:
             await self._ask("close", timeout_s=CLOSE_S)
         except EngineError as error:
-            logger.warning("%s; what it held may be left behind", error)
+            logger.warning("%s; its resources may not be freed", error)
 
     def _problem(self, completion: Any, request: GenerateRequest) -> str:
-        """Return the fault of an answer to `request`; "" for a valid one."""
+        """Return the problem with an answer to `request`; "" if it is valid."""
         if not isinstance(completion, Completion):
             return f"{brief(completion)}; it must be a Completion of polyturn.core.generation"
         ids, logprobs, most = completion.token_ids, completion.logprobs, request.sampling.max_tokens
         if len(ids) > most:
-            return f"{len(ids)} tokens; at most {most} were asked for"
+            return f"{len(ids)} tokens; at most {most} were requested"
         if len(outside := ids[(ids < 0) | (ids >= self._vocab_size)]):
             return f"token id {outside[0]}; the model's vocabulary ends at {self._vocab_size - 1}"
         if logprobs is None:
             return "no logprobs, which its capabilities promise" if self.capabilities.logprobs else ""
-        if len(odd := logprobs[~(logprobs <= MAX_LOGPROB)]):  # NaN is neither above nor below
+        if len(odd := logprobs[~(logprobs <= MAX_LOGPROB)]):  # written such that NaN counts as odd
             return f"the logprob {odd[0]:g}; it must be at most 0"
         return ""
 
@@ -106,7 +106,11 @@ class ForeignEngine(EngineWrapper):
         except EngineError:
             raise
         except DeadlineError as error:
-            advice = "; raise engine.timeout_s, or give what it waits for a time-out of its own" if timeout_s is None else ""
+            advice = (
+                "; raise engine.timeout_s, or give the operation that it waits for a shorter time-out"
+                if timeout_s is None
+                else ""
+            )
             raise EngineError(f"{self._call(name)}: {error}{advice}") from error
         except Exception as error:
             raise EngineError(f"{self._call(name)} raised {one_line(error)}{raised_at(error)}") from error

@@ -1,12 +1,12 @@
-"""HttpClient: JSON over HTTP to one server, with every failure sorted by what may be done about it.
+"""HttpClient: JSON over HTTP to one server, with failures sorted by how a caller may react.
 
     answered 200                            the JSON
-    answered 4xx                            EngineError: the request cannot work there, nor anywhere else
-    answered 429, 503                       EngineBusyError: it was not taken, and may be sent again
-    answered 5xx, broke off, too late       EngineLostError: it may be asked of another server
-    nothing was sent (connection refused)   tried again a few times here, then EngineLostError
+    answered 4xx                            EngineError: the request cannot work on any server
+    answered 429, 503                       EngineBusyError: the request was not accepted and may be repeated
+    answered 5xx, broke off, too late       EngineLostError: the request may be sent to another server
+    nothing was sent (connection refused)   repeated a few times by this class, then EngineLostError
 
-Nothing else is sent twice: a request whose answer did not come may still be at work.
+No other request is repeated: one without an answer may still be running.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from polyturn.infra.retries import retried
 _CONNECT_TRIES = 4
 _FIRST_PAUSE_S = 0.05
 _MAX_ANSWER_BYTES = 1 << 30
-"""Expert ids and logprobs of long completions are large, and the server is the run's own."""
+"""Largest size of an answer: expert ids and logprobs of long completions are large, and the server is trusted."""
 
 
 class HttpClient:
     """The connections to one server."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> None:
-        """Make it; nothing is opened before the first call.
+        """Prepare a client; nothing is opened before the first call.
 
         Args:
-            url: Where the server listens. It may be changed when the server moves.
-            headers: Sent with every request.
-            timeout_s: The deadline of a call that names none.
+            url: The server's address; it may be changed if the server moves.
+            headers: Headers of every request.
+            timeout_s: Default deadline of a call, in seconds.
         """
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = JsonClient(headers=headers, timeout_s=timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        """POST JSON and return the JSON that comes back; numpy arrays are sent as lists.
+        """POST JSON and return the JSON answer; numpy arrays are sent as lists.
 
         Raises:
             EngineLostError: no answer came, or the server failed.

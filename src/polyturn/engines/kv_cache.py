@@ -1,14 +1,14 @@
-"""SlotCache: keys and values of many sequences, one slot each, behind transformers' `Cache` interface.
+"""SlotCache: keys and values of many sequences, one slot each, with transformers' `Cache` interface.
 
-Separate because it is the only place that knows how the cache lies in memory. A forward pass first says where its tokens
-go (`aim`), then the model's attention layers call `update`, which writes each row's new keys and values at that row's own
-positions and returns what the row may look at:
+This module defines the memory layout of the cache. Before a forward pass, `aim` sets the positions of its tokens. The
+model's attention layers then call `update`, which writes each row's new keys and values at these positions and returns the
+keys and values to attend to:
 
-    keys of one layer   [num_slots + 1, heads, capacity, head_dim]     the last slot takes the padding's writes
+    keys of one layer   [num_slots + 1, heads, capacity, head_dim]     padding is written to the last slot
     decode              rows are the slots 0..n-1: a view, nothing is copied
     prefill             rows are any slots: their first `extent` positions are gathered
 
-Nothing here is ever NaN: unused memory is zero, because a masked position still takes part in the arithmetic.
+Unused memory is zero, never NaN, because masked positions still enter the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers import Cache
 
 FIRST_CAPACITY = 64
-"""Positions per slot to begin with. It grows by quarters, not by doubling: attention over slots that lie close together in
-memory was measured a third faster than over half-empty ones."""
+"""Initial number of positions per slot. It grows by quarters instead of doubling: attention over compact slots was measured
+a third faster than over half-empty ones."""
 
 
 class SlotCache(Cache):
-    """Keys and values of `num_slots` sequences of up to `max_context` tokens; memory is taken as contexts grow."""
+    """Keys and values of `num_slots` sequences of up to `max_context` tokens; memory grows with contexts."""
 
     def __init__(self, *, num_slots: int, max_context: int) -> None:
         super().__init__(layers=[])
@@ -44,20 +44,20 @@ class SlotCache(Cache):
 
     @property
     def trash(self) -> int:
-        """The slot that takes the writes of padding."""
+        """Index of the slot for padding."""
         return self._num_slots
 
     def aim(
         self, *, rows: Tensor | None, write_slots: Tensor, positions: Tensor, extent: int, is_fresh: bool = False
     ) -> None:
-        """Say where the next forward pass reads and writes.
+        """Set the positions that the next forward pass reads and writes.
 
         Args:
-            rows: [B] the slot of each row; None when row i is slot i.
-            write_slots: [B, Q] the slot that each new token is written to (`trash` for padding).
-            positions: [B, Q] and at which position.
-            extent: How many positions the rows look at, the new ones included.
-            is_fresh: Whether every row starts at position 0 and `extent` is Q, so that the new keys are all there is.
+            rows: [B] the slot of each row; None if row i is slot i.
+            write_slots: [B, Q] the slot of each new token (`trash` for padding).
+            positions: [B, Q] the position in the slot of each new token.
+            extent: Number of positions that rows attend to, including the new ones.
+            is_fresh: Whether every row starts at position 0 and `extent` is Q, so that there are only the new keys.
         """
         self._rows, self._num_rows, self._extent, self._is_fresh = rows, len(positions), extent, is_fresh
         self._write_slots, self._positions = write_slots, positions
@@ -79,7 +79,7 @@ class SlotCache(Cache):
         return self._look(keys), self._look(values)
 
     def copy(self, *, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first `length` positions of each source slot to its target slot, as if all at once."""
+        """Copy the first `length` positions of each source slot to its target slot, as if simultaneously."""
         for store in (*self._keys, *self._values):
             store[targets, :, :length] = store[sources, :, :length]
 
@@ -88,7 +88,7 @@ class SlotCache(Cache):
         self.copy(sources=second + first, targets=first + second, length=length)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of positions that the last forward pass looked at."""
+        """Return the number of positions that the last forward pass attended to."""
         return self._extent
 
     def _put(self, store: Tensor, states: Tensor) -> Tensor:

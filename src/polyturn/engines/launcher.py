@@ -1,13 +1,12 @@
-"""Starting an inference server, waiting until it answers, and stopping exactly what was started.
+"""Start an inference server, wait until it answers, and stop exactly the started processes.
 
     server = await Server.start(LaunchSpec(command=("python", "-m", "some.server", "--port", "{port}")))
     server.url                    http://127.0.0.1:41873
     await server.stop()
 
-A server gets a session of its own, so that stopping it reaches every process that it started and nothing else. Where the
-kernel offers it, the server ends when this process dies, however it dies. Shared memory that its processes leave
-behind, as they do when they are killed, is removed. A server that does not come up fails with the last lines of its log,
-which is where the reason is.
+A server runs in a separate session, so that stopping it reaches exactly the processes that it started. If the kernel
+supports it, the server ends whenever this process dies. Shared memory left by killed processes is removed. If a server does
+not come up, the error contains the last lines of its log.
 """
 
 from __future__ import annotations
@@ -31,41 +30,41 @@ from polyturn.infra.process import ManagedProcess, free_port
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
-"""The folder of shared memory."""
+"""Folder of shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """The command, place and limits of a server's start."""
+    """The command, environment and limits of a server's start."""
 
     command: tuple[str, ...]
-    """The program and its arguments; `{host}` stands for where it listens, `{port}` for the port that was found free."""
+    """The program and its arguments; `{host}` stands for the address to listen on, `{port}` for a free port."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     health: str = "/health"
-    """The path that answers 200 once the server is ready."""
+    """Path that answers 200 once the server is ready."""
     ready_timeout_s: float = 300.0
     stop_timeout_s: float = 20.0
-    """Seconds that the server may take to end by itself before it is killed."""
+    """Seconds to wait for the server to end before killing it."""
     log: Path | None = None
-    """The file of its output; a temporary one, removed when it stops, if None."""
+    """File for its output; None uses a temporary file, which is removed on stop."""
 
 
 class RunningServer(Protocol):
-    """A server that was started, by this process or on a node of a cluster."""
+    """A started server, on this machine or on a node of a cluster."""
 
     url: str
 
     async def is_dead(self) -> bool:
-        """Return whether its main process has ended, or its node."""
+        """Return whether its main process or its node has ended."""
         ...
 
     async def last_lines(self) -> str:
-        """Return the end of its log; "" where that cannot be read any more."""
+        """Return the end of its log; "" if the log cannot be read any more."""
         ...
 
     def look_at_memory(self) -> None:
-        """Note what shared memory its processes hold, to be removed should they leave it behind. For while it is healthy."""
+        """Record its processes' shared memory, to remove it if they leave it behind. Call it while the server is healthy."""
         ...
 
     async def stop(self) -> None:
@@ -74,11 +73,11 @@ class RunningServer(Protocol):
 
 
 StartServer = Callable[[LaunchSpec], Awaitable[RunningServer]]
-"""Starts a server and returns once it is ready, or raises EngineError."""
+"""Starts a server and returns when it is ready, or raises EngineError."""
 
 
 class Server:
-    """A server that this process started."""
+    """A server started by this process."""
 
     def __init__(self, spec: LaunchSpec, process: ManagedProcess, *, url: str, log: Path, memory: SessionMemory) -> None:
         self.spec = spec
@@ -89,10 +88,11 @@ class Server:
 
     @classmethod
     async def start(cls, spec: LaunchSpec, *, host: str = "127.0.0.1") -> Server:
-        """Start a server that listens on the address `host` of this machine, and return once it is ready.
+        """Start a server that listens on `host`, and return when it is ready.
 
         Raises:
-            EngineError: it cannot be started, ended early, or was not ready in time; the message ends with its last lines.
+            EngineError: the server cannot be started, ended early, or was not ready in time; the message ends with its last
+                lines.
         """
         port = free_port(host)
         log = spec.log
@@ -118,7 +118,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process id of the server, which is also its session's."""
+        """The id of the server's process and session."""
         return self._process.pid
 
     @property
@@ -139,20 +139,20 @@ class Server:
         return self._process.tail(lines)
 
     def look_at_memory(self) -> None:
-        """Note what shared memory its processes hold, to be removed should they leave it behind. For while it is healthy."""
+        """Record its processes' shared memory, to remove it if they leave it behind. Call it while the server is healthy."""
         self._memory.look(self._process.members())
 
     async def stop(self) -> None:
-        """End the server and every process of its session; kill what has not ended in time. Stopping twice is fine."""
+        """End the server and all processes of its session; kill those that do not end in time. Stopping twice is fine."""
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """Do the same and wait for it here: for a process that is ending and can start no thread."""
+        """Do the same synchronously, for a process that is ending and cannot start a thread."""
         self.look_at_memory()
         self._process.end(grace_s=self.spec.stop_timeout_s)
         self._process.close()
         if removed := self._memory.remove_unheld():
-            logger.info("removed the shared memory that the server %d left behind: %s", self.pid, ", ".join(removed))
+            logger.info("removed shared memory left by the server %d: %s", self.pid, ", ".join(removed))
         if self.spec.log is None:
             self.log.unlink(missing_ok=True)
 
@@ -180,29 +180,29 @@ class Server:
 
 
 class SessionMemory:
-    """Files of a server's processes in shared memory, noted so that they can be removed once the server was killed.
+    """Tracks a server's files in shared memory, to remove them if the server is killed.
 
-    A file in /dev/shm outlives the processes that map it; vLLM leaves hundreds of megabytes there when it is killed. Whose a
-    file is shows only while its processes live, so it is looked up while they do. It is known by its inode: a semaphore is
-    mapped under the temporary name that it had before its own.
+    A file in /dev/shm outlives the processes that map it; a killed vLLM leaves hundreds of megabytes. The owner of a file
+    can be determined only while its processes live. Files are identified by inode, because a semaphore is mapped under an
+    earlier temporary name.
 
-    Of others nothing is removed: a file goes that appeared after this was made, was held by a process of the server's
-    session, and is held by no living process.
+    A file is removed only if it appeared after this object was made, was held by a process of the server's session, and is
+    held by no living process.
     """
 
     def __init__(self) -> None:
-        """Begin now: what is there already is another's."""
+        """Ignore the files that already exist."""
         self._others = set(shared_files())
         self._own: set[int] = set()
 
     def look(self, pids: Iterable[int]) -> None:
-        """Note which of the files the processes `pids` hold."""
+        """Record the files that the processes `pids` hold."""
         new = set(shared_files()) - self._others - self._own
         if new:
             self._own |= new & files_in_use(pids)
 
     def remove_unheld(self) -> list[str]:
-        """Remove the files that were noted and that no living process holds; return their names."""
+        """Remove the recorded files that no living process holds; return their names."""
         left = {inode: path for inode, path in shared_files().items() if inode in self._own}
         if not left:
             return []
@@ -216,7 +216,7 @@ class SessionMemory:
 
 
 def shared_files() -> dict[int, Path]:
-    """Return the files in shared memory by their inodes; none where the system has no such folder."""
+    """Return inode -> file in shared memory; empty if the system has no such folder."""
     files = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(_FOLDER) as entries:
         for entry in entries:
@@ -226,7 +226,7 @@ def shared_files() -> dict[int, Path]:
 
 
 def files_in_use(pids: Iterable[int]) -> set[int]:
-    """Return the inodes of the files in shared memory that processes map or have open; a process that has ended has none."""
+    """Return the inodes of the files in shared memory that processes map or have open."""
     inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,12 +1,11 @@
-"""ShownPrompt: a prompt that shows media, as the embedded engine's slots see it.
+"""ShownPrompt: a prompt with media, in the form used by the embedded engine's slots.
 
     ids    <|vision_start|> <|image_pad|> <|image_pad|> <|vision_end|> What ...
-    keys        320             -7            -7             321       64  ...      7 is this picture, and no other
+    keys        320             -7            -7             321       64  ...      7 identifies this picture
 
-Separate because it answers the two questions that ids alone cannot: whether two prompts are the same (placeholders are,
-pictures may not be, so a medium's number stands for its features wherever prefixes are compared), and where a token stands
-for the model (see `tokens/positions.py`). A medium is computed in one piece: no cut, of the cache or of a chunk, falls
-inside it.
+Ids do not show whether two prompts are equal: placeholders are, but pictures may differ. So the number of a medium takes the
+place of its placeholders when prefixes are compared. Ids do not determine a token's position for the model either (see
+`tokens/positions.py`). A medium is computed in one piece: no cut of the cache or of a chunk falls inside it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class ShownPrompt:
             raise TemplateError(f"the request has {len(media)} media and its ids show {num_shown}")
         row = rows.row(ids, media)
         self.offset = row.offset
-        """A token t behind the prompt has the position t + offset."""
+        """A token t after the prompt has the position t + offset."""
         self._positions = row.positions
         self.keys: Ids = ids.copy()
-        """[T] the ids, and minus the medium's number where the model reads a medium's features."""
+        """[T] the ids, or minus the medium's number at tokens that stand for a medium's features."""
         spans = []
         left = {kind: np.flatnonzero(row.types == number).tolist() for kind, number in rows.type_numbers.items()}
         for medium, number in zip(media, numbers, strict=True):
@@ -49,20 +48,20 @@ class ShownPrompt:
             self.keys[taken] = -number
             spans.append((taken[0], taken[-1] + 1))
         self._spans = np.array(spans, np.int64)
-        """[M, 2] from the first token of each medium's features to behind the last."""
+        """[M, 2] half-open range of the tokens of each medium's features."""
 
     def before(self, index: int) -> int:
-        """Return `index`, or the start of the medium that it would cut."""
+        """Return `index`, or the start of a medium that a cut at `index` would divide."""
         cut = (self._spans[:, 0] < index) & (index < self._spans[:, 1])
         return int(self._spans[cut, 0].min()) if cut.any() else index
 
     def behind(self, index: int) -> int:
-        """Return `index`, or the end of the medium that it would cut."""
+        """Return `index`, or the end of a medium that a cut at `index` would divide."""
         cut = (self._spans[:, 0] < index) & (index < self._spans[:, 1])
         return int(self._spans[cut, 1].max()) if cut.any() else index
 
     def ids(self, keys: Ids, start: int) -> Ids:
-        """Return the model's ids for `keys`, which stand from `start` on; behind the prompt they are ids already."""
+        """Return the model's ids for the `keys` from index `start` on; after the prompt, keys are ids."""
         at = np.flatnonzero(keys < 0)
         if not len(at):
             return keys
@@ -90,16 +89,17 @@ class ShownPrompts:
     """Makes the `ShownPrompt` of each request, for one model and its processor."""
 
     def __init__(self, model: PreTrainedModel, processor: MediaProcessor) -> None:
-        """Take the model and its processor.
+        """Use the model and its processor.
 
         Raises:
-            ConfigError: the tokens of an image look at each other in both directions, which the cache cannot hold.
+            ConfigError: the tokens of an image attend to each other in both directions, which the cache does not support.
         """
         self._rows = MediaRows(model, processor)
         if "token_type_ids" in self._rows.takes:
             raise ConfigError(
-                f"in {type(model).__name__} the tokens of an image look at each other in both directions, and the embedded "
-                "engine computes causal attention; use a served engine, or model.processor=none to train it on text"
+                f"in {type(model).__name__} the tokens of an image attend to each other in both directions, and the "
+                "embedded engine computes causal attention; use a served engine, or model.processor=none to train it "
+                "on text"
             )
         self._features = np.array(processor.token_ids, np.int32)
         self._numbers: dict[bytes, int] = {}
@@ -108,11 +108,11 @@ class ShownPrompts:
         """Return the media of a request; None for text.
 
         Raises:
-            EngineError: ids and media do not belong together, or a medium cannot be processed.
+            EngineError: ids and media do not match, or a medium cannot be processed.
         """
         if not request.media:
             if np.isin(request.prompt_ids, self._features).any():
-                raise EngineError(f"request {request.request_id!r} has tokens that stand for media, and no media")
+                raise EngineError(f"request {request.request_id!r} has placeholders for media, and no media")
             return None
         try:
             prompt = ShownPrompt(

@@ -1,11 +1,11 @@
-"""PendingRequest: one request on its way to a server and back, until it is answered, ended by its caller, late, or given up.
+"""PendingRequest: a request to a server, until it is answered, ended by its caller, past its deadline, or given up.
 
     pending = PendingRequest(url, abort=…, abort_later=…, busy_limit_s=60)
-    reply = await pending.run(post, deadline=…)     the server's JSON; None where it was ended before the server took it
+    reply = await pending.run(post, deadline=…)     the server's JSON; None if it ended before the server accepted it
     pending.end()                                   from the caller: return the tokens so far
     pending.give_up(EngineLostError(…))             when the server is lost
 
-To end a request the server is asked to abort it, again and again, because the request itself may still be on its way there.
+To end a request, abort messages are repeated, because the request itself may still be on its way to the server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_BUSY_PAUSE_S, _LAST_BUSY_PAUSE_S = 0.05, 2.0
 
 
 class PendingRequest:
-    """One request of one caller. It may run several times, one after another, as parts of one completion."""
+    """A request of one caller. It may run several times in a row, for the parts of one completion."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class PendingRequest:
         abort_later: Callable[[str], None],
         busy_limit_s: float,
     ) -> None:
-        """Prepare it.
+        """Prepare a request.
 
         Args:
-            where: The server, for messages.
-            abort: Asks the server to end the request of an id.
-            abort_later: The same without waiting for it.
-            busy_limit_s: How long it is sent again and again to a server that says it is full.
+            where: The server's name in messages.
+            abort: Makes the server end the request with an id.
+            abort_later: The same without waiting.
+            busy_limit_s: Seconds for which it is repeated to a server that is full.
         """
         self._where = where
         self._abort = abort
@@ -48,39 +48,39 @@ class PendingRequest:
         self._id = ""
         self._sent: asyncio.Task[Any] | None = None
         self._is_refused = False
-        """Whether the server is full, so that there is nothing to end there."""
+        """Whether the server is full and has no request to end."""
         self._problem: EngineLostError | None = None
         self._is_ended = False
         self._wake: asyncio.Future[None] | None = None
-        """The event that the caller waits for: the answer, the end that it asks for, or its deadline."""
+        """Wakes the caller: the answer, a requested end, or the deadline."""
         self.num_busy = 0
 
     @property
     def is_ended(self) -> bool:
-        """Whether the caller wants what there is."""
+        """Whether the caller has requested the end."""
         return self._is_ended
 
     def end(self) -> None:
-        """Return the result so far."""
+        """Request the result so far."""
         self._is_ended = True
         self._awaken()
 
     def give_up(self, problem: EngineLostError) -> None:
-        """Raise `problem` instead of waiting on."""
+        """Make the waiting call raise `problem`."""
         self._problem = problem
         if self._sent is not None:
             self._sent.cancel()
 
     async def run(self, post: Callable[[str], Awaitable[Any]], *, deadline: float | None) -> Any:
-        """Send the request and wait for the answer; None where it was ended before the server took it.
+        """Send the request and wait for the answer; None if it ended before the server accepted it.
 
         Args:
-            post: Sends it under the id that it is given, and returns the answer.
-            deadline: `loop.time()` from which on what there is will do.
+            post: Sends the request under the given id, and returns the answer.
+            deadline: `loop.time()` at which the result so far is requested.
 
         Raises:
-            EngineLostError: no answer came.
-            EngineError: the server refused it.
+            EngineLostError: there was no answer.
+            EngineError: the server refused the request.
         """
         self._id, self._problem = uuid.uuid4().hex, None
         self._sent = asyncio.create_task(self._send(post))
@@ -89,16 +89,16 @@ class PendingRequest:
         except asyncio.CancelledError:
             self._sent.cancel()
             self._abort_later(self._id)
-            task = asyncio.current_task()  # cancelled by its own caller, or only its request by `give_up`
+            task = asyncio.current_task()  # cancelled by the caller, or only the request by `give_up`
             if self._problem is not None and (task is None or not task.cancelling()):
                 raise self._problem from None
             raise
         except EngineLostError:
-            self._abort_later(self._id)  # the server may still be at work on it
+            self._abort_later(self._id)  # the server may still be working on it
             raise
 
     async def _send(self, post: Callable[[str], Awaitable[Any]]) -> Any:
-        """Send it until the server takes it."""
+        """Send the request until the server accepts it."""
         loop = asyncio.get_running_loop()
         limit, pause = loop.time() + self._busy_limit_s, _FIRST_BUSY_PAUSE_S
         while True:
@@ -114,7 +114,7 @@ class PendingRequest:
             pause = min(2 * pause, _LAST_BUSY_PAUSE_S)
 
     async def _within(self, sent: asyncio.Task[Any], deadline: float | None) -> Any:
-        """Wait for the answer; once it is late or the caller wants an end, ask for what there is."""
+        """Wait for the answer; after the deadline or a requested end, abort to get the result so far."""
         loop = asyncio.get_running_loop()
         if not self._is_ended:
             self._wake = loop.create_future()
@@ -128,12 +128,12 @@ class PendingRequest:
                     timer.cancel()
         grace, pause = loop.time() + _ABORT_GRACE_S, _FIRST_ABORT_PAUSE_S
         while not sent.done():
-            if self._is_refused:  # it waits to be sent again; the server has no part of it
+            if self._is_refused:  # it waits to be repeated; the server does not have it
                 sent.cancel()
                 return None
             if loop.time() > grace:
                 sent.cancel()
-                raise EngineLostError(f"{self._where} did not end a request within {_ABORT_GRACE_S:.0f} s of being asked to")
+                raise EngineLostError(f"{self._where} did not end a request within {_ABORT_GRACE_S:.0f} s of its abort")
             await self._abort(self._id)
             await asyncio.wait({sent}, timeout=pause)
             pause = min(2 * pause, _LAST_ABORT_PAUSE_S)

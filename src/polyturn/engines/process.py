@@ -1,12 +1,11 @@
-"""ProcessEngine: the embedded engine in a process of its own, so that it goes on sampling while this one trains.
+"""ProcessEngine: the embedded engine in a separate process, which continues sampling during training.
 
     trainer's process                                   engine's process
     parameters --copy--> slot 1   (memory of both)      samples from slot 0
     "version 5 is in slot 1"  ----- socket ------>      between two decoding steps: samples from slot 1
 
-Separate from `EmbeddedEngine`, which does the work over there and knows nothing of this. Two processes, because decoding in
-a thread starves behind the trainer's Python. The memory costs two more copies of the weights than an engine that shares the
-trainer's own.
+The other process runs an `EmbeddedEngine`. A thread would not do, because decoding would starve behind the trainer's Python.
+The shared memory has two further copies of the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MAIN = "from polyturn.engines.process_main import main; main()"
 _END_S = 10.0
-"""Seconds that the process may take to end by itself before it is killed."""
+"""Seconds to wait for the process to end before killing it."""
 _CLOSED = "the embedded engine was closed while the request ran"
 
 
@@ -56,14 +55,14 @@ class ProcessEngine:
         num_threads: int | None = None,
         **options: Any,
     ) -> None:
-        """Take the trainer's model; the process is started when it is first asked.
+        """Sample from the trainer's model; the first call starts the process.
 
         Args:
-            model: A causal language model. `update_weights` copies its parameters as they are then.
-            max_context: As of `EmbeddedEngine`.
-            media: As of `EmbeddedEngine`.
-            routes: As of `EmbeddedEngine`.
-            num_threads: Threads of torch there; None takes as many as torch has here.
+            model: A causal language model. `update_weights` copies its current parameters.
+            max_context: As in `EmbeddedEngine`.
+            media: As in `EmbeddedEngine`.
+            routes: As in `EmbeddedEngine`.
+            num_threads: Number of torch threads in the process; None takes the number of this process.
             options: Further arguments of `EmbeddedEngine`.
 
         Raises:
@@ -77,7 +76,7 @@ class ProcessEngine:
         self._options = {"max_context": self._accepts.max_context, "routes": routes, **options}
         self.version = 0
         self.stats = EngineStats()
-        """Of the process, as of its latest answer."""
+        """Stats of the process, from its latest answer."""
         self._structure = _pickled(model, media)
         self._listed_names = listed_names(model)
         self._memory: WeightMemory | None = None
@@ -97,33 +96,33 @@ class ProcessEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Those of the embedded engine."""
+        """The capabilities of the embedded engine."""
         return self._accepts.capabilities
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent generating so far, as of the latest answer."""
+        """Seconds spent generating so far, from the latest answer."""
         return self.stats.busy_s
 
     @property
     def load(self) -> EngineLoad:
-        """The requests beyond the engine's slots; the use of its cache is not known here."""
+        """The number of requests beyond the engine's slots; the use of its cache is unknown to this process."""
         return EngineLoad(max(0, len(self._live) - self._num_slots), 0.0)
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return no metrics: when its process ends, so does the run."""
+        """Return no metrics: there are no restarts, because the run ends with the process."""
         return {}
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before it is started."""
+        """The process id; None before the start."""
         return None if self._process is None else self._process.pid
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion, as `EmbeddedEngine.generate` does.
+        """Sample one completion, like `EmbeddedEngine.generate`.
 
         Raises:
-            EngineLostError: the process ended; the message has the last lines that it wrote.
+            EngineLostError: the process ended; the message has the last lines of its output.
             EngineError: the request cannot work, or the engine is closed.
         """
         self._accepts.check(request, live=self._live, is_closed=self._is_closed)
@@ -140,17 +139,17 @@ class ProcessEngine:
             await self._ask("abort", request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Give the session's slot back. Unknown ids are fine."""
+        """Release the session's slot. Unknown ids are fine."""
         if self._wire is not None and self._lost is None:
             self._wire.send(("end_session", next(self._numbers), session_id))
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
-        """Serve `version` from the next decoding step on; sampling goes on while the weights are copied.
+        """Serve `version` from the next decoding step on; sampling continues while the weights are copied.
 
         Args:
             version: The new policy version.
-            weights: name -> tensor; None takes the parameters of the trainer's model as they are now.
-            keep_kv: As of `EmbeddedEngine`.
+            weights: name -> tensor; None takes the current parameters of the trainer's model.
+            keep_kv: As in `EmbeddedEngine`.
 
         Raises:
             EngineError: `weights` names a parameter that the model does not have, or the process ended.
@@ -161,21 +160,21 @@ class ProcessEngine:
             assert memory is not None
             if weights is None:
                 tensors = tensors_of(self._model)
-            else:  # under the names that they have in the memory: of a tied one the first
+            else:  # under their names in the memory: the first name of a tied tensor
                 tensors = {self._listed_names.get(name, name): tensor for name, tensor in weights.items()}
             await asyncio.to_thread(memory.write, slot, tensors)
             await self._ask("update", version, slot, keep_kv)
             self._live_slot, self.version = slot, version
 
     async def close(self) -> None:
-        """End the process, and fail what runs there."""
+        """End the process, and fail its running requests."""
         self._is_closed = True
         if self._wire is not None:
             self._wire.send(("close", next(self._numbers)))
             self._wire.close()
         self._fail_all(EngineError(_CLOSED))
         if self._process is not None:
-            # one that still starts has nothing to end, and would read only behind its imports that it should
+            # a process that is still starting has nothing to end, and would read the message only after its imports
             await asyncio.to_thread(self._process.end, grace_s=_END_S if self._is_up else 0.0, asks=False)
             self._process.close()
         if self._memory is not None:
@@ -185,7 +184,7 @@ class ProcessEngine:
     # The process.
 
     async def _started(self) -> None:
-        """Wait for the process; those that wait go on in the order in which they came, a request before its abort."""
+        """Wait for the process; waiting callers continue in order, a request before its abort."""
         async with self._starting:
             self._check_open()
             if self._wire is None:
@@ -217,14 +216,14 @@ class ProcessEngine:
             self._lost = self._lost or f"the process of the embedded engine did not start: {problem}"
             raise
         self._is_up = True
-        logger.info("the embedded engine runs in a process of its own (%d)", self._process.pid)
+        logger.info("the embedded engine runs in a separate process (%d)", self._process.pid)
 
     async def _ask(self, kind: str, *rest: object) -> Any:
         await self._started()
         return await self._send(kind, *rest)
 
     async def _send(self, kind: str, *rest: object) -> Any:
-        """Send a question and wait for its answer; a caller that is cancelled withdraws it."""
+        """Send a message and wait for its answer; a cancelled caller withdraws the message."""
         self._check_open()
         if self._lost is not None:
             raise EngineLostError(self._lost)
@@ -251,7 +250,7 @@ class ProcessEngine:
             future.set_exception(EngineError(problem))
 
     def _on_end(self) -> None:
-        """Fail everything that waits, with what the process wrote last."""
+        """Fail all waiting calls with the last lines of the process's output."""
         if self._is_closed or self._process is None:
             return
         self._process.wait(1.0)
@@ -274,7 +273,7 @@ class ProcessEngine:
 
 
 class _ModelPickler(pickle.Pickler):
-    """Writes the names of a model's tensors in place of the tensors."""
+    """Pickles a model with names in place of its tensors."""
 
     def __init__(self, file: io.BytesIO, model: PreTrainedModel) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -289,8 +288,8 @@ def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
     file = io.BytesIO()
     try:
         _ModelPickler(file, model).dump((model, media))
-    except Exception as problem:  # whatever a class's own pickling raises
+    except Exception as problem:  # a class's pickling may raise anything
         raise ConfigError(
-            f"the model cannot be sent to a process of its own ({one_line(problem)}); set engine.process: shared"
+            f"the model cannot be sent to a separate process ({one_line(problem)}); set engine.process: shared"
         ) from problem
     return file.getvalue()

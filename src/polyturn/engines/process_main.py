@@ -1,9 +1,8 @@
-"""The process of an embedded engine that does not live with the trainer: an event loop, the engine, and a socket.
+"""The process of `ProcessEngine`: an event loop, an embedded engine, and a socket.
 
     python -c "from polyturn.engines.process_main import main; main()" SOCKET
 
-Separate from the client, which never imports this. It ends with its parent, whatever that one dies of: the kernel tells it
-where it can, and the socket's end does everywhere.
+It ends with its parent, however the parent dies: by a signal of the kernel where available, and by the end of the socket.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boot:
-    """The first message: everything that the engine is made of."""
+    """The first message: everything needed to make the engine."""
 
     memory_fd: int
     places: Sequence[Any]
     size: int
     model: bytes
-    """The model's structure as a pickle in which tensors are names in the memory."""
+    """Pickle of the model, with names of tensors in the memory in place of the tensors."""
     device: str
     num_threads: int
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class _Unpickler(pickle.Unpickler):
         from torch import nn
 
         kind, name = pid
-        if name not in self._made:  # a tied parameter is one object
+        if name not in self._made:  # a tied parameter must be one object
             tensor = self._tensors[name]
             self._made[name] = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
         return self._made[name]
@@ -74,7 +73,7 @@ class ServedEngine:
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
     def use(self, slot: int) -> None:
-        """Let the engine's tensors be those of `slot`; no step is under way, because a step never awaits."""
+        """Point the engine's tensors to `slot`. No step is running, because a step never awaits."""
         import torch
 
         from polyturn.engines.weight_memory import tensors_of
@@ -93,7 +92,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
-    os._exit(0)  # nothing is left to be saved, and tearing torch down takes longer than the rest of the end
+    os._exit(0)  # nothing is left to save, and torch's teardown is slow
 
 
 async def _serve(connection: socket.socket) -> None:

@@ -1,15 +1,15 @@
-"""RemoteEngine: the shared client of inference servers. The dialects of servers are in `vllm.py` and `sglang.py`.
+"""RemoteEngine: the common client of inference servers; `vllm.py` and `sglang.py` add the servers' formats.
 
-One request is one POST with token ids in and token ids out. What is decided here, once for both:
+One request is one POST with token ids in and token ids out. This class decides for all servers:
 
-- ids are checked before they are sent (an id beyond the vocabulary kills some servers);
-- a request waits for a free place before it is sent, so that a server's queue stays short and order stays ours;
-- a request is sent again only when it surely was not taken; everything else is an error for the caller;
-- a cancelled call, and one past its deadline, aborts its request on the server;
-- while requests run the server's health is looked at, and where it hangs they are all given up;
-- an id that must not be sampled is thrown away and sampled anew, which leaves the logprobs of all others as they are;
-- while the server sleeps or its weights are updated no request is sent, and one that was cut short goes on from there;
-- weights are named by this client, so that an answer tells whether they are the ones it sent.
+- ids are checked before they are sent (an id outside the vocabulary crashes some servers);
+- a request waits for a free slot before it is sent, so that the server's queue stays short and the client keeps the order;
+- a request is repeated only if it was certainly not accepted; otherwise the caller gets an error;
+- a call that is cancelled or past its deadline aborts its request on the server;
+- while requests run, the server's health is checked; if it hangs, all of them fail;
+- a forbidden sampled id is discarded and sampled again, which does not change the logprobs of other tokens;
+- while the server sleeps or loads weights, no request is sent, and requests that were cut are continued afterwards;
+- the client names the weights, so that an answer shows whether the server used the weights that were sent.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from polyturn.engines.weight_transfer import WeightTransfer
 logger = logging.getLogger(__name__)
 
 FOREIGN_VERSION = -1
-"""The policy version of tokens from weights that this client did not send, once it has sent some."""
+"""The policy version of tokens from unknown weights, after this client has sent weights."""
 CONTROL_TIMEOUT_S = 60.0
-"""A call that pauses, resumes or asks counts as lost beyond."""
+"""Deadline of control calls (pause, resume, queries), in seconds."""
 LOAD_TIMEOUT_S = 600.0
-"""A call in which a server loads weights counts as lost beyond."""
+"""Deadline of a call that loads weights, in seconds."""
 BUSY_LIMIT_S = 60.0
-"""Seconds that a request is sent again and again to a server that says it is full."""
+"""Seconds for which a request is repeated to a server that is full."""
 _USUAL = ServerOptions(kind="vllm")
-"""Default options of requests: alike for every kind."""
+"""Default options of requests, the same for every kind."""
 _NUM_LOOKS = 2
-"""So many looks at a server's health in a row must fail for it to count as lost."""
+"""Number of consecutive failed health checks after which a server counts as lost."""
 _NUM_LOADS = 1000
-"""The number that is kept unread."""
+"""Largest number of unread load records."""
 LOOK_SHARE = 0.5
-"""Part of `health_s` between two looks at a server."""
+"""Share of `health_s` between two health checks."""
 _HUNG_AFTER = 3.0
-"""A server of our own that has not answered for so many times `health_s` is killed and started again."""
+"""A started server without an answer for this many times `health_s` is killed and restarted."""
 
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """An adapter on a server, under a name that no other one had. A request keeps the one that it names to its end."""
+    """An adapter on a server, under a unique name. A request keeps its adapter to the end."""
 
     name: str
     version: int = FOREIGN_VERSION
-    """The policy version that it is, once the server calls its weights so."""
+    """The policy version of the adapter, once the server has the new name."""
 
 
 class RemoteEngine(ServerDialect, BaseEngine):
@@ -85,20 +85,20 @@ class RemoteEngine(ServerDialect, BaseEngine):
         headers: Mapping[str, str] | None = None,
         supervisor: ServerSupervisor | None = None,
     ) -> None:
-        """Make a client; nothing is started or sent before the first call.
+        """Prepare a client; the first call starts the server or sends a request.
 
         Args:
-            url: Where the server listens, for example "http://127.0.0.1:8000"; "" where `supervisor` starts one.
-            model: What is known of the model that it serves.
-            options: How requests are sent: how many at once, and what counts as lost.
-            transfer: Sends new weights to the server; without it they go through a folder.
-            headers: Sent with every request, for instance an authorization.
-            supervisor: Starts the server on first use, and again when it has died or hangs; `close` stops it.
+            url: The server's address, for example "http://127.0.0.1:8000"; "" if `supervisor` starts the server.
+            model: Facts about the served model.
+            options: Limits on concurrency and time.
+            transfer: Sends new weights to the server; None sends them through a folder.
+            headers: Headers of every request, for instance an authorization.
+            supervisor: Starts the server on first use, and restarts it if it dies or hangs; `close` stops it.
         """
         super().__init__()
         self.version = 0
         self.num_busy = 0
-        """Number of times that the server refused a request because it was full."""
+        """Number of requests that the server refused because it was full."""
         self._link = HttpClient(url, headers=headers, timeout_s=CONTROL_TIMEOUT_S)
         self._updates = 0
         self._prefix = f"polyturn-{uuid.uuid4().hex[:8]}-"
@@ -118,19 +118,19 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
         self._adapter: ServedAdapter | None = None
-        """The latest adapter that the server was given; None while requests are for the model itself."""
+        """The latest adapter on the server; None if requests use the model itself."""
         self._is_open = asyncio.Event()
         self._is_open.set()
-        """Cleared while the weights change, and while the server sleeps."""
+        """Cleared while weights change or the server sleeps."""
         self._is_asleep = False
         self._is_closed = False
         self._loads: deque[EngineLoad | None] = deque(maxlen=_NUM_LOADS)
-        """As of the latest looks at the server since they were last read."""
+        """Load records since the last `read_metrics`."""
         self._latest_load: EngineLoad | None = None
 
     @property
     def supervisor(self) -> ServerSupervisor | None:
-        """The launcher of the server; None for a server that the run did not start."""
+        """The supervisor of the server; None for a server that the run did not start."""
         return self._supervisor
 
     @property
@@ -140,21 +140,21 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def software(self) -> str:
-        """The kind and version of the server, "" before it was asked."""
+        """The kind and version of the server; "" before the first request."""
         return "" if self._facts is None else f"{self.name} {self._facts.version}"
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that the server was started again."""
+        """Number of restarts of the server."""
         return 0 if self._supervisor is None else self._supervisor.num_restarts
 
     @property
     def load(self) -> EngineLoad | None:
-        """The server's load as last read; None if it reports none, or runs no request."""
+        """The server's last known load; None if it reports none, or runs no request."""
         return self._latest_load if self._live else None
 
     def read_metrics(self) -> Mapping[str, float]:
-        """Return the server's load as last read; empty if it did not report any."""
+        """Return the server's mean load since the last call; empty if it reported none."""
         known = [load for load in self._loads if load is not None]
         self._loads.clear()
         if not known:
@@ -174,7 +174,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._check(request)
         if self._facts is None:
             await self._met()
-            self._check(request)  # now also against what the server said about itself
+            self._check(request)  # now also against the server's limits
         pending = self._live[request.request_id] = PendingRequest(
             self.url, abort=self._abort_quietly, abort_later=self._abort_later, busy_limit_s=self._busy_limit_s
         )
@@ -193,25 +193,27 @@ class RemoteEngine(ServerDialect, BaseEngine):
                             continue
                         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
                         was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
-                        if not was_cut or self._updates == updates:  # only an update cuts what its caller wants whole
+                        if (
+                            not was_cut or self._updates == updates
+                        ):  # only an update cuts a request that its caller did not end
                             return joined(parts)
         finally:
             self.num_busy += pending.num_busy
             del self._live[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what there is. Unknown ids are fine."""
+        """End a request now; its `generate` returns the tokens so far. Unknown ids are fine."""
         if (pending := self._live.get(request_id)) is not None:
             pending.end()
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | ServerWeights | None = None) -> None:
-        """Serve `version` from now on: pause, load, drop what was computed before, resume.
+        """Serve `version` from now on: pause, load, drop earlier results, resume.
 
-        The version that is served already, without weights, only drops what was computed before.
+        For the current version, without weights, only earlier results are dropped.
 
         Raises:
-            EngineLostError: the server did not answer; what it serves now is unknown.
-            EngineError: there are no weights to send or no place to write them, or the server refused.
+            EngineLostError: the server did not answer; its weights are now unknown.
+            EngineError: there are no weights to send or no folder to write them to, or the server refused.
         """
         if weights is None and version == self.version:
             await self._met()
@@ -222,7 +224,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             return
         if weights is None or self._store is None:
             raise EngineError(
-                f"the {self.name} engine at {self.url} runs in a process of its own and needs the weights themselves"
+                f"the {self.name} engine at {self.url} runs in a separate process and needs the weights themselves"
                 + ("" if weights is None else "; make it with `ServedModel.folder`, the folder with the model's config")
             )
         written = await asyncio.to_thread(self._store.write, weights)
@@ -233,12 +235,12 @@ class RemoteEngine(ServerDialect, BaseEngine):
             self._store.drop()
 
     async def sleep(self) -> None:
-        """Let the server give back the memory of its GPUs until the next weights, which wake it. What it samples is cut, and
-        goes on then. A server of this client's that does not answer is stopped, because it would keep the memory.
+        """Make the server release its GPU memory until the next weights wake it. Running requests are cut, and continue
+        then. A started server that does not answer is stopped, because it would keep the memory.
 
         Raises:
             EngineLostError: a server that the run did not start did not answer.
-            EngineError: it refused.
+            EngineError: the server refused.
         """
         await self._met()
         self._is_open.clear()
@@ -249,20 +251,20 @@ class RemoteEngine(ServerDialect, BaseEngine):
         except EngineLostError as problem:
             if self._supervisor is None:
                 raise
-            logger.warning("%s is stopped, for it did not give its memory back (%s)", self.url, one_line(problem))
+            logger.warning("%s is stopped, because it did not release its memory (%s)", self.url, one_line(problem))
             await self._supervisor.stop()
 
     async def _take(self, weights: ServerWeights, version: int) -> None:
-        """Let the server change to `weights`, with its requests held."""
+        """Load `weights` into the paused server."""
         with weights.given_to(self):
             await self._met()
             self._is_open.clear()
-            self._updates += 1  # before the pause, which may cut requests, and the load: what these cut short goes on
+            self._updates += 1  # before pause and load, which may cut requests: cut requests are continued
             try:
                 await (self._wake("weights") if self._is_asleep else self._pause())
                 try:
                     await weights.load(self)
-                    if not self._is_asleep:  # what it had computed went with its memory
+                    if not self._is_asleep:  # a sleeping server has lost earlier results with its memory
                         await self._loaded()
                     await self._rename(self.tag(version))
                     if self._adapter is not None:
@@ -272,7 +274,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
                         with contextlib.suppress(EngineError):
                             await self._rename(f"{self._prefix}unfinished")
                     raise
-                finally:  # also after a failure: a paused server would answer no request
+                finally:  # also after a failure, because a paused server answers no request
                     await (self._wake("kv_cache") if self._is_asleep else self._resume())
                 self.version = version
             finally:
@@ -288,32 +290,32 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold its weights, each with its share of the model."""
+        """Number of processes with weights, each with a share of the model."""
         return 1 if self._facts is None else self._facts.num_workers
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post to the server with the time that loading may take.
+        """Post to the server with the deadline for loading weights.
 
         Raises:
-            EngineLostError: it did not answer.
-            EngineError: it refused.
+            EngineLostError: the server did not answer.
+            EngineError: the server refused.
         """
         return await self._post(path, body, timeout_s=LOAD_TIMEOUT_S)
 
     async def is_as_left(self) -> bool | None:
-        """Return whether its weights have the name that they were given last, which a new process does not know; None if it
-        does not answer."""
+        """Return whether the server's weights have the last name that this client set, which a new process would not have;
+        None if it does not answer."""
         try:
             return await self._named() == self.tag(self.version)
         except EngineError:
             return None
 
     async def revive(self) -> None:
-        """Return once the server answers; start it again if it is this client's and has died or hangs.
+        """Wait until the server answers; if this client started it and it died or hangs, restart it.
 
         Raises:
-            EngineGoneError: it may not be started again.
-            EngineLostError: it does not answer (yet).
+            EngineGoneError: no restart is left.
+            EngineLostError: the server does not answer (yet).
         """
         now = time.monotonic()
         if self._silent_since is None:
@@ -347,13 +349,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
             await self._supervisor.stop()
 
     def tag(self, version: int) -> str:
-        """Return the server's name for `version` of the weights that this client sends."""
+        """Return the server's name for `version` of this client's weights."""
         return f"{self._prefix}{version}"
 
     def version_of(self, tag: str) -> int:
-        """Return the policy version that a server means by `tag`.
+        """Return the policy version for a server's `tag`.
 
-        Before this client has sent any weights the server may serve what it likes, and that is version 0.
+        Before this client has sent weights, any weights of the server count as version 0.
         """
         number = tag.removeprefix(self._prefix)
         if number != tag and number.isdigit():
@@ -363,7 +365,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
     # The server.
 
     async def _met(self) -> None:
-        """Start the server if it is this client's to start, and ask what it can do; once."""
+        """Start the server if needed, and get its facts; only once."""
         if self._facts is not None:
             return
         async with self._meeting:
@@ -375,21 +377,21 @@ class RemoteEngine(ServerDialect, BaseEngine):
     async def _look_once(self) -> None:
         try:
             await self._look()
-        except EngineBusyError as problem:  # 503 is how servers say that they are ill
+        except EngineBusyError as problem:  # servers report bad health with 503
             raise EngineLostError(one_line(problem)) from problem
 
     async def _watch_health(self) -> None:
-        """While requests run, look whether the server is at work; where it is not, give all of them up."""
+        """While requests run, check the server's health; if it fails, fail all requests."""
         failed = 0
         while self._live:
             await asyncio.sleep(self._health_s * LOOK_SHARE)
-            if not self._is_open.is_set():  # updates have deadlines of their own
+            if not self._is_open.is_set():  # updates have separate deadlines
                 failed = 0
                 continue
             try:
                 async with asyncio.timeout(self._health_s):
                     await self._look_once()
-                    with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
+                    with contextlib.suppress(EngineError):  # a missing load does not mean bad health
                         self._latest_load = await self._read_load()
                         self._loads.append(self._latest_load)
                 failed = 0
@@ -399,14 +401,14 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 failed = failed + 1 if self._is_open.is_set() else 0
             if failed >= _NUM_LOOKS:
                 for pending in self._live.values():
-                    pending.give_up(EngineLostError(f"{self.url} takes requests and does not answer them"))
+                    pending.give_up(EngineLostError(f"{self.url} accepts requests and does not answer them"))
                 break
         self._watch = None
 
     # One request.
 
     async def _ask(self, request: GenerateRequest, parts: Sequence[Completion], pending: PendingRequest) -> Completion:
-        """Send `request`, continued behind the tokens of `parts`, and wait for the answer."""
+        """Send `request`, continued after the tokens of `parts`, and wait for the answer."""
         if parts:
             request = continued(request, parts)
         adapter: ServedAdapter | None = None
@@ -423,10 +425,10 @@ class RemoteEngine(ServerDialect, BaseEngine):
         try:
             completion = self._read(request, reply)
         except (KeyError, IndexError, TypeError, ValueError) as problem:
-            raise EngineError(f"{self.url} answered what {self.name} does not say ({one_line(problem)})") from problem
+            raise EngineError(f"{self.url} returned an invalid {self.name} reply ({one_line(problem)})") from problem
         if adapter is None:
             return completion
-        # The server names its weights, not the adapter: a request that reached it late still has the adapter before.
+        # The server reports its weights, not the adapter: a late request may still use the previous adapter.
         runs = [(start, min(version, adapter.version)) for start, version in completion.policy_versions]
         return replace(completion, policy_versions=version_runs(runs, current=adapter.version))
 
@@ -443,13 +445,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def _context(self) -> int | None:
-        """The longest prompt plus completion: what was said here, or the server's own limit if that is shorter."""
+        """Largest length of prompt plus completion, in tokens: the client's or the server's limit, whichever is shorter."""
         own = None if self._facts is None else self._facts.max_context
         limits = [limit for limit in (self._model.max_context, own) if limit is not None]
         return min(limits, default=None)
 
     def _room(self, request: GenerateRequest) -> int:
-        """Return the limit of sampled tokens: the request's, or the room that the context leaves."""
+        """Return the limit of sampled tokens: the request's, or the rest of the context."""
         wanted, context = request.sampling.max_tokens, self._context
         return wanted if context is None else min(wanted, context - len(request.prompt_ids))
 
@@ -463,7 +465,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._background(self._abort_quietly(wire_id))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` without holding the caller up; `close` waits for it."""
+        """Run `work` in the background; `close` waits for it."""
         task = asyncio.create_task(work, name=f"polyturn-{self.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,8 +1,8 @@
-"""Replica: one server of a pool, what runs there, and whether it may be sent more.
+"""Replica: the state of one server of a pool.
 
-up        takes requests while it has places
-down      lost; brought back by `recovery.py`, or, where its engine cannot be asked how it is, tried with one request
-stale     serves weights that are not the pool's; takes nothing until it was given those
+up        accepts requests while it has slots
+down      lost; `recovery.py` brings it back, or, without a health check, one request tests it
+stale     has other weights than the pool; accepts no requests until it has the pool's
 gone      lost for good
 """
 
@@ -25,7 +25,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 @dataclass(slots=True, eq=False)
 class PooledRequest:
-    """A request of the pool, from its arrival to its answer."""
+    """A request in the pool, from arrival to answer."""
 
     request: GenerateRequest
     arrived: float
@@ -45,42 +45,42 @@ class Replica:
     running: dict[str, PooledRequest] = field(default_factory=dict)
     is_up: bool = True
     is_stale: bool = False
-    """Its weights are older than the pool's, or unknown."""
+    """Whether its weights are older than the pool's, or unknown."""
     is_leaving: bool = False
     is_gone: bool = False
     recovery: asyncio.Task[None] | None = None
-    """The task that brings it back; it takes no requests until then."""
+    """The task that brings it back; it accepts no requests until then."""
     epoch: int = 0
-    """Number of its losses; a request that fails with an earlier epoch says nothing about the server as it is now."""
+    """Number of losses; the failure of a request from an earlier epoch does not concern the current server."""
     probes_at: float = 0.0
-    """When a server that is down may be asked again."""
+    """Time at which a server that is down may be tried again."""
     pause_s: float = FIRST_RETRY_S
     why: str = ""
-    """Why it was left out, or why the last attempt to bring it back failed."""
+    """Reason why it was left out, or why the last recovery failed."""
     num_done: int = 0
     num_lost: int = 0
 
     @property
     def load(self) -> int:
-        """Number of requests that run there."""
+        """Number of running requests."""
         return len(self.running)
 
     @property
     def is_live(self) -> bool:
-        """Whether it serves the pool's weights, as far as is known."""
+        """Whether it serves the pool's weights."""
         return self.is_up and not (self.is_stale or self.is_leaving or self.is_gone) and self.recovery is None
 
     def takes_work(self, now: float) -> bool:
-        """Return whether a request may be sent there."""
+        """Return whether it may be sent a request."""
         if self.is_live:
             return len(self.running) < self.slots
         if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
             return False
-        return now >= self.probes_at and not self.running  # one request finds out
+        return now >= self.probes_at and not self.running  # one request tests it
 
 
 def reasons(replicas: Sequence[Replica]) -> str:
-    """Return why servers are out, those of one reason together: "replica 0 and 3 more: it did not answer"."""
+    """Return the reasons why servers are out, grouped: "replica 0 and 3 more: it did not answer"."""
     names: dict[str, list[str]] = {}
     for replica in replicas:
         if replica.why:
@@ -90,14 +90,15 @@ def reasons(replicas: Sequence[Replica]) -> str:
 
 
 class Outage:
-    """Logs once that no server of a pool is up, with the reasons, and again when these change in more than their numbers."""
+    """Logs once that no server of a pool is up, with the reasons, and again if the reasons (not only their counts)
+    change."""
 
     def __init__(self, replicas: Sequence[Replica], *, patience_s: float) -> None:
         self._replicas, self._patience_s = replicas, patience_s
         self._told: set[str] = set()
 
     def note(self, replica: Replica, problem: Exception) -> None:
-        """Keep why a server was lost or did not come back, and say it where it was the last one."""
+        """Record why a server was lost or not recovered, and log it if no server is left."""
         replica.why = one_line(problem)
         if any(one.is_live for one in self._replicas):
             return
@@ -105,11 +106,11 @@ class Outage:
         if distinct_reasons != self._told:
             self._told = distinct_reasons
             logger.warning(
-                "no server is up (%s); requests and weights wait up to %g s for one to come back (engine.patience_s)",
+                "no server is up (%s); requests and weights wait up to %g s for a server to come back (engine.patience_s)",
                 reasons(self._replicas),
                 self._patience_s,
             )
 
     def end(self, replica: Replica) -> None:
-        """Note that a server is back."""
+        """Record that a server is back."""
         replica.why, self._told = "", set()

@@ -1,4 +1,4 @@
-"""Checks at the edge of engines: of requests, of the answers of servers, and of models that cannot be computed."""
+"""Checks of requests to engines, of servers' answers, and of models that the embedded engine cannot compute."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Facts about a server's model that its client checks requests against."""
+    """Facts about a served model, for the checks of its client."""
 
     vocab_size: int
-    """Ids from here on are refused."""
+    """Ids must be below this."""
     max_context: int | None = None
-    """The longest prompt plus completion, in tokens; None is the server's own limit."""
+    """Largest length of prompt plus completion, in tokens; None takes the server's limit."""
     media: MediaProcessor | None = None
-    """Its processor, if it sees; the server needs the same one beside its weights."""
+    """The processor of a model with media; the server needs the same one with its weights."""
     routes: RouteShape | None = None
-    """Its router sizes, where the server is to say which experts tokens went to; None does not ask."""
+    """The router sizes, if the server must report the experts of tokens; None does not request them."""
     needs_routes: bool = False
-    """Refuse a server that does not say so."""
+    """Whether a server that does not report experts is an error."""
     folder: Path | None = None
-    """The folder with its config, for a client that writes new weights by itself; None where a pool does, or where they
+    """The folder with the model's config, for a client that writes new weights itself; None if a pool does, or if weights
     never change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of requests to an engine of our own, in this process or in another."""
+    """The limits of requests to an embedded engine, in this process or in another."""
 
     vocab_size: int
     max_context: int
-    """The longest prompt plus completion."""
+    """Largest length of prompt plus completion, in tokens."""
     takes_media: bool
-    """Whether it has a processor for what prompts show."""
+    """Whether it has a processor for media."""
     routes: bool = False
-    """Whether it says which experts tokens went to."""
+    """Whether it reports the experts of tokens."""
 
     @classmethod
     def of(
         cls, model: PreTrainedModel, *, max_context: int | None, takes_media: bool, routes: bool = False
     ) -> RequestLimits:
-        """Return the limits of an engine of `model`; `max_context` is the model's own limit unless given.
+        """Return the limits of an engine of `model`; a `max_context` of None takes the model's limit.
 
         Raises:
             ConfigError: the model has layers other than full attention.
@@ -68,7 +68,7 @@ class RequestLimits:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Seeded, with logprobs in training's meaning."""
+        """Seeded, with logprobs as in training."""
         return EngineCapabilities(
             seeded=True,
             logprobs=True,
@@ -81,10 +81,10 @@ class RequestLimits:
         )
 
     def check(self, request: GenerateRequest, *, live: Container[str], is_closed: bool) -> None:
-        """Refuse a request that cannot be served.
+        """Raise for a request that cannot be served.
 
         Raises:
-            EngineError: the engine is closed, or as `check_request` says.
+            EngineError: the engine is closed, or `check_request` raises.
         """
         if is_closed:
             raise EngineError(f"request {request.request_id!r} came after the embedded engine was closed; make a new engine")
@@ -96,15 +96,15 @@ class RequestLimits:
 def check_request(
     request: GenerateRequest, *, live: Container[str], vocab_size: int, max_context: int | None, takes_media: bool
 ) -> None:
-    """Refuse a request that cannot be served.
+    """Raise for a request that cannot be served.
 
     Raises:
-        EngineError: the prompt is empty, does not fit or holds an id that the model does not have, the request's id is live,
-            or it shows media to an engine that takes none.
+        EngineError: the prompt is empty, does not fit or contains an id outside the vocabulary, the request's id is live, or
+            it has media and the engine supports none.
     """
     name = f"request {request.request_id!r}"
     if request.media and not takes_media:
-        raise EngineError(f"{name} has media, and the engine was given no processor; without one it serves text only")
+        raise EngineError(f"{name} has media, and the engine has no processor, so it serves text only")
     if request.request_id in live:
         raise EngineError(f"request id {request.request_id!r} is live already; use a fresh id for every request")
     length = len(request.prompt_ids)
@@ -113,25 +113,25 @@ def check_request(
     low, high = int(request.prompt_ids.min()), int(request.prompt_ids.max())
     if low < 0 or high >= vocab_size:
         raise EngineError(
-            f"{name} holds token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}; "
-            "tokenizer and model do not belong together"
+            f"{name} has the token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}; "
+            "tokenizer and model do not match"
         )
     if max_context is not None and length >= max_context:
         raise EngineError(
-            f"{name} has a prompt of {length} tokens and the context holds {max_context}, "
-            "the completion included; shorten the history or raise max_context"
+            f"{name} has a prompt of {length} tokens, and prompt plus completion may have {max_context}; shorten the "
+            "history or raise max_context"
         )
 
 
 MAX_LOGPROB = 1e-3
-"""A log-probability of a server may be above 0 by rounding, not by more."""
+"""Largest accepted log-probability of a server: rounding may put it slightly above 0."""
 
 
 def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
-    """The sampled ids of a server's answer, [T].
+    """Return [T] the sampled ids of a server's answer.
 
     Raises:
-        ValueError: they are not whole numbers, the model has no such id, or there are more than `max_tokens`.
+        ValueError: they are not integers, an id is outside the vocabulary, or there are more than `max_tokens`.
     """
     ids = np.asarray(values if values is not None else [])
     if ids.size == 0:
@@ -139,7 +139,7 @@ def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"token ids {str(values)[:60]}, which are not a list of whole numbers")
     if len(ids) > max_tokens:
-        raise ValueError(f"{len(ids)} tokens, and {max_tokens} were asked for")
+        raise ValueError(f"{len(ids)} tokens, and {max_tokens} were requested")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}")
@@ -147,16 +147,16 @@ def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
 
 
 REMOVED = -9000.0
-"""vLLM gives tokens that top-k or top-p removed a log-probability below this."""
+"""vLLM reports a log-probability below this for tokens that top-k or top-p removed."""
 
 
 def read_support(content: Sequence[Mapping[str, Any]]) -> Support:
-    """Return [T, K] the tokens that a vLLM server kept at each position: those of `top_logprobs` that have a probability."""
+    """Return [T, K] the tokens that a vLLM server kept at each position: those in `top_logprobs` with a probability."""
     kept = [
         [entry["token_id"], *(top["token_id"] for top in entry["top_logprobs"] if top["logprob"] > REMOVED)]
         for entry in content
     ]
-    rows = [list(dict.fromkeys(ids)) for ids in kept]  # the sampled token stands in both
+    rows = [list(dict.fromkeys(ids)) for ids in kept]  # the sampled token is in both
     support_TK = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
     for row, ids in zip(support_TK, rows, strict=True):
         row[: len(ids)] = ids
@@ -164,10 +164,10 @@ def read_support(content: Sequence[Mapping[str, Any]]) -> Support:
 
 
 def read_logprobs(values: Any) -> Floats:
-    """The log-probabilities of a server's answer, [T].
+    """Return [T] the log-probabilities of a server's answer.
 
     Raises:
-        ValueError: one is null, not a number, or above 0.
+        ValueError: a value is null, not a number, or above 0.
     """
     logprobs = np.asarray(values)
     if logprobs.size == 0:
@@ -180,10 +180,10 @@ def read_logprobs(values: Any) -> Floats:
 
 
 def check_attention(config: Mapping[str, Any], max_context: int) -> None:
-    """Refuse a model whose layers would need another mask or another cache than full attention.
+    """Raise for a model with layers other than full attention, which need another mask or cache.
 
     Raises:
-        ConfigError: it has such layers.
+        ConfigError: the model has such layers.
     """
     window = config.get("sliding_window")
     layers = config.get("layer_types") or ["full_attention" if window is None else "sliding_attention"]

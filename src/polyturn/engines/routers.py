@@ -1,11 +1,11 @@
-"""The routers of a mixture-of-experts model: their choices in a pass, recorded or replayed.
+"""Record or replay the choices of the routers of a mixture-of-experts model.
 
     router      scores [N, E] of all experts  ->  topk: [N, K] experts and their scores  ->  weights of the chosen
-    told        [N, L, K] experts             ->  topk returns these, and their scores gathered from the router's own
+    told        [N, L, K] experts             ->  topk returns these experts, with their scores from the router
 
-Only the choice is exchanged; the scores of the chosen are computed as ever, so gradients reach the router. Whatever else a
-router does (softmax before or after, a bias, groups of experts, normalised or not) is the architecture's, and stays: no
-formula is written here a second time. Source: Ma et al. 2025 (R3, arXiv 2510.11370).
+Only the choice is replaced. The scores of the chosen experts are computed as usual, so gradients reach the router. All other
+computations of the router (softmax before or after, a bias, groups of experts, normalisation) stay those of the model.
+Source: Ma et al. 2025 (R3, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polyturn.core.errors import AlignmentError, ConfigError
 from polyturn.core.routing import RouteShape
 
 LIVE = -1
-"""In place of a told expert: the router's own choice."""
+"""In place of a recorded expert: the router chooses."""
 _TOPK = (torch.topk, Tensor.topk)
 _MASKS = (torch.masked_fill, Tensor.masked_fill)
 
@@ -36,13 +36,13 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
-        """Return the routers of a causal language model, which may be on the meta device; None of one without experts.
+        """Return the routers of a causal language model, which may be on the meta device; None for a model without experts.
 
-        A router is what stands beside the experts of a layer (parameters of three axes, experts first) and has a matrix with
-        a row for each of them.
+        A router is a sibling of a layer's experts (parameters with three axes, experts first) with a matrix that has a row
+        per expert.
 
         Raises:
-            ConfigError: there are experts, and no router that this finds beside them.
+            ConfigError: there are experts without a recognisable router.
         """
         router_modules, at, counts = [], [], set()
         for name, layer in model.named_modules():
@@ -51,14 +51,14 @@ class Routers:
             if count:
                 if any("lora_" in part for part, _ in layer.named_parameters()) and not own:
                     raise ConfigError(
-                        f"model.lora adapts the {count} experts of a layer, and tokens go to experts as the engine chose "
-                        "only where those have no adapter; let model.lora.target_modules name layers of attention (q_proj, "
-                        "k_proj, v_proj, o_proj), or set algorithm.routing.replay to off"
+                        f"model.lora adapts the {count} experts of a layer, and routes can be replayed only for "
+                        "experts without an adapter; set model.lora.target_modules to layers of attention (q_proj, "
+                        "k_proj, v_proj, o_proj), or algorithm.routing.replay to off"
                     )
                 if len(own) != 1:
                     raise ConfigError(
-                        f"{type(layer).__name__} has {count} experts and {len(own)} modules that may be their router; set "
-                        "algorithm.routing.replay to off for this model"
+                        f"{type(layer).__name__} has {count} experts and {len(own)} modules that could be their router; "
+                        "set algorithm.routing.replay to off for this model"
                     )
                 router_modules += own
                 at.append(int(next(part for part in name.split(".") if part.isdigit())))
@@ -67,8 +67,8 @@ class Routers:
             return None
         if len(counts) > 1:
             raise ConfigError(
-                f"the layers have {sorted(counts)} experts; routes are kept of models whose layers have equally many, so "
-                "set algorithm.routing.replay to off for this one"
+                f"the layers have {sorted(counts)} experts; routes require the same number in all layers, so set "
+                "algorithm.routing.replay to off for this model"
             )
         assert isinstance(model, PreTrainedModel)
         config = model.config.get_text_config()
@@ -85,7 +85,7 @@ class Routers:
 
 
 def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
-    """Return the number of experts in `layer`, 0 if it has none, and name -> module that may be their router."""
+    """Return the number of experts in `layer`, 0 if it has none, and name -> module that could be their router."""
     parts = dict(layer.named_children())
     stack = next((part for part in parts.values() if sum(p.dim() == 3 for p in _own(part)) > 1), None)
     if stack is None:
@@ -99,29 +99,29 @@ def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
 
 
 def require_told(routes: Tensor, shape: RouteShape) -> None:
-    """Refuse routes [N, L, K] that are not of a model of `shape`.
+    """Raise unless routes [N, L, K] are of a model of `shape`.
 
     Raises:
-        AlignmentError: they are of another one.
+        AlignmentError: they are of another model.
     """
     if routes.shape[1:] != (shape.num_layers, shape.top_k) or int(routes.max()) >= shape.num_experts:
         raise AlignmentError(
-            f"the samples hold routes of shape {tuple(routes.shape[1:])} with experts up to {int(routes.max())}, and the "
-            f"model has {shape.num_experts} experts in each of {shape.num_layers} layers and takes {shape.top_k}; "
-            "train the model that was sampled from"
+            f"the samples have routes of shape {tuple(routes.shape[1:])} with experts up to {int(routes.max())}, and "
+            f"the model has {shape.num_experts} experts in each of {shape.num_layers} layers and uses {shape.top_k}; "
+            "train the model that sampled them"
         )
 
 
 class RoutingPass:
-    """Routers' choices in one pass over a batch; a context manager that must also span the backward pass, because layers
-    that are computed again must choose the same."""
+    """The routers' choices in one pass over a batch. The context must also span the backward pass, because recomputed layers
+    must choose the same experts."""
 
     def __init__(self, routers: Routers, *, routes: Tensor | None = None) -> None:
         """Prepare a pass.
 
         Args:
-            routers: Of the model.
-            routes: [N, L, K] the experts to choose, `LIVE` where the router is to choose itself; None lets all choose.
+            routers: The routers of the model.
+            routes: [N, L, K] the experts to choose; `LIVE` leaves the choice to the router, and so does None for all tokens.
 
         Raises:
             AlignmentError: `routes` is of another model.
@@ -132,11 +132,11 @@ class RoutingPass:
         self.shape, self.told = shape, routes
         count = shape.num_layers
         self.chosen: list[Tensor | None] = [None] * count
-        """For each layer [N, K] the experts that its tokens went to."""
+        """For each layer [N, K] the experts of its tokens."""
         self.live: list[Tensor | None] = [None] * count
-        """For each layer [N, K] the experts that its router chose by itself."""
+        """For each layer [N, K] the experts that its router would choose."""
         self.logits: list[Tensor | None] = [None] * count
-        """For each layer [N, E] what its router gave for each expert, with gradient."""
+        """For each layer [N, E] the router's scores, with gradient."""
         self._routers = routers
         self._handles: list[Any] = []
 
@@ -155,16 +155,16 @@ class RoutingPass:
         self._handles.clear()
 
     def read_choices(self) -> Tensor:
-        """Return [N, L, K] the experts that the tokens of the pass went to, and forget them.
+        """Return [N, L, K] the experts of the tokens of the pass, and forget them.
 
         Raises:
-            ConfigError: a router did not choose as routers are known to.
+            ConfigError: a router did not call topk as expected.
         """
         layers = [c for c in self.chosen if c is not None]
         if len(layers) < len(self.chosen):
             raise ConfigError(
-                f"{type(self._routers.modules[0]).__name__} takes its experts by something other than topk, so they cannot "
-                "be read; set algorithm.routing.replay to off"
+                f"{type(self._routers.modules[0]).__name__} chooses its experts by something other than topk, so they "
+                "cannot be recorded; set algorithm.routing.replay to off"
             )
         self.chosen, self.logits = [None] * len(layers), [None] * len(layers)
         return torch.stack(layers, dim=1)
@@ -177,15 +177,15 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self._of, self._layer = of, layer
         self._unmasked: Tensor | None = None
-        """The scores of all experts, where the router hid those of some groups from its choice."""
+        """The scores of all experts, if the router masked some groups before its choice."""
 
     def begin(self, *_: object) -> None:
-        """Before the router's forward pass."""
+        """Start before the router's forward pass."""
         self._unmasked = None
         self.__enter__()
 
     def end(self, module: nn.Module, args: object, output: Any) -> None:
-        """Behind it, also where it was broken off because enough of it was computed again."""
+        """Finish after the forward pass, even if a recomputation stopped it early."""
         self.__exit__(None, None, None)
         if output is not None and self._of.logits[self._layer] is None:
             self._of.logits[self._layer] = output[0]

@@ -1,11 +1,11 @@
-"""Sampling one token for every row of a batch at once, each row with its own settings.
+"""Sample one token for every row of a batch at once, each row with its own settings.
 
-Separate because it is pure: logits and one uniform number per row in, tokens and logprobs out. A row's result depends on
-that row alone, which is what makes a seeded request repeatable whatever shares its batch.
+A pure function: logits and one uniform number per row in, tokens and logprobs out. A row's result depends only on that row,
+so a seeded request is repeatable whatever else is in its batch.
 
-Logprobs are log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy rows (temperature
-0) report them at temperature 1. Rows that keep their support draw from at most `MAX_SUPPORT` tokens, and their logprobs are
-normalised over these.
+Logprobs are log_softmax(logits / temperature) over the full vocabulary, before top-k and top-p; greedy rows (temperature 0)
+report them at temperature 1. Rows with `keeps_support` draw from at most `MAX_SUPPORT` tokens, and their logprobs are
+normalised over these tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     """[B] float32."""
     support: Tensor | None
-    """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1; all -1 where nothing was cut or the row does
-    not keep it. None where that holds for all rows."""
+    """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1. A row is all -1 if no token was cut or the
+    row does not keep its support; None if that holds for all rows."""
 
 
 def sample(
@@ -40,16 +40,16 @@ def sample(
     keeps_support: Tensor | None = None,
     banned: Tensor | None = None,
 ) -> Sampled:
-    """Draw one token per row by inverting the cumulative distribution at `uniform`.
+    """Draw one token per row, by inverting the cumulative distribution at `uniform`.
 
     Args:
         logits: [B, V] of any float type.
         temperature: [B] float32; 0 is greedy.
-        top_p: [B] float32 in (0, 1]; applied after top-k, to what top-k leaves.
+        top_p: [B] float32 in (0, 1]; applied to the tokens left by top-k.
         top_k: [B] int64; 0 or less means no limit.
-        uniform: [B] float64 in [0, 1); what makes the draw random, so the same number gives the same token.
+        uniform: [B] float64 in [0, 1), the random numbers; equal numbers give equal tokens.
         keeps_support: [B] bool; None means no row does.
-        banned: [B, V] tokens that are not drawn. As top-k, it changes the draw and not the logprobs.
+        banned: [B, V] tokens that must not be drawn. Like top-k, it does not change the logprobs.
     """
     is_greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(is_greedy, 1.0, temperature).unsqueeze(1), dim=-1)
@@ -81,14 +81,14 @@ def sample(
 
 
 def _keep_top(probs: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """[B, V] return `probs` with 0 where top-k, then top-p, drops the token; the most likely token always stays."""
+    """Return [B, V] `probs` with 0 at tokens that top-k, then top-p, drops; the most likely token always stays."""
     sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)
     limit = torch.where(top_k > 0, top_k, probs.shape[-1])
     kept = torch.where(ranks < limit.unsqueeze(1), sorted_probs, 0.0)
     kept = kept / kept.sum(dim=-1, keepdim=True)
     before = torch.cumsum(kept, dim=-1) - kept
-    # With top_p = 1 nothing may be lost to rounding of the cumulative sum.
+    # With top_p = 1, rounding of the cumulative sum must not drop a token.
     is_dropped = (before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
     is_dropped[:, 0] = False
     kept = kept.masked_fill(is_dropped, 0.0)

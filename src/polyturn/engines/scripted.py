@@ -1,11 +1,11 @@
-"""ScriptedEngine: prepared answers, for tests and for measuring the loop around an engine.
+"""ScriptedEngine: returns prepared answers, for tests and for measuring the loop around an engine.
 
-Separate because it needs no model and no torch. It never copies or reads the prompt, so a turn costs the same at a 32k
-history as at 1k: what is left is the loop's own cost.
+It needs no model and no torch. It never copies or reads the prompt, so a turn costs the same with a history of 32k tokens as
+with 1k, and only the loop's cost remains.
 
     ScriptedEngine([[9, 2], [5, 2]])                    request 0 -> [9, 2], request 1 -> [5, 2]
     ScriptedEngine({"ep-1": [[9, 2], [5, 2]]})          the same, in the order of one session's requests
-    ScriptedEngine(lambda request: tokenizer_ids)       whatever the function says; a Completion is passed on as it is
+    ScriptedEngine(lambda request: tokenizer_ids)       the function's result; a Completion is returned unchanged
     ScriptedEngine([[9, 2], OSError("lost")])           an exception is raised as EngineError
 """
 
@@ -33,14 +33,14 @@ class ScriptedEngine(BaseEngine):
     """Answers from a script, with a constant logprob per token."""
 
     def __init__(self, script: Script, *, logprob: float = -1.0, latency_s: float = 0.0, version: int = 0) -> None:
-        """Take the script.
+        """Answer from `script`.
 
         Args:
             script: A function of the request; a list of answers in the order of requests; or a mapping from session id
                 to that session's answers.
             logprob: The log-probability reported for every token.
-            latency_s: Seconds that every request takes; 0 answers without giving up the event loop.
-            version: The policy version that completions carry until `update_weights`.
+            latency_s: Seconds per request; 0 answers without yielding to the event loop.
+            version: The policy version of completions until `update_weights`.
         """
         super().__init__()
         self._function: Callable[[GenerateRequest], Answer] | None = None
@@ -60,7 +60,7 @@ class ScriptedEngine(BaseEngine):
         self.num_requests = 0
         """Number of requests so far."""
         self.ended_sessions: list[str] = []
-        """The sessions that `end_session` was called with, in order."""
+        """The ended sessions, in order."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -71,7 +71,7 @@ class ScriptedEngine(BaseEngine):
         """Return the scripted answer, cut to `max_tokens` and after the first stop token.
 
         Raises:
-            EngineError: the script holds or raises an exception here, has no answer left, or the engine is closed.
+            EngineError: the script has an exception here or raises, has no answer left, or the engine is closed.
         """
         if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after the scripted engine was closed")
@@ -89,20 +89,20 @@ class ScriptedEngine(BaseEngine):
         return self._cut(ids_array(answer), request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request that is waiting out its latency; it returns no tokens."""
+        """End a request during its latency; it returns no tokens."""
         if request_id in self._sleeping:
             self._sleeping[request_id].set()
 
     async def end_session(self, session_id: str) -> None:
-        """Note that the session ended."""
+        """Record that the session ended."""
         self.ended_sessions.append(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Let completions carry `version` from now on."""
+        """Tag completions with `version` from now on."""
         self._version = version
 
     async def close(self) -> None:
-        """Refuse all further requests."""
+        """Raise for all further requests."""
         self._is_closed = True
 
     def _answer(self, request: GenerateRequest) -> Answer:
@@ -110,7 +110,7 @@ class ScriptedEngine(BaseEngine):
             return self._function(request)
         answers = self._common if self._common is not None else self._by_session.get(request.session_id)
         if answers is None:
-            raise EngineError(f"the script has no session {request.session_id!r}; it knows {sorted(self._by_session)}")
+            raise EngineError(f"the script has no session {request.session_id!r}; there are {sorted(self._by_session)}")
         try:
             return next(answers)
         except StopIteration:
@@ -119,7 +119,7 @@ class ScriptedEngine(BaseEngine):
             ) from None
 
     async def _sleep(self, request_id: str) -> bool:
-        """Wait out the latency; return whether the request was aborted meanwhile."""
+        """Wait for the latency; return whether the request was aborted meanwhile."""
         event = self._sleeping[request_id] = asyncio.Event()
         try:
             async with asyncio.timeout(self._latency_s):

@@ -1,10 +1,10 @@
-"""The commands that start vLLM and SGLang so that training can use them, on a GPU and on a CPU.
+"""The commands that start vLLM and SGLang for training, on a GPU and on a CPU.
 
     vllm_command(python="/venv/bin/python", model=Path("out/model"), max_context=4096, device="cpu")  ->  LaunchSpec
 
-Each flag here is one that the clients rely on (`vllm.py`, `sglang.py` say why); what a user adds comes after them and wins.
-A processor of images needs its tokenizer; without images neither is loaded. On a CPU both compute in float32: the matrix
-instructions of bfloat16 attention there are not in every virtual machine.
+The clients rely on each of these flags (see `vllm.py`, `sglang.py`). A user's arguments come last and win. An image
+processor needs its tokenizer; without images neither is loaded. On a CPU both servers compute in float32, because some
+virtual machines lack the instructions for bfloat16 attention.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def vllm_command(
 ) -> LaunchSpec:
     """Return the command line of a vLLM server of `model`.
 
-    `device` is "cuda" or "cpu", `sees` says that prompts show images, `transport` how new weights come.
+    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is that of new weights.
     """
     flags = [
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
@@ -44,9 +44,9 @@ def vllm_command(
     ]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     if transport == "ipc":
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its handles come pickled
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM sends pickled handles
     if device == "cpu":
-        # A prompt in pieces makes vLLM rewind the request's random generator, which a CPU generator cannot: it would crash.
+        # For chunked prefill vLLM rewinds the request's random generator, which crashes on a CPU.
         flags += ["--enforce-eager", "--dtype", "float32", "--no-enable-chunked-prefill"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return LaunchSpec(
@@ -68,7 +68,7 @@ def sglang_command(
 ) -> LaunchSpec:
     """Return the command line of a SGLang server of `model`.
 
-    `device` is "cuda" or "cpu", `sees` says that prompts show images, `transport` how new weights come.
+    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is that of new weights.
     """
     flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
     if not sees:
@@ -86,6 +86,6 @@ def sglang_command(
 
 
 def _python_path(env: Mapping[str, str] | None) -> str:
-    """Return the server's `PYTHONPATH`, with our plug-in first."""
+    """Return the server's `PYTHONPATH`, with the plug-in first."""
     own = (env or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(SERVER_SIDE), *([own] if own else [])])

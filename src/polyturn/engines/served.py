@@ -1,7 +1,7 @@
-"""From the section `engine` to a pool of servers of one kind: those that run already, or those that it starts.
+"""Build the pool of servers of the section `engine`: running ones, or ones to start.
 
 {kind: vllm, urls: ["http://a:8000"]}   ->  EnginePool([VllmEngine("http://a:8000")])
-{kind: sglang, launch: {replicas: 2}}   ->  EnginePool of two clients; each starts its server when it is first asked
+{kind: sglang, launch: {replicas: 2}}   ->  EnginePool of two clients; the first call of each starts its server
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from polyturn.engines.weight_transport import Way, choose_way
 logger = logging.getLogger(__name__)
 
 _FOR_PROBES = 16
-"""Places on a server beyond those of the rollout, so that looking at its weights never waits for an episode."""
+"""Further slots of a server for probes, so that checking its weights never waits for an episode."""
 
 
 def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec]) -> EnginePool:
-    """Make a pool of servers; those that are to be started are when they are first asked.
+    """Make a pool of servers; the first call starts those that must be started.
 
     Args:
-        setup: What the run gives.
+        setup: The parts of the run.
         client: The client of one server.
-        command: Returns how a server is started; see `serve_commands.py`.
+        command: Returns the command that starts a server; see `serve_commands.py`.
 
     Raises:
-        ConfigError: the section asks for what servers cannot do, or the server is not installed.
+        ConfigError: the servers do not support an option, or are not installed.
     """
     import torch
 
@@ -55,12 +55,12 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     root = None if options.weights_folder is None else setup.base / options.weights_folder
     transport = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None)
     if setup.adapter is not None:
-        client.adapter_launch(setup.adapter["r"])  # refused before anything is made, also of servers that run already
+        client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
     in_folder = transport in {"folder", "adapter"}
     if not in_folder:
         _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
-        raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; make it where the servers see it too")
+        raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; create it where the servers see it too")
     folder = setup.model_folder()
     own_model = folder.path if folder.is_temporary else None
     transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
@@ -107,61 +107,60 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
 
 
 def require_one_version(pool: EnginePool) -> None:
-    """Refuse servers, all of which have started, of several versions: they would sample, and take weights, in other ways.
+    """Raise if the started servers have different versions, which may sample or load weights differently.
 
     Raises:
-        ConfigError: naming a server of each version.
+        ConfigError: with a server of each version.
     """
     clients = [replica.engine for replica in pool.replicas if isinstance(replica.engine, RemoteEngine)]
     at = {client.software: client.url for client in reversed(clients)}
     if len(at) > 1:
         versions = ", ".join(f"{what} at {url}" for what, url in sorted(at.items()))
         raise ConfigError(
-            f"the servers are of several versions: {versions}; install one on all nodes (engine.launch.python)"
+            f"the servers have different versions: {versions}; install one version on all nodes (engine.launch.python)"
         )
 
 
 def _require_package(transport: Way, setup: EngineSetup, client: type[RemoteEngine]) -> None:
-    """Refuse a transfer of tensors of which the trainer's side is not installed.
+    """Raise if the trainer's side of a transfer of tensors is not installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the package is missing.
     """
     package = client.transfer_package
     if package is not None and importlib.util.find_spec(package) is None:
         _refuse(
-            f"engine.weights comes to {transport}, the trainer's side of which is in the package {package}, and that is not "
-            "installed beside polyturn; install it, or let weights go through a folder (engine.weights_folder, one that the "
-            "servers see too)",
+            f"engine.weights resolves to {transport}, which needs the package {package} in polyturn's environment; "
+            "install it, or send weights through a folder that the servers see too (engine.weights_folder)",
             setup,
         )
 
 
 def _require_sleep(setup: EngineSetup, client: type[RemoteEngine], launch: LaunchOptions, *, device: str) -> None:
-    """Refuse servers that cannot be on the trainer's own GPUs.
+    """Raise if the servers cannot share the trainer's GPUs.
 
     Raises:
-        ConfigError: there are no GPUs, or a server would take all of one.
+        ConfigError: there are no GPUs, or a server would use a whole GPU.
     """
     if device != "cuda":
         _refuse(
-            "engine.update is sleep, which is for servers on the trainer's GPUs, and there is no CUDA for them here: on "
-            "processors nothing is freed by sleep; leave engine.update at in_flight, or set it to wait",
+            "engine.update is sleep, which is for servers on the trainer's GPUs, and there is no CUDA GPU; set "
+            "engine.update to in_flight or wait",
             setup,
         )
     elif not any(arg.partition("=")[0] == client.share_flag for arg in launch.args):
         _refuse(
-            f"engine.update is sleep and engine.launch.args is {launch.args}, so that {client.name} takes nearly all of a "
-            f"GPU beside the trainer; add {client.share_flag} with the share that `polyturn plan` says is left",
+            f"engine.update is sleep and engine.launch.args is {launch.args}, so {client.name} would use nearly all of "
+            f"the trainer's GPU; add {client.share_flag} with the free share that `polyturn plan` reports",
             setup,
         )
 
 
 def _refuse(problem: str, setup: EngineSetup) -> None:
-    """Refuse a run that would not start on this machine; a dry run notes the reason and goes on.
+    """Raise because the run cannot start on this machine; a dry run records the reason instead.
 
     Raises:
-        ConfigError: the run is to start.
+        ConfigError: unless this is a dry run.
     """
     if setup.obstacles is None:
         raise ConfigError(problem)
@@ -169,20 +168,20 @@ def _refuse(problem: str, setup: EngineSetup) -> None:
 
 
 def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[RemoteEngine]) -> None:
-    """Refuse servers that cannot be started here because they are not installed, or are too old.
+    """Raise if the servers are not installed, or are too old.
 
     Raises:
-        ConfigError: the run is to start.
+        ConfigError: unless this is a dry run.
     """
     name, python = client.name, launch.python
     install = (
-        f"make an environment with {name}=={client.tested_version} and set engine.launch.python to its interpreter, or set "
-        "engine.urls to a server that runs"
+        f"make an environment with {name}=={client.tested_version} and set engine.launch.python to its interpreter, or "
+        "set engine.urls to a running server"
     )
     if python is None and importlib.util.find_spec(name) is None:
         return _refuse(f"engine.kind is {name}, and {name} is not installed here; {install}", setup)
     if setup.obstacles is None:
-        return  # the server says so itself as it starts
+        return  # the server itself reports it at its start
     ask = f"import importlib.metadata as m; print(m.version({name!r}))"
     try:
         done = subprocess.run(
@@ -225,7 +224,7 @@ def _launches(
     more, beside = ([], {}) if setup.adapter is None else client.adapter_launch(setup.adapter["r"])
     if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
-            f"engine.launch.replicas is {launch.replicas} and nothing says which GPUs each server gets; set "
+            f"engine.launch.replicas is {launch.replicas} and engine.launch.devices does not assign GPUs to them; set "
             'engine.launch.devices, for example ["0,1", "2,3"]'
         )
     specs = []
@@ -245,16 +244,16 @@ def _launches(
 
 
 def _asks_for_routes(setup: EngineSetup, client: type[RemoteEngine], *, device: str) -> bool:
-    """Return whether servers are started so that they say which experts tokens went to. Asked on a CPU they end: vLLM needs
-    Triton for it, which has no backend there, and SGLang memory that CUDA has registered.
+    """Return whether to start servers with reporting of experts. It would end them on a CPU: vLLM needs Triton, which has no
+    CPU backend, and SGLang memory registered with CUDA.
 
     Raises:
-        ConfigError: it is needed there.
+        ConfigError: routes are required on a CPU.
     """
     if setup.routes is None or device != "cpu":
         return setup.routes is not None
-    why = f"{client.name} does not say on a CPU which experts tokens went to"
+    why = f"{client.name} does not report the experts of tokens on a CPU"
     if setup.needs_routes:
-        raise ConfigError(f"algorithm.routing.replay is on and {why}; set it to auto or off, or take engine.kind embedded")
-    logger.warning("%s; training sends them where its own routers do, and counts them (policy/router_missing)", why)
+        raise ConfigError(f"algorithm.routing.replay is on and {why}; set it to auto or off, or set engine.kind: embedded")
+    logger.warning("%s; training uses the choices of its own routers, and counts these tokens (policy/router_missing)", why)
     return False

@@ -1,10 +1,10 @@
-"""ServedMedia: images on their way to a server, which has a processor of its own.
+"""ServedMedia: convert prompts with images for a server, which has its own processor.
 
-    here    … <|vision_start|> <|image_pad|> <|image_pad|> <|image_pad|> <|vision_end|> …       as the model reads them
+    here    … <|vision_start|> <|image_pad|> <|image_pad|> <|image_pad|> <|vision_end|> …       the model's ids
     sent    … <|vision_start|> <|image_pad|> <|vision_end|> …   and  "data:image/png;base64,…"
-    there   … expanded again by the server, which says to what: the same ids, or the answer is refused
+    there   … expanded again by the server, which returns the ids; other ids are an error
 
-So what is trained stays what was sampled from, also where a server's processor is set otherwise than the trainer's.
+So training uses the prompt that was sampled from, even if the server's processor has other settings than the trainer's.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from polyturn.tokens.multimodal import MediaProcessor
 
 
 class SentPrompt(NamedTuple):
-    """A prompt as a server that expands it wants it."""
+    """A prompt for a server that expands placeholders."""
 
     ids: Ids
-    """Each medium is one placeholder."""
+    """[T] the ids, with one placeholder per medium."""
     uris: tuple[str, ...] = ()
-    """A data URI for each."""
+    """A data URI per medium."""
     keys: tuple[str, ...] = ()
-    """A name for each by which a server may keep what it made of it: equal for equal images, and for no others."""
+    """A cache key per medium for the server; equal exactly for equal images."""
 
 
 class ServedMedia:
-    """Makes the prompts that are sent, for one model and its processor."""
+    """Makes the prompts for servers, for one model and its processor."""
 
     def __init__(self, processor: MediaProcessor | None) -> None:
         self._processor = processor
 
     @property
     def is_there(self) -> bool:
-        """Whether images can be sent at all."""
+        """Whether images can be sent."""
         return self._processor is not None
 
     def prompt(self, request: GenerateRequest) -> SentPrompt:
-        """Return a request's prompt as it is sent; text goes as it is.
+        """Return a request's prompt in the form for servers; text is unchanged.
 
         Raises:
-            EngineError: it shows something else than images, or its ids are not what the processor makes of them.
+            EngineError: it has media other than images, or its ids differ from the processor's expansion.
         """
         if self._processor is None or not request.media:
             return SentPrompt(request.prompt_ids)
         for medium in request.media:
             if medium.kind != "image":
                 raise EngineError(
-                    f"request {request.request_id!r} shows {a_kind(medium.kind)}, and served engines are sent images only; "
-                    "use engine.kind: embedded"
+                    f"request {request.request_id!r} shows {a_kind(medium.kind)}, and served engines support only "
+                    "images; use engine.kind: embedded"
                 )
         try:
             ids = self._processor.collapse(request.prompt_ids, request.media)
@@ -65,15 +65,15 @@ class ServedMedia:
         return SentPrompt(ids, uris, tuple(hashlib.blake2b(uri.encode(), digest_size=16).hexdigest() for uri in uris))
 
     def check(self, request: GenerateRequest, is_same: bool, *, url: str) -> None:
-        """Refuse the answer of a server that made something else of the images.
+        """Raise if a server expanded the images to other ids.
 
         Raises:
             EngineError: `is_same` is false.
         """
         if not is_same:
             raise EngineError(
-                f"{url} made other tokens of the {len(request.media)} images of request {request.request_id!r} than the "
-                "trainer's processor; give the server the same processor (preprocessor_config.json)"
+                f"{url} expanded the {len(request.media)} images of request {request.request_id!r} to other tokens "
+                "than the trainer's processor; give the server the same processor (preprocessor_config.json)"
             )
 
 

@@ -2,9 +2,9 @@
 
     POST /generate   {"input_ids": […], "sampling_params": {…}, "rid": …}   ->   ids, logprobs, weight versions
 
-Its logprobs are log_softmax(logits / temperature) over the full vocabulary, whatever top-p and top-k say: what training
-means by a logprob. Request ids are random and of one length, because aborting one there also aborts every id that starts
-with it.
+Its logprobs are log_softmax(logits / temperature) over the full vocabulary, independent of top-p and top-k, as in training.
+Request ids are random and of equal length, because SGLang's abort also ends every request whose id starts with the given
+one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SglangEngine(RemoteEngine):
     tested_version = "0.5.23"
     sleep_flag, share_flag = "--enable-memory-saver", "--mem-fraction-static"
     _has_sessions = True
-    """Whether tensors are taken between /begin_weight_update and /end_weight_update, as newer servers want it."""
+    """Whether tensors are sent between /begin_weight_update and /end_weight_update, as newer servers require."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Logprobs in training's meaning; seeds only where the server samples deterministically."""
+        """Logprobs as in training; seeded only if the server samples deterministically."""
         return EngineCapabilities(
             seeded=self._facts is not None and self._facts.seeded,
             logprobs=True,
@@ -66,7 +66,8 @@ class SglangEngine(RemoteEngine):
         )
 
     async def checksums(self) -> ServerChecksums | None:
-        """Return the checksums of what each rank holds; None from a server without our plug-in: its own do not add up."""
+        """Return the checksums of each rank's tensors; None from a server without the plug-in, whose checksums are not
+        additive."""
         await self._met()
         try:
             reply = await super().tell("/weights_checker", {"action": "checksum"})
@@ -77,7 +78,7 @@ class SglangEngine(RemoteEngine):
         return ServerChecksums.read([rank["checksums"] for rank in (reply or {}).get("ranks") or ()])
 
     async def _look(self) -> None:
-        await self._link.get("/health_generate", timeout_s=self._health_s)  # asks for a token unless tokens are coming
+        await self._link.get("/health_generate", timeout_s=self._health_s)  # generates a token if no request is running
 
     async def _read_load(self) -> EngineLoad | None:
         loads = (await self._link.get("/v1/loads?include=core", timeout_s=self._health_s) or {}).get("loads")
@@ -121,7 +122,7 @@ class SglangEngine(RemoteEngine):
         triples = meta.get("output_token_logprobs") or []
         reason = meta["finish_reason"]
         if reason.get("matched") == "NaN happened":
-            raise EngineError(f"{self.url} met a NaN while it answered {request.request_id!r}; its weights are broken")
+            raise EngineError(f"{self.url} produced NaN for {request.request_id!r}; its weights are broken")
         runs = [(s["start"], self.version_of(s["version"])) for s in meta.get("weight_versions") or []]
         return Completion(
             token_ids=ids,
@@ -139,10 +140,10 @@ class SglangEngine(RemoteEngine):
         await self._post("/pause_generation", {"mode": "retract"})
 
     async def load_folder(self, folder: Path) -> None:
-        """Let the server load a checkpoint.
+        """Make the server load a checkpoint.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load it.
         """
         try:
             await self.tell("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True})
@@ -153,15 +154,15 @@ class SglangEngine(RemoteEngine):
 
     @staticmethod
     async def open_link(transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
-        """Return the trainer's end of SGLang's own updates."""
+        """Return the trainer's end of SGLang's weight updates."""
         return await SglangLink.open(transport, servers)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post what the server answers with whether it did it; a server without sessions needs none.
+        """Post to the server and check its success; skip session calls for servers without sessions.
 
         Raises:
-            EngineLostError: it did not answer.
-            EngineError: it did not do it.
+            EngineLostError: the server did not answer.
+            EngineError: the server reported a failure.
         """
         if not self._has_sessions and path in {"/begin_weight_update", "/end_weight_update"}:
             return None
@@ -171,7 +172,7 @@ class SglangEngine(RemoteEngine):
         return reply
 
     async def _loaded(self) -> None:
-        await self._post("/flush_cache")  # with no wait: what was running stands in the queue again
+        await self._post("/flush_cache")  # without a wait, because running requests are back in the queue
 
     async def _rename(self, tag: str) -> None:
         await self._post("/update_weight_version", {"new_version": tag, "abort_all_requests": False})
@@ -180,13 +181,13 @@ class SglangEngine(RemoteEngine):
         return str((await self._link.get("/model_info")).get("weight_version"))
 
     async def _forget(self) -> None:
-        await self._post("/flush_cache?timeout=30")  # it waits for the requests that run
+        await self._post("/flush_cache?timeout=30")  # waits for running requests
 
     async def _resume(self) -> None:
         await self._post("/continue_generation", {})
 
     async def _sleep(self) -> None:
-        await self._pause()  # what runs goes back to the queue: it must be idle
+        await self._pause()  # returns running requests to the queue, because the server must be idle
         await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout_s=LOAD_TIMEOUT_S)
 
     async def _wake(self, memory: Memory) -> None:
@@ -199,6 +200,6 @@ def build(setup: EngineSetup) -> Engine:
     """Make a pool of SGLang servers.
 
     Raises:
-        ConfigError: the section `engine` asks for what they cannot do, or SGLang is not installed.
+        ConfigError: SGLang does not support an option of the section `engine`, or is not installed.
     """
     return build_servers(setup, SglangEngine, sglang_command)

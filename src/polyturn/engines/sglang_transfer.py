@@ -1,9 +1,9 @@
-"""The trainer's end of SGLang's own weight updates, to any number of servers at once.
+"""The trainer's end of SGLang's weight updates, to any number of servers at once.
 
-    gloo, nccl   /init_weights_update_group once, then /update_weights_from_distributed names tensors, and they are broadcast
+    gloo, nccl   /init_weights_update_group once, then /update_weights_from_distributed with names, and a broadcast
     ipc          /update_weights_from_tensor with handles of the trainer's memory, on the same GPU
 
-Handles go pickled, because that is what the route takes; the server reads them with an unpickler that knows tensors only.
+Handles are pickled, because the route requires it; the server reads them with an unpickler restricted to tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GPU_FIELD = 6
-"""The place of the GPU's number in torch's handle of a tensor; another process may count GPUs in another order."""
+"""Index of the GPU's number in torch's handle of a tensor; processes may number GPUs differently."""
 
 
 class SglangLink:
@@ -38,10 +38,10 @@ class SglangLink:
 
     @classmethod
     async def open(cls, transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
-        """Make the group with the servers' workers, if the way has one.
+        """Make the group with the servers' workers, if the transport uses one.
 
         Raises:
-            EngineLostError: it did not come about.
+            EngineLostError: the group could not be made.
             EngineError: a server refused.
         """
         if transport == "ipc":
@@ -59,11 +59,11 @@ class SglangLink:
         return cls(servers, group)
 
     async def send(self, weights: Mapping[str, Tensor]) -> None:
-        """Send a bucket at a time, in a session of each server.
+        """Send the weights in buckets, in a session per server.
 
         Raises:
             EngineLostError: a server did not answer, or the group broke.
-            EngineError: one refused.
+            EngineError: a server refused.
         """
         await self._all("/begin_weight_update", {"selector": "target"})
         try:
@@ -71,7 +71,7 @@ class SglangLink:
             while (bucket := await asyncio.to_thread(next, pieces, None)) is not None:
                 await (self._hand_over(bucket) if self._group is None else self._broadcast(bucket, self._group))
         except BaseException:
-            with contextlib.suppress(EngineError):  # a session that stays open refuses the next weights
+            with contextlib.suppress(EngineError):  # an open session would refuse the next weights
                 await self._all("/end_weight_update", {})
             raise
         await self._all("/end_weight_update", {})
@@ -99,10 +99,10 @@ class SglangLink:
         import torch
 
         tensors = {name: tensor.cuda() for name, tensor in bucket.items()}
-        torch.cuda.synchronize()  # the other process reads them on a stream of its own
+        torch.cuda.synchronize()  # the other process reads them on another stream
 
         async def give(server: TransferServer) -> None:
-            # A handle is opened once, so every process of the server gets its own.
+            # A handle can be opened once, so every process of the server gets one.
             handles = [_pickled(tensors) for _ in range(server.num_workers)]
             await server.tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
 
@@ -122,7 +122,7 @@ class _HandlePickler(pickle.Pickler):
     """Writes tensors of a GPU as handles that name it by its UUID."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Say how a tensor is opened."""
+        """Return the function and arguments that open a tensor."""
         import torch
         from torch.multiprocessing import reductions
 

@@ -1,11 +1,11 @@
-"""Which slot of the embedded engine a request sits in, and what of its prompt that slot has cached already.
+"""SlotAllocator: choose a slot of the embedded engine for each request, and reuse cached prefixes.
 
-    session has a slot    ->  the same one: all that its prompt begins with is cached there
-    another slot began so ->  an empty slot, and that slot's keys and values copied into it
-    it will soon          ->  wait for its prefill
+    session has a slot    ->  the same slot, which has the prefix in its cache
+    another slot has it   ->  an empty slot, with that slot's keys and values copied
+    another soon has it   ->  wait for the other slot's prefill
     otherwise             ->  an empty slot, or the one that was idle longest
 
-Free of torch: it says what to copy or exchange in the KV cache, and the engine does it.
+This module does not import torch: it returns the copies and exchanges for the engine to make in the KV cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyturn.engines.slots import MIN_SHARED_PREFIX, EngineStats, SlotRequest, 
 
 
 class PrefixCopy(NamedTuple):
-    """Keys and values of `length` tokens that slot `target` takes over from slot `source`."""
+    """A copy of the keys and values of `length` tokens from slot `source` to slot `target`."""
 
     source: int
     target: int
@@ -32,13 +32,13 @@ class SlotAllocator:
     """Slots, and the sessions that own them."""
 
     def __init__(self, slots: Slots, *, max_context: int, share_prefixes: bool, stats: EngineStats) -> None:
-        """Take empty slots.
+        """Start with empty slots.
 
         Args:
-            slots: What every slot holds; written here and by the engine.
-            max_context: The longest prompt plus completion.
-            share_prefixes: Copy a prefix that another slot holds.
-            stats: Where reuse and evictions are counted.
+            slots: The state of all slots, written by this class and by the engine.
+            max_context: Largest length of prompt plus completion, in tokens.
+            share_prefixes: Whether to copy prefixes from other slots.
+            stats: Counts reuse and evictions.
         """
         self._slots = slots
         self._max_context = max_context
@@ -49,7 +49,7 @@ class SlotAllocator:
     def admit(self, waiting: Sequence[SlotRequest]) -> tuple[list[SlotRequest], list[PrefixCopy]]:
         """Give free slots to requests; return the requests that still wait, and the prefixes to copy.
 
-        Prompts are compared only while a slot is free: a long queue costs a full engine nothing.
+        Prompts are compared only while a slot is free, so a long queue costs a full engine nothing.
         """
         copies: list[PrefixCopy] = []
         still_waiting = []
@@ -62,13 +62,13 @@ class SlotAllocator:
         return still_waiting, copies
 
     def leave(self, running: SlotRequest) -> None:
-        """Take a request out of its slot; the slot keeps what it cached."""
+        """Remove a request from its slot; the slot keeps its cache."""
         self._slots.running[running.slot] = None
         self._slots.touch(running.slot)
         running.slot = -1
 
     def end_session(self, session_id: str) -> None:
-        """Give the session's slot back. Unknown ids are fine."""
+        """Release the session's slot. Unknown ids are fine."""
         slot = self._sessions.pop(session_id, None)
         if slot is not None:
             self._slots.session[slot] = None
@@ -78,12 +78,12 @@ class SlotAllocator:
         self._sessions.clear()
 
     def exchanges(self, rows: NDArray[np.int64]) -> tuple[list[int], list[int]]:
-        """Return (idle slots in front, running slots behind) whose exchange moves the running `rows` to the front."""
+        """Return (idle slots, running slots) whose exchange moves the running `rows` to the front."""
         count = len(rows)
         return np.setdiff1d(np.arange(count), rows).tolist(), rows[rows >= count].tolist()
 
     def exchange(self, first: list[int], second: list[int]) -> None:
-        """Exchange the slots first[i] and second[i], with those who sit in them."""
+        """Exchange the slots first[i] and second[i], with their requests."""
         self._slots.swap(first, second)
         for slot in first + second:
             session, running = self._slots.session[slot], self._slots.running[slot]
@@ -93,7 +93,7 @@ class SlotAllocator:
                 running.slot = slot
 
     def _place(self, running: SlotRequest, copies: list[PrefixCopy]) -> bool:
-        """Put the request into one of the free slots; False when it waits for a prefix that is being computed."""
+        """Put the request into a free slot; return False if it waits for a prefix that is being computed."""
         slots, request = self._slots, running.request
         prompt, length = running.keys, len(request.prompt_ids)
         slot = self._sessions.get(request.session_id, -1)
@@ -105,7 +105,7 @@ class SlotAllocator:
         else:
             cached = 0
             donor, shared, soon = slots.donor(prompt) if self._share_prefixes else (-1, 0, 0)
-            if soon - shared >= MIN_SHARED_PREFIX:  # a sibling computes it now; copying it then costs less
+            if soon - shared >= MIN_SHARED_PREFIX:  # another request is computing it; copying later costs less
                 return False
             slot, evicted = slots.claim()
             if evicted is not None:
@@ -114,7 +114,7 @@ class SlotAllocator:
             shared = running.before(shared)
             if shared < MIN_SHARED_PREFIX:
                 shared = 0
-            elif donor == slot:  # the claimed slot held the prefix itself
+            elif donor == slot:  # the claimed slot itself has the prefix
                 cached = shared
             else:
                 copies.append(PrefixCopy(donor, slot, shared))

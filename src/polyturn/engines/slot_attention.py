@@ -1,8 +1,8 @@
-"""Attention of several tokens of each slot over the cache, on a CPU, without a copy of keys and values for every query head.
+"""Attention of several tokens per slot over the cache, on a CPU, without a copy of keys and values for every query head.
 
-Separate because it replaces one choice of transformers: where several query heads share keys and a mask is given,
-transformers repeats keys and values first. That cost more than the attention itself (measured: 5 of 7 ms a layer for 32
-slots of 350 tokens). A CPU's kernel needs no copy; other devices keep transformers' code.
+If several query heads share keys and there is a mask, transformers repeats keys and values first. That cost more than the
+attention itself (measured: 5 of 7 ms a layer for 32 slots of 350 tokens). The CPU kernel needs no copy; other devices keep
+transformers' code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
 def use(model: _Model) -> _Model:
-    """Let a model attend like this, where it uses the kernel of torch; return the model."""
+    """Make a model that uses torch's kernel attend like this; return the model."""
     text = model.config.get_text_config()
     if text._attn_implementation == "sdpa":
         text._attn_implementation = NAME
@@ -37,8 +37,8 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with [B, H, Q, D] queries to [B, K, T, D] keys and values; return [B, Q, H, D]."""
-    if attention_mask is None or query.device.type != "cpu" or query.shape[2] == 1:  # one token is not repeated for
+    """Return [B, Q, H, D] the attention of queries [B, H, Q, D] over keys and values [B, K, T, D]."""
+    if attention_mask is None or query.device.type != "cpu" or query.shape[2] == 1:  # no copies are made for one token
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )

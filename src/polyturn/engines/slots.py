@@ -1,7 +1,7 @@
-"""The slots of the embedded engine: arrays over slots, and the choice of one to take, copy from or give up.
+"""The slots of the embedded engine: arrays over slots, and the choice of a slot to use, copy from or evict.
 
-Separate from the engine's scheduling because it is plain bookkeeping on the CPU, free of torch: a decoding step reads and
-writes these arrays for all running slots at once, so no Python work is done per row.
+A decoding step reads and writes these arrays for all running slots at once, without Python work per row. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from polyturn.core.routing import RouteShape
 from polyturn.engines.media import ShownPrompt
 
 MIN_SHARED_PREFIX = 8
-"""Copying a shorter prefix costs more than computing it."""
+"""Shortest prefix, in tokens, for which a copy is cheaper than computing."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since the engine was made; subtract two copies for an interval."""
+    """Counts since the engine was made; subtract two copies to get an interval."""
 
     prefilled_tokens: int = 0
-    """Prompt tokens that went through the model."""
+    """Number of prompt tokens computed by the model."""
     reused_tokens: int = 0
-    """Prompt tokens that the session's slot still held."""
+    """Number of prompt tokens found in the session's slot."""
     shared_tokens: int = 0
-    """Prompt tokens whose keys and values were copied from another slot."""
+    """Number of prompt tokens whose keys and values were copied from another slot."""
     decoded_tokens: int = 0
     """Tokens sampled."""
     prefill_steps: int = 0
@@ -42,9 +42,9 @@ class EngineStats:
     sampling_s: float = 0.0
     """Seconds inside sampling."""
     busy_s: float = 0.0
-    """Seconds inside the engine's steps, everything included."""
+    """Seconds inside the engine's steps in total."""
     evictions: int = 0
-    """Sessions whose cache was dropped to make room."""
+    """Number of sessions whose cache was dropped to free a slot."""
     completions: int = 0
 
 
@@ -63,54 +63,54 @@ class SlotRequest:
 
     @property
     def keys(self) -> Ids:
-        """[T] what tells the prompt from others: its ids, and media by what they show."""
+        """[T] keys to compare prompts: the ids, with the numbers of media at their placeholders."""
         return self.request.prompt_ids if self.prompt_with_media is None else self.prompt_with_media.keys
 
     def before(self, index: int) -> int:
-        """Return `index`, or where the medium starts that a cut there would divide."""
+        """Return `index`, or the start of a medium that a cut at `index` would divide."""
         return index if self.prompt_with_media is None else self.prompt_with_media.before(index)
 
 
 @dataclass(slots=True)
 class Slots:
-    """The state of every slot, as arrays over slots, so that a decoding step does no Python work per row."""
+    """The state of all N slots, as arrays over slots."""
 
     ids: NDArray[np.int32]
-    """[N, max_context] the known ids; negative where the model reads a medium's features (see `media.ShownPrompt`)."""
+    """[N, max_context] the known ids; negative at a medium's features (see `media.ShownPrompt`)."""
     logprobs: NDArray[np.float32]
-    """[N, max_context] of the sampled ones."""
+    """[N, max_context] logprobs of the sampled ids."""
     cached: NDArray[np.int64]
-    """[N] how many ids have keys and values in the cache."""
+    """[N] number of ids with keys and values in the cache."""
     known: NDArray[np.int64]
-    """[N] how many ids there are."""
+    """[N] number of known ids."""
     limit: NDArray[np.int64]
     """[N] the number of ids at which the request ends."""
     prompt: NDArray[np.int64]
-    """[N] how many of the ids are the prompt."""
+    """[N] number of ids of the prompt."""
     stop: NDArray[np.int64]
-    """[N, K] the stop ids, -1 where there are fewer than K."""
+    """[N, K] the stop ids, padded with -1."""
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]
     top_k: NDArray[np.int64]
     last_used: NDArray[np.int64]
     rope_offset: NDArray[np.int64]
-    """[N] what is added to a sampled token's index to get its position; 0 unless the prompt shows media."""
+    """[N] difference between a sampled token's position and its index; 0 unless the prompt has media."""
     keeps_support: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """[N] whether the request records the tokens that each sampled one was drawn from."""
+    """[N] whether the request records the support of each sampled token."""
     support: NDArray[np.int32] | None = None
-    """[N, max_context, MAX_SUPPORT] these tokens, of the sampled ids; None until a request keeps them."""
+    """[N, max_context, MAX_SUPPORT] the supports of the sampled ids; None until a request keeps them."""
     routes: Any | None = None
-    """[N, max_context, L, K] the experts that the known ids went to; None where that is not asked for."""
+    """[N, max_context, L, K] the experts of the known ids; None if routes are not kept."""
     routed: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[N] how many ids have their entry in `routes`."""
+    """[N] number of ids with an entry in `routes`."""
     running: list[SlotRequest | None] = field(default_factory=list)
     clock: int = 0
     session: list[str | None] = field(default_factory=list)
-    """The session that owns the slot; None when it is free (its content may still serve as a prefix)."""
+    """For each slot the session that owns it; None if the slot is free, although its content may still serve as a prefix."""
 
     @classmethod
     def make(cls, n: int, max_context: int, *, routes: RouteShape | None = None) -> Slots:
-        """Return `n` empty slots, which keep `routes` of that shape."""
+        """Return `n` empty slots, with `routes` of that shape."""
         return cls(
             ids=np.zeros((n, max_context), np.int32),
             logprobs=np.zeros((n, max_context), np.float32),
@@ -125,7 +125,7 @@ class Slots:
             last_used=np.zeros(n, np.int64),
             rope_offset=np.zeros(n, np.int64),
             keeps_support=np.zeros(n, np.bool_),
-            # Zeros, and not "no route", because memory that was never written has no pages yet.
+            # Zeros instead of "no route", because memory that was never written has no pages yet.
             routes=None if routes is None else np.zeros((n, max_context, *routes[:2]), routes.dtype),
             routed=np.zeros(n, np.int64),
             running=[None] * n,
@@ -158,14 +158,14 @@ class Slots:
             self.session[a], self.session[b] = self.session[b], self.session[a]
 
     def note_support(self, rows: NDArray[np.int64], index: NDArray[np.int64], support_NK: NDArray[np.int32]) -> None:
-        """Keep the tokens that the ids at `index` [N] of the slots `rows` [N] were drawn from."""
+        """Record the supports of the ids at `index` [N] of the slots `rows` [N]."""
         if self.support is None:
             self.support = np.zeros((*self.ids.shape, MAX_SUPPORT), np.int32)
         self.support[rows, index] = -1
         self.support[rows, index, : support_NK.shape[1]] = support_NK
 
     def support_of(self, slot: int) -> Support | None:
-        """Return [n, K] the tokens that the sampled ids were drawn from; None if the request does not keep them."""
+        """Return [n, K] the supports of the sampled ids; None if the request does not keep them."""
         if not self.keeps_support[slot]:
             return None
         begin, end = int(self.prompt[slot]), int(self.known[slot])
@@ -176,10 +176,10 @@ class Slots:
         return support_NK[:, :width].copy()
 
     def note_routes(self, rows: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64], routes: Any) -> None:
-        """Keep the experts that `counts` [B] ids of the slots `rows`, from index `first` [B] on, went to: [B, Q, L, K].
+        """Record the experts `routes` [B, Q, L, K] of `counts` [B] ids of the slots `rows`, from index `first` [B] on.
 
-        An id keeps the experts that it had first: those it was sampled with, whatever newer weights choose when its keys and
-        values are computed again.
+        An id keeps its first experts, those of its sampling, even if newer weights choose others when its keys and values
+        are computed again.
         """
         assert self.routes is not None
         for row, begin, count, new in zip(rows.tolist(), first.tolist(), counts.tolist(), routes, strict=True):
@@ -188,14 +188,15 @@ class Slots:
             self.routed[row] = max(int(self.routed[row]), begin + count)
 
     def routes_of(self, slot: int, start: int) -> Any | None:
-        """Return [R, L, K] the experts of the ids from `start` to the last but one; None where they are not all known."""
+        """Return [R, L, K] the experts of the ids from `start` to the last but one; None if some are unknown."""
         end = int(self.known[slot]) - 1
         if self.routes is None or not start <= end <= self.routed[slot]:
             return None
         return self.routes[slot, start:end].copy()
 
     def donor(self, prompt: Ids) -> tuple[int, int, int]:
-        """Return (slot, tokens of `prompt` it has in cache, tokens that some slot has or will have after its prefill)."""
+        """Return (the best slot, the tokens of `prompt` in its cache, the most tokens that any slot has or will have after
+        its prefill)."""
         length = len(prompt)
         candidates = np.flatnonzero((self.known >= MIN_SHARED_PREFIX) & (self.ids[:, 0] == prompt[0]))
         if not len(candidates) or length <= MIN_SHARED_PREFIX:
@@ -209,8 +210,8 @@ class Slots:
         return int(candidates[best]), int(now[best]), int(soon.max())
 
     def claim(self) -> tuple[int, str | None]:
-        """Return a slot to overwrite, and the session that loses it: an empty slot, else the longest unused free one, else
-        the longest idle session's. At least one slot must not be running."""
+        """Return a slot to overwrite, and the session that loses it: an empty slot, else the least recently used free one,
+        else that of the session idle for longest. At least one slot must not be running."""
         best, best_key = -1, (3, 0)
         for slot, running in enumerate(self.running):
             if running is not None:
@@ -221,12 +222,12 @@ class Slots:
                 key = (1, int(self.last_used[slot])) if self.cached[slot] else (0, 0)
             if key < best_key:
                 best, best_key = slot, key
-                if key[0] == 0:  # nothing is better than empty
+                if key[0] == 0:  # an empty slot is the best choice
                     break
         evicted, self.session[best] = self.session[best], None
         return best, evicted
 
     def touch(self, slot: int) -> None:
-        """Note that the slot was used just now."""
+        """Mark the slot as just used."""
         self.clock += 1
         self.last_used[slot] = self.clock

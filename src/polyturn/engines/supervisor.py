@@ -1,7 +1,7 @@
-"""ServerSupervisor: a server that is started, and started again when it has died or hangs, so often and no more.
+"""ServerSupervisor: start a server, and restart it a limited number of times if it dies or hangs.
 
 supervisor = ServerSupervisor(spec, max_restarts=3)
-server = await supervisor.start()          once, however many ask
+server = await supervisor.start()          started only once
 server = await supervisor.again("it was killed")
 """
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class ServerSupervisor:
-    """Holds one server at a time."""
+    """Manages one server."""
 
     def __init__(self, spec: LaunchSpec, *, max_restarts: int = 3, start: StartServer = Server.start) -> None:
-        """Take how the server is started; `start` does it, on this machine or elsewhere."""
+        """Manage a server with this spec; `start` starts it, on this machine or elsewhere."""
         self.spec = spec
         self._start = start
         self.max_restarts = max_restarts
@@ -29,10 +29,10 @@ class ServerSupervisor:
         self.num_restarts = 0
 
     async def start(self) -> RunningServer:
-        """Return the server, started if none was.
+        """Return the server; start it if there is none.
 
         Raises:
-            EngineError: it did not come up.
+            EngineError: the server did not come up.
         """
         async with self._lock:
             if self.server is None:
@@ -41,23 +41,23 @@ class ServerSupervisor:
             return self.server
 
     async def again(self, why: str) -> RunningServer:
-        """Stop what is left of the server and start another.
+        """Stop the rest of the server and start another.
 
         Raises:
-            EngineGoneError: it was started again as often as it may be.
-            EngineError: it did not come up.
+            EngineGoneError: no restart is left.
+            EngineError: the server did not come up.
         """
         async with self._lock:
             if self.num_restarts >= self.max_restarts:
                 raise EngineGoneError(
-                    f"{why}, and it was started again {self.num_restarts} times already (engine.launch.max_restarts)"
+                    f"{why}, and it has been restarted {self.num_restarts} times already (engine.launch.max_restarts)"
                 )
             self.num_restarts += 1
             if self.server is not None:
                 logger.warning("%s; the last lines of its log:\n%s", why, await self.server.last_lines())
                 await self.server.stop()
             self.server = await self._start(self.spec)
-            logger.info("started a server again, at %s", self.server.url)
+            logger.info("restarted a server at %s", self.server.url)
             return self.server
 
     async def stop(self) -> None:

@@ -1,12 +1,12 @@
-"""A codec for models of which only text is known: every byte is an id, every turn stands between two control ids.
+"""A codec for models behind text-only APIs: every byte is an id, and two control ids enclose every turn.
 
-A served model behind a chat API shows neither its tokenizer nor its tokens. The loop works on ids all the same, so text gets
-ids of its own here, from which the conversation can be read back exactly, whatever the text says:
+A model behind a chat API exposes neither its tokenizer nor its tokens, but the loop works on ids. So this codec encodes text
+as ids from which the conversation can be read back exactly, whatever the text contains:
 
     <|im_start|> tools\\n{"type": "function", …} <|im_end|>    <|im_start|> user\\nHi <|im_end|>    <|im_start|> assistant\\n
 
-These ids are not the model's. They are for reading, and nothing can be trained on them. `chat_completions.py` answers with
-them, and an episode over it has this codec.
+These ids are not the model's, so they cannot be trained on. The engine of `chat_completions.py` returns them, and its
+episodes use this codec.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def text_codec() -> Codec:
 
 
 def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages and the tools, in the form of the chat API, that a prompt of `text_codec` shows.
+    """Return the messages and tools of a prompt of `text_codec`, in the format of the chat API.
 
-    Calls get ids here, and the tool messages behind them take those in order. A call that no tool answered,
-    or whose arguments are not JSON, is shown as the text that the model wrote. Reasoning is not shown again.
+    Calls get new ids, which the following tool messages use in order. A call without an answer, or with arguments that are
+    not JSON, becomes text. Reasoning is left out.
 
     Raises:
-        EngineError: the prompt goes on with an assistant's message, which a chat API cannot do.
+        EngineError: the prompt continues an assistant's message, which a chat API does not support.
     """
     codec = text_codec()
     start, end = (int(codec.encode(text)[0]) for text in ("<|im_start|>", "<|im_end|>"))
@@ -75,8 +75,8 @@ def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if is_open:
         if turns[-1][1]:
             raise EngineError(
-                "the scheduler goes on with a message that the model began, which a chat endpoint cannot do; evaluate a "
-                "checkpoint, or a server that takes tokens (engine.kind: vllm or sglang)"
+                "the scheduler continues an unfinished message of the model, which a chat endpoint does not support; "
+                "evaluate a checkpoint, or a server that accepts tokens (engine.kind: vllm or sglang)"
             )
         turns.pop()
     tools: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def write_turn(message: dict[str, Any], *, is_complete: bool) -> Ids:
-    """Return the ids of an assistant's message in the form of the chat API: reasoning, text, calls."""
+    """Return the ids of an assistant's message in the format of the chat API: reasoning, text, calls."""
     codec = text_codec()
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     text = message.get("content") or ""
@@ -142,7 +142,7 @@ def _assistant(text: str, *, answered: int, number: int) -> dict[str, Any]:
 
 
 def _without_calls(text: str) -> tuple[str, list[str]]:
-    """Return a text without its calls, and the calls; one that is not closed is text, and each text is read once."""
+    """Return a text without its calls, and the calls; an unclosed call is text."""
     pieces, bodies, at = [], [], 0
     while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin + len(_OPEN))) >= 0:
         pieces.append(text[at:begin].removesuffix("\n"))

@@ -1,11 +1,11 @@
-"""UpdateGate: the effect of new weights on completions that are being sampled when they arrive.
+"""UpdateGate: what happens to running completions when new weights arrive.
 
-    in_flight       they go on, with the new weights:               [ version 4 4 4 4 | 5 5 5 5 ]   one request
-    wait            the weights wait until they have ended:         [ version 4 4 4 4 4 4 4 ]   then the weights
-    abort_resume    they are cut, and resumed as new requests:      [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
+    in_flight       they continue with the new weights:               [ version 4 4 4 4 | 5 5 5 5 ]   one request
+    wait            the weights wait for their end:         [ version 4 4 4 4 4 4 4 ]   then the weights
+    abort_resume    they are cut and resumed as new requests:      [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
 
-Separate from the engines, because it is the same for all of them: it stands between the episodes and an engine, and is
-closed while weights are published. In all three a completion says by token which version sampled it.
+The gate works with every engine: it is between the episodes and an engine, and closed while weights are published. In all
+three modes a completion records the version of each token.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ UpdateMode = Literal["in_flight", "wait", "abort_resume"]
 
 
 class UpdateGate(EngineWrapper):
-    """An engine to which requests can be held back; `core.protocols.Engine`."""
+    """An engine whose requests can be held back; `core.protocols.Engine`."""
 
     def __init__(self, engine: Engine, *, mode: UpdateMode) -> None:
         super().__init__(engine)
         self.mode = mode
         self._live: dict[str, bool] = {}
-        """Requests the engine is answering -> whether their caller wants an end."""
+        """Running requests -> whether their caller has requested the end."""
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion; while the weights change it waits for them, or is cut and resumed.
+        """Sample one completion; while weights change, it waits, or is cut and resumed.
 
         Raises:
-            EngineError: the engine's.
+            EngineError: raised by the engine.
         """
         if self.mode == "in_flight":
             return await self.engine.generate(request)
@@ -58,27 +58,27 @@ class UpdateGate(EngineWrapper):
                     self._is_idle.set()
             parts.append(part)
             is_to_resume = part.finish_reason is FinishReason.ABORT and not wants_end and not self._is_open.is_set()
-            if not is_to_resume or self.mode == "wait":  # `wait` aborts no request, so the engine itself cut this one
+            if not is_to_resume or self.mode == "wait":  # `wait` never aborts, so the engine itself cut this request
                 return joined(parts)
 
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what there is."""
+        """End a request now; its `generate` returns the tokens so far."""
         if request_id in self._live:
             self._live[request_id] = True
         await self.engine.abort(request_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Bring new weights to the engine as the mode says."""
+        """Update the engine's weights according to the mode."""
         async with self.closed():
             await self.engine.update_weights(version, weights=weights)
 
     async def _opened(self) -> None:
-        while not self._is_open.is_set():  # it may close again before those who waited run
+        while not self._is_open.is_set():  # it may close again before the waiting requests run
             await self._is_open.wait()
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Keep the weights free to change: nothing of an episode is being sampled inside, unless updates are in flight."""
+        """Hold requests back while weights change: within the context no episode is sampling, except in mode in_flight."""
         if self.mode == "in_flight":
             yield
             return
@@ -94,33 +94,33 @@ class UpdateGate(EngineWrapper):
 
 
 class WeightChannel(Protocol):
-    """The way of the policy's weights to an engine."""
+    """Publishes the policy's weights to an engine."""
 
     async def start(self, version: int) -> object:
-        """Bring the first weights there, as `version`."""
+        """Publish the first weights as `version`."""
         ...
 
     async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as `version`.
+        """Publish the current weights as `version`.
 
         Raises:
-            EngineError: they did not arrive.
+            EngineError: the weights did not arrive.
         """
         ...
 
 
 class GatedChannel:
-    """A channel that closes the gate of the episodes while weights go through it; its own probes pass beside the gate."""
+    """A channel that closes the episodes' gate while it publishes weights; its probes bypass the gate."""
 
     def __init__(self, channel: WeightChannel, gate: UpdateGate) -> None:
         self._channel = channel
         self._gate = gate
 
     async def start(self, version: int) -> object:
-        """Bring the first weights there."""
+        """Publish the first weights."""
         return await self._channel.start(version)
 
     async def publish(self, version: int) -> object:
-        """Bring the weights as they are now, as the gate's mode says."""
+        """Publish the current weights according to the gate's mode."""
         async with self._gate.closed():
             return await self._channel.publish(version)

@@ -3,9 +3,9 @@
     POST /inference/v1/generate   {"token_ids": […], "sampling_params": {…}}   ->   ids, logprobs, weight versions
 
 The server must run with `--enable-scale-out` (the route), `--logprobs-mode processed_logprobs` (logprobs after the
-temperature) and `VLLM_SERVER_DEV_MODE=1` (pause and weight routes). Its processed logprobs are also after top-p and top-k,
-so a run that samples with these needs `keep_support`: the server then also returns the `MAX_SUPPORT` likeliest tokens, and
-removed ones have no probability there.
+temperature) and `VLLM_SERVER_DEV_MODE=1` (pause and weight routes). Its processed logprobs are normalised after top-p and
+top-k, so a run with these needs `keep_support`: the server then also returns the `MAX_SUPPORT` likeliest tokens, in which
+removed tokens have no probability.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from polyturn.engines.weight_transfer import TransferServer
 from polyturn.engines.weight_transport import Way
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
-"""Its metrics' names of the fields of an `EngineLoad`."""
+"""vLLM's metrics for the fields of an `EngineLoad`."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM reserves memory for."""
+"""Adapter ranks for which vLLM can reserve memory."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -48,7 +48,7 @@ class VllmEngine(RemoteEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Seeded; logprobs in training's meaning as long as neither top-p nor top-k is set."""
+        """Seeded; logprobs as in training if neither top-p nor top-k is set."""
         return EngineCapabilities(
             seeded=True,
             logprobs=True,
@@ -84,7 +84,8 @@ class VllmEngine(RemoteEngine):
         )
 
     async def checksums(self) -> ServerChecksums | None:
-        """Return the checksums of what each worker holds; None from a server without our plug-in: its own do not add up."""
+        """Return the checksums of each worker's tensors; None from a server without the plug-in, whose checksums are not
+        additive."""
         await self._met()
         try:
             checksums = (await self.tell("/weight_checker", {"action": "checksum"}))["checksums"]
@@ -99,14 +100,14 @@ class VllmEngine(RemoteEngine):
         return ServerChecksums.read(list(workers.values()))
 
     async def _look(self) -> None:
-        await self._link.get("/is_sleeping", timeout_s=self._health_s)  # answered by the engine between two steps
+        await self._link.get("/is_sleeping", timeout_s=self._health_s)  # the engine answers it between two steps
 
     async def _read_load(self) -> EngineLoad | None:
         text = await self._link.get_text("/metrics", timeout_s=self._health_s)
         loads = [re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.M) for name in _LOAD]
         if not all(loads):
             return None
-        queues, uses = ([float(value) for value in values] for values in loads)  # one of each engine behind the front
+        queues, uses = ([float(value) for value in values] for values in loads)  # one per engine behind the HTTP front
         return EngineLoad(sum(queues), sum(uses) / len(uses))
 
     def _call(self, request: GenerateRequest, wire_id: str) -> HttpCall:
@@ -158,14 +159,14 @@ class VllmEngine(RemoteEngine):
         await self._post("/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{wire_id}"]}, timeout_s=5.0)
 
     async def _pause(self) -> None:
-        # A request keeps its adapter to its end. It is cut, and asked anew with the next one.
+        # A request keeps its adapter to the end, so it is cut and continued with the next adapter.
         await self._post(f"/pause?mode={'keep' if self._adapter is None else 'abort'}")
 
     async def load_folder(self, folder: Path) -> None:
-        """Let the server load a checkpoint.
+        """Make the server load a checkpoint.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load it.
         """
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}, "timeout": LOAD_TIMEOUT_S}
         try:
@@ -178,13 +179,13 @@ class VllmEngine(RemoteEngine):
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN}")
 
     async def load_adapter(self, folder: Path) -> None:
-        """Let the server load an adapter, which requests from then on name.
+        """Make the server load an adapter, which later requests name.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load it.
         """
-        # Each under a name of its own: one that replaces another (`load_inplace`) is read from its folder again with every
-        # batch. Those before are not unloaded: a request that comes late may name one, and the server keeps only a few.
+        # Each adapter has a new name, because one that replaces another (`load_inplace`) is read from its folder again for
+        # every batch. Earlier adapters are not unloaded, because a late request may name one; the server keeps only a few.
         adapter = ServedAdapter(f"{self._prefix}adapter-{self._updates}")
         try:
             await self.tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
@@ -192,21 +193,21 @@ class VllmEngine(RemoteEngine):
             raise
         except EngineError as problem:
             raise EngineError(
-                f"{self.url} does not load the adapter in {folder}; {UNSEEN}; one that runs already needs --enable-lora, "
+                f"{self.url} does not load the adapter in {folder}; {UNSEEN}; a running server needs --enable-lora, "
                 f"--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ({one_line(problem)})"
             ) from problem
         self._adapter = adapter
 
     @staticmethod
     def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
-        """Return arguments and environment of a server that takes adapters of `rank`."""
+        """Return the arguments and environment of a server for adapters of `rank`."""
         largest = next((known for known in _RANKS if known >= rank), rank)
         flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest)]
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
     async def open_link(transport: Way, servers: Sequence[TransferServer]) -> VllmLink:
-        """Return the trainer's end of vLLM's own transfer."""
+        """Return the trainer's end of vLLM's transfer."""
         return await VllmLink.open(transport, servers)
 
     async def _loaded(self) -> None:
@@ -220,7 +221,7 @@ class VllmEngine(RemoteEngine):
 
     async def _forget(self) -> None:
         if not (await self._post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
-            raise EngineError(f"{self.url} keeps the prefixes that it computed before")
+            raise EngineError(f"{self.url} does not drop its prefix cache")
 
     async def _resume(self) -> None:
         await self._post("/resume")
@@ -231,21 +232,21 @@ class VllmEngine(RemoteEngine):
     async def _wake(self, memory: Memory) -> None:
         woken = await self._post(f"/wake_up?tags={memory}", timeout_s=LOAD_TIMEOUT_S)
         if memory == "kv_cache" and woken["status"] != "awake":
-            raise EngineError(f"{self.url} was woken and is {woken['status']}")
+            raise EngineError(f"{self.url} was woken and reports {woken['status']}")
 
 
 def build(setup: EngineSetup) -> Engine:
     """Make a pool of vLLM servers.
 
     Raises:
-        ConfigError: the section `engine` asks for what they cannot do, or vLLM is not installed.
+        ConfigError: vLLM does not support an option of the section `engine`, or is not installed.
     """
     sampling = setup.sampling
     if sampling.is_cut and not sampling.keep_support:
         raise ConfigError(
-            f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are normalised "
-            "over the tokens that these keep; add keep_support: true, so that training does the same, or leave both out, or "
-            "use engine.kind: sglang or embedded"
+            f"rollout.sampling has top_p {sampling.top_p} and top_k {sampling.top_k}, and vLLM's logprobs are "
+            "normalised over the tokens that these keep; add keep_support: true, so that training does the same, or "
+            "remove both, or use engine.kind: sglang or embedded"
         )
     return build_servers(setup, VllmEngine, vllm_command)
 
@@ -255,7 +256,7 @@ def _keeps_support(sampling: SamplingParams) -> bool:
 
 
 def _top_k(sampling: SamplingParams) -> int:
-    """Return top-k as vLLM has it: 0 means no limit, and a recorded support has at most `MAX_SUPPORT` tokens."""
+    """Return top-k for vLLM: 0 means no limit, and a recorded support has at most `MAX_SUPPORT` tokens."""
     if not _keeps_support(sampling):
         return max(sampling.top_k, 0)
     return min(sampling.top_k, MAX_SUPPORT) if sampling.top_k > 0 else MAX_SUPPORT

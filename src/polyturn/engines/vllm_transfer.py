@@ -1,10 +1,10 @@
-"""The trainer's end of vLLM's own weight transfer (its package `vllm` has it), to any number of servers at once.
+"""The trainer's end of vLLM's weight transfer (from the package `vllm`), to any number of servers at once.
 
-    init_weight_transfer_engine                    once: the workers of all servers and the trainer make one group
-    start -> update_weights -> finish              each time: the call names tensors, and they are broadcast
+    init_weight_transfer_engine                    once: the trainer and the workers of all servers make a group
+    start -> update_weights -> finish              each time: a call with names, and a broadcast
 
-vLLM's trainer engine drives these phases; here is what it sends, and how its calls reach every server. The backend is the
-one that the servers were started with: nccl, ipc, or gloo (`server_side/polyturn_vllm_gloo.py`).
+vLLM's trainer engine drives these phases; this module gives it the weights and sends its calls to every server. The backend
+is that of the servers: nccl, ipc, or gloo (`server_side/polyturn_vllm_gloo.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class VllmLink:
         self._source = _Source(on_gpu=transport != "gloo")
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
-        """Does not delay the end, even if it still waits for a server that has died."""
+        """A daemon thread, so that waiting for a dead server does not delay the end."""
         self._engine: Any = None
 
     @classmethod
@@ -40,25 +40,25 @@ class VllmLink:
         """Make the group with the servers' workers.
 
         Raises:
-            EngineLostError: it did not come about.
-            EngineError: a server refused, for it was started with another backend.
+            EngineLostError: the group could not be made.
+            EngineError: a server refused, because it was started with another backend.
         """
         link = cls(transport, servers)
         link._engine = await link._run(link._join)
         return link
 
     async def send(self, weights: Mapping[str, Tensor]) -> None:
-        """Go through the phases.
+        """Send the weights.
 
         Raises:
             EngineLostError: a server did not answer, or the group broke.
-            EngineError: one refused.
+            EngineError: a server refused.
         """
         self._source.weights = untied(weights)
         try:
             await self._run(self._engine.send_weights)
         except EngineError:
-            with contextlib.suppress(EngineError):  # a server in the middle of an update would die of its next request
+            with contextlib.suppress(EngineError):  # a server in the middle of an update would crash at its next request
                 await self._phases.tell_all("/finish_weight_update")
             raise
         finally:
@@ -80,7 +80,7 @@ class VllmLink:
         return WeightTransferTrainerFactory.trainer_init(info, client=self._phases, source=self._source)
 
     async def _run(self, work: Callable[[], Any]) -> Any:
-        """Run the trainer's side in a thread; where a server fails, it is left to its time limit."""
+        """Run the trainer's side in a thread; if a server fails, leave the thread to its time limit."""
         failed = self._phases.begin()
         own = self._thread.submit(work)
         await asyncio.wait({own, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,14 +97,14 @@ class VllmLink:
 
 
 class _Source:
-    """The weights, as vLLM's `WeightSource` has them."""
+    """The weights as vLLM's `WeightSource`."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.weights: Mapping[str, Tensor] = {}
         self._on_gpu = on_gpu
 
     def metadata(self) -> list[Any]:
-        """Return name, type and shape of each, without bringing it."""
+        """Return name, type and shape of each tensor, without fetching it."""
         from vllm.distributed.weight_transfer import ParamMeta
 
         return [ParamMeta(name, kind.dtype, kind.shape) for name, kind in kinds_of(self.weights).items()]
@@ -115,9 +115,9 @@ class _Source:
 
 
 class _Phases:
-    """The calls of vLLM's trainer engine, each to all servers; implements its `VLLMWeightSyncClient`.
+    """Sends the calls of vLLM's trainer engine to all servers; implements `VLLMWeightSyncClient`.
 
-    They come from threads, and are answered on the event loop that the servers' clients live on.
+    Calls come from threads, and run on the event loop of the servers' clients.
     """
 
     def __init__(self, servers: Sequence[TransferServer]) -> None:
@@ -131,7 +131,7 @@ class _Phases:
         return self._failed
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let every worker join, those of a server behind those of the one before it."""
+        """Make every worker join, numbered server by server."""
         bodies, offset = [], init_info.get("rank_offset", 0)
         for server in self.servers:
             bodies.append({"init_info": {**init_info, "rank_offset": offset} if "rank_offset" in init_info else init_info})
@@ -139,7 +139,7 @@ class _Phases:
         self._call("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Let all begin, also one whose last update was broken off."""
+        """Start an update on all servers, including one whose last update was interrupted."""
         try:
             self._call("/start_weight_update", is_final=False)
         except EngineError:
@@ -147,17 +147,17 @@ class _Phases:
             self._call("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Let all receive what the call names."""
+        """Make all servers receive the named tensors."""
         from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 
         self._call("/update_weights", [{"update_info": _json_safe_update_payload(update_info)}] * len(self.servers))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Let all end."""
+        """Finish the update on all servers."""
         self._call("/finish_weight_update")
 
     async def tell_all(self, path: str, bodies: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Post to all servers at once."""
+        """Post to all servers concurrently."""
         of = dict(zip(self.servers, bodies or [{}] * len(self.servers), strict=True))
         await on_all(self.servers, lambda server: server.tell(path, of[server]))
 
@@ -175,7 +175,7 @@ class _Phases:
 
 
 def _init_info(transport: Way, host: str, size: int) -> Any:
-    """Return the arguments of vLLM's trainer engine of a backend."""
+    """Return the arguments of vLLM's trainer engine for a backend."""
     shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
     if transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo

@@ -1,12 +1,11 @@
-"""The composition of a server's tensors, inferred from checksums, so that later ones can be held to the trainer's.
+"""Infer from checksums how a server's tensors are composed of the trainer's, to check later weights.
 
     the server's   layers.0.self_attn.qkv_proj.weight   = q_proj + k_proj + v_proj of the trainer's layer 0
-    on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, where the keys' heads are on both
+    on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, if the keys' heads are on both
 
-Checksums are additive (`server_side/polyturn_weights.py`), so a fused or sharded tensor's is a small sum of those of its
-parts. Which sum is not looked up in a list of models: while the canary's weights are served all tensors differ, and
-the one sum that comes out right is what that tensor is made of. A tensor that no sum explains (a quantised one, a packed
-copy) is not compared.
+Checksums are additive (`server_side/polyturn_weights.py`), so the checksum of a fused or sharded tensor is a small sum over
+its parts. No list of models is needed: all of the canary's tensors differ, so only one sum matches each server tensor. A
+tensor that no sum matches (a quantised one, a packed copy) is not compared.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Folds = Mapping[tuple[str, str], int]
 
 
 class HeldTensor(NamedTuple):
-    """One tensor of a server, over all its processes."""
+    """A tensor of a server, over all of its processes."""
 
     dtype: str
     fold: int
-    """The sum over the processes that hold it, or a piece of it."""
+    """Sum of the checksums over the processes with the tensor or a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class ServerChecksums:
 
     @classmethod
     def read(cls, workers: Sequence[Mapping[str, str]]) -> Self | None:
-        """Return the checksums of each process of a server; None if it reported something else."""
+        """Combine the checksums of a server's processes; None if they have another format."""
         from polyturn.engines.server_side.polyturn_weights import PREFIX, total
 
         tensors: dict[str, HeldTensor] = {}
@@ -63,42 +62,42 @@ class ServerChecksums:
 
 @runtime_checkable
 class Checked(Protocol):
-    """An engine that can say what weights it holds."""
+    """An engine that can report checksums of its weights."""
 
     async def checksums(self) -> ServerChecksums | None:
-        """Return the checksums of its tensors; None where the server cannot say.
+        """Return the checksums of its tensors; None if the server cannot compute them.
 
         Raises:
-            EngineLostError: it did not answer.
+            EngineLostError: the server did not answer.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a server, as a sum of the trainer's."""
+    """A tensor of a server as a sum of the trainer's tensors."""
 
     name: str
     dtype: str
     terms: tuple[tuple[int, str], ...]
-    """(how often, the trainer's name)"""
+    """(count, the trainer's name) of each term."""
 
     @property
     def described(self) -> str:
-        """Its name, and those of what it was made of where they are others."""
+        """Its name, with the names of its terms if they differ."""
         names = [name for _, name in self.terms]
         return self.name if names == [self.name] else f"{self.name} (from {' + '.join(_shown(names))})"
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The composition of one server's tensors, as far as it is known."""
+    """The composition of a server's tensors, as far as known."""
 
     parts: tuple[Part, ...]
 
     @classmethod
     def find(cls, checksums: ServerChecksums, weights: Mapping[str, Tensor]) -> Self:
-        """Find out from what a server holds and the weights that it was given, all of which differ."""
+        """Infer the composition from a server's checksums while it serves `weights`, whose tensors all differ."""
         names = floating_names(weights)
         dtypes = {tensor.dtype for tensor in checksums.tensors.values()}
         folds = fold_all(weights, ((name, dtype) for name in names for dtype in dtypes))
@@ -111,16 +110,16 @@ class Composition:
 
     @property
     def names(self) -> frozenset[str]:
-        """The trainer's tensors that are compared."""
+        """Names of the trainer's tensors that are compared."""
         return frozenset(name for part in self.parts for _, name in part.terms)
 
     @property
     def needed(self) -> frozenset[tuple[str, str]]:
-        """(the trainer's name, dtype) of each checksum that a comparison needs."""
+        """(the trainer's name, dtype) of the checksums for a comparison."""
         return frozenset((name, part.dtype) for part in self.parts for _, name in part.terms)
 
     def problem(self, checksums: ServerChecksums, folds: Folds) -> str | None:
-        """Return which tensors are not what `folds` says; None if all are."""
+        """Return the server's tensors that do not match `folds`; None if all match."""
         wrong = [
             part.described
             for part in self.parts
@@ -133,7 +132,7 @@ class Composition:
 
 
 def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Return the checksums of `wanted`, (name, dtype) each."""
+    """Return the checksums of the (name, dtype) pairs `wanted`."""
     import torch
 
     from polyturn.engines.server_side.polyturn_weights import fold
@@ -142,14 +141,14 @@ def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -
     for name, dtype in wanted:
         dtypes.setdefault(name, []).append(dtype)
     folds: dict[tuple[str, str], int] = {}
-    for name, tensor in weights.items() if dtypes else ():  # in their own order, in which they may have to be brought here
+    for name, tensor in weights.items() if dtypes else ():  # in their own order, in which they may be streamed
         if tensor.is_floating_point():
             folds |= {(name, dtype): fold(tensor.detach().to(getattr(torch, dtype))) for dtype in dtypes.get(name, ())}
     return folds
 
 
 def floating_names(weights: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors of floating point, of a tied one the first."""
+    """Return the names of floating-point tensors; tied tensors have the first name."""
     names = dict.fromkeys(first_names(weights).values())
     if isinstance(weights, StreamedTensors):
         return [name for name in names if weights.kinds[name].dtype.is_floating_point and weights.kinds[name].nbytes]
@@ -157,20 +156,20 @@ def floating_names(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def _sums(names: Sequence[str], num_workers: int) -> Iterator[tuple[tuple[int, str], ...]]:
-    """Yield what a server may have made of the tensors of one module, the likeliest first."""
+    """Yield the sums that a server may have made of a module's tensors, the likeliest first."""
     copies = [count for count in range(1, num_workers + 1) if num_workers % count == 0]
     for parts in _modules(names):
         for size in range(1, min(_MAX_PARTS, len(parts)) + 1):
             for chosen in itertools.combinations(parts, size):
                 for count in copies:
                     yield tuple((count, name) for part in chosen for name in part)
-                for single in range(size if size > 1 else 0):  # one of them cut over the ranks, the others on several
+                for single in range(size if size > 1 else 0):  # one tensor cut over the ranks, the others on several ranks
                     for count in copies[1:]:
                         yield tuple((1 if at == single else count, n) for at, part in enumerate(chosen) for n in part)
 
 
 def _modules(names: Sequence[str]) -> list[list[list[str]]]:
-    """Return for each module its parts: a tensor each, or all experts' tensors of one name.
+    """Return for each module its parts; a part is one tensor, or all experts' tensors of the same name.
 
     layers.0.self_attn.{q_proj,k_proj,v_proj,o_proj}.weight  ->  one module of four parts
     layers.0.mlp.experts.{0,1,…}.{gate_proj,up_proj,down_proj}.weight  ->  one module of three parts

@@ -1,15 +1,15 @@
-"""New weights for a server: a folder with safetensors files, in shared memory if the system has it.
+"""Write new weights for servers to a folder of safetensors files, in shared memory if available.
 
     with WeightFolder(model_folder) as files:
         files.write({"model.embed_tokens.weight": tensor, …}).folder      the server reads it
 
-The folder also holds the model's config, because servers read a checkpoint, not a file. Each write gets a folder of its own
-and removes the one before it, so that a server which is still reading never sees half of the next one. Of adapters the
-latest few stay: servers read the adapter of a request from its folder whenever it is not in their memory.
+The folder also contains the model's config, because servers read a checkpoint. Each write makes a new folder and removes the
+previous one, so that a server that is still reading never sees partial weights. The latest few adapters stay: servers read
+an adapter from its folder whenever it is not in their memory.
 
 A killed process leaves its folder behind, and the next process that makes one removes folders without an owner. The owner
-holds a lock on a file in the folder, which the system releases with the process. Process ids would not do: they are reused,
-and differ between containers.
+holds a lock on a file in the folder, which the system releases when the process ends. Process ids would not work, because
+they are reused and differ between containers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 _IN_MEMORY = Path("/dev/shm")
 _PREFIX = "polyturn-weights-"
 _OWNER = "owner"
-"""The file that the owner of a folder has locked."""
+"""Name of the file that the owner of a folder locks."""
 _FORMER_ADAPTERS = 2
-"""So many adapters before the latest stay. A request that reaches a server during an update may have the adapter before it,
-and is ended by the next update, which begins with the writing of another."""
+"""Number of adapters to keep besides the latest. A request that reaches a server during an update may use the previous
+adapter, and ends at the next update, which starts by writing another one."""
 
 
 class FolderServer(Protocol):
@@ -48,67 +48,67 @@ class FolderServer(Protocol):
         ...
 
     async def load_folder(self, folder: Path) -> None:
-        """Let it load the checkpoint in `folder`.
+        """Make the server load the checkpoint in `folder`.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load it.
         """
         ...
 
     async def load_adapter(self, folder: Path) -> None:
-        """Let it load the adapter in `folder`, in place of the one before.
+        """Make the server load the adapter in `folder` in place of the previous one.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load it.
         """
         ...
 
 
 class ServerWeights(ABC):
-    """One set of weights for servers."""
+    """One version of the weights for servers."""
 
     is_all_or_nothing: ClassVar[bool] = True
     """Whether a server keeps its old weights if loading fails."""
 
     def given_to(self, server: Any) -> AbstractContextManager[None]:
-        """Enter before the first wait of a server's update, and leave at its end."""
+        """Context of a server's update; enter it before the first await."""
         return nullcontext()
 
     @abstractmethod
     async def load(self, server: Any) -> None:
-        """Let a paused server load them.
+        """Make a paused server load the weights.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot load them.
         """
 
     async def settle(self) -> None:
-        """Let go of the trainer's tensors, which are about to change."""
+        """Stop using the trainer's tensors, which are about to change."""
         return
 
 
 class WrittenWeights(ServerWeights):
-    """Weights in a checkpoint, or an adapter in peft's format."""
+    """Weights in a checkpoint folder, or an adapter in peft's format."""
 
     def __init__(self, folder: Path, *, is_adapter: bool = False) -> None:
         self.folder = folder
         self._is_adapter = is_adapter
 
     async def folder_at(self, server: RunningServer | None) -> Path:
-        """Return the folder as `server` sees it, which was started by its client, or not (None)."""
+        """Return the folder as seen by `server`; None is a server that its client did not start."""
         return self.folder
 
     async def load(self, server: FolderServer) -> None:
-        """Let a server read them."""
+        """Make a server read the weights."""
         folder = await self.folder_at(server.process)
         await (server.load_adapter(folder) if self._is_adapter else server.load_folder(folder))
 
 
 def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, name: str = "model") -> None:
-    """Write the weights of a checkpoint as they arrive, each piece into a file of its own, and the index of the files."""
+    """Write the weights of a checkpoint as they arrive, one file per piece, and the index of the files."""
     from safetensors.torch import save_file
 
-    # The number of files stands in each one's name and is known only at the end, so that they are renamed then.
+    # Each file's name contains the number of files, which is known only at the end, so rename the files then.
     drafts: list[Path] = []
     file_of: dict[str, int] = {}
     size = 0
@@ -118,7 +118,7 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, n
         save_file({name: t.detach().cpu().contiguous() for name, t in piece.items()}, drafts[-1], metadata={"format": "pt"})
         file_of |= dict.fromkeys(piece, number)
         size += sum(tensor.nbytes for tensor in piece.values())
-        del piece  # before the next one comes
+        del piece  # frees the memory before the next piece
     names = [f"{name}-{i + 1:05d}-of-{len(drafts):05d}.safetensors" for i in range(len(drafts))]
     if len(drafts) == 1:
         names = [f"{name}.safetensors"]
@@ -130,13 +130,13 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, n
 
 
 class WeightStore(Protocol):
-    """The transport of a pool's weights to all of its servers."""
+    """Sends a pool's weights to all of its servers."""
 
     keeps: ClassVar[bool]
-    """Whether a server that comes back can get them again."""
+    """Whether the weights stay available for a server that comes back."""
 
     def write(self, weights: Mapping[str, Tensor]) -> ServerWeights:
-        """Write `weights`, replacing the previous ones, or prepare them for sending."""
+        """Write `weights` in place of the previous ones, or prepare to send them."""
         ...
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class WeightStore(Protocol):
 
 
 class WeightFolder:
-    """Writes checkpoints that a server on the same machine reads."""
+    """Writes checkpoints for servers on the same machine."""
 
     keeps: ClassVar[bool] = True
 
@@ -157,13 +157,13 @@ class WeightFolder:
         owns_model: bool = False,
         adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make a place for checkpoints.
+        """Make a folder for checkpoints.
 
         Args:
-            model: Where the model's config lies.
-            root: Where to make it; shared memory by default.
-            owns_model: Whether `close` removes `model` too.
-            adapter: peft's settings of the adapter, where weights are an adapter's alone.
+            model: Folder with the model's config.
+            root: Parent folder; None takes shared memory.
+            owns_model: Whether `close` also removes `model`.
+            adapter: peft's settings of the adapter, if only adapters are written.
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
@@ -174,19 +174,19 @@ class WeightFolder:
                 shutil.rmtree(folder, ignore_errors=True)
         self._config = model / "config.json"
         self.adapter = adapter
-        """The form of an adapter, which `write` writes beside its weights."""
+        """peft's settings, which `write` writes with an adapter's weights."""
         self._own = model if owns_model else None
         self._number = 0
         self._written: list[Path] = []
-        """What is still there, the latest last."""
+        """The existing folders of weights, the latest last."""
 
     @property
     def last(self) -> Path | None:
-        """The latest weights that are still there."""
+        """The folder of the latest weights; None without any."""
         return self._written[-1] if self._written else None
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
-        """Write `weights` as a checkpoint, a bucket in each file; a tied tensor is written once, under its first name."""
+        """Write `weights` as a checkpoint, one file per bucket; a tied tensor is written once, under its first name."""
         folder = self._root / f"{self._number:08d}"
         self._number += 1
         folder.mkdir()
@@ -202,7 +202,7 @@ class WeightFolder:
         return WrittenWeights(folder, is_adapter=self.adapter is not None)
 
     def drop(self) -> None:
-        """Remove what was written, but for the latest few adapters."""
+        """Remove the written weights, except for the latest few adapters."""
         while len(self._written) > (_FORMER_ADAPTERS if self.adapter is not None else 0):
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
@@ -221,7 +221,7 @@ class WeightFolder:
 
 
 def _lock(folder: Path) -> IO[str]:
-    """Make the owner's file and lock it before it gets its name: an unlocked file then means that its owner is gone."""
+    """Make and lock the owner's file before renaming it, so that an unlocked file means that its owner is gone."""
     file = (folder / f".{_OWNER}").open("w")
     fcntl.flock(file, fcntl.LOCK_EX)
     Path(file.name).rename(folder / _OWNER)
@@ -232,6 +232,6 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         with (folder / _OWNER).open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it has an owner, is another user's, or is not yet whole
+    except OSError:  # it has an owner, belongs to another user, or is incomplete
         return False
     return True

@@ -1,10 +1,9 @@
-"""WeightGroup: a process group of this process, rank 0, and all servers' workers, over which weights are broadcast.
+"""WeightGroup: a process group of this process (rank 0) and the workers of all servers, for broadcasts of weights.
 
     trainer 0  --- broadcast --->  worker 1, worker 2, …          gloo between processors, nccl between GPUs
 
-It stands beside every group that training has itself: nothing global is set, and a server that dies ends this group only.
-SGLang makes its end through the same helper of torch, which is why names and stores have to be as here; vLLM brings the
-trainer's end itself (`vllm_transfer.py`).
+It is separate from training's groups: no global state is set, and a server that dies ends only this group. SGLang makes its
+end with the same torch helper, so names and stores must match it. vLLM has its own trainer's end (`vllm_transfer.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ class WeightGroup:
     """This process's end of a group."""
 
     def __init__(self, urls: Sequence[str], *, name: str, backend: str, size: int) -> None:
-        """Open the meeting point at which the servers' workers are to join; `name` must be new to them.
+        """Open the store at which the servers' workers join; `name` must be new to them.
 
         Raises:
-            EngineError: the backend cannot work in this process.
+            EngineError: this process does not support the backend.
         """
         from torch.distributed import TCPStore
 
@@ -45,28 +44,28 @@ class WeightGroup:
         self.port = self._store.port
         self._group: Any = None
         self._thread = OneThread("polyturn-weight-group")
-        """Does not delay the end, even if it still waits for a server that has died."""
+        """A daemon thread, so that waiting for a dead server does not delay the end."""
 
     async def join(self, theirs: Awaitable[Any]) -> None:
-        """Make the group; `theirs` is the call in which the servers join.
+        """Make the group; `theirs` is the call that makes the servers join.
 
         Raises:
-            EngineLostError: it did not come about.
-            EngineError: a server's.
+            EngineLostError: the group could not be made.
+            EngineError: raised by a server.
         """
         await self._together(self._join, theirs)
 
     async def broadcast(self, tensors: Sequence[Tensor], theirs: Awaitable[Any]) -> None:
-        """Send `tensors`; `theirs` is the call in which the servers receive them.
+        """Send `tensors`; `theirs` is the call that makes the servers receive them.
 
         Raises:
-            EngineLostError: they did not all arrive.
-            EngineError: a server's.
+            EngineLostError: not all tensors arrived.
+            EngineError: raised by a server.
         """
         await self._together(lambda: self._broadcast(tensors), theirs)
 
     async def _together(self, ours: Any, theirs: Awaitable[Any]) -> None:
-        """Do both ends at once; where theirs fails, ours is left to its time limit."""
+        """Run both ends concurrently; if theirs fails, leave ours to its time limit."""
         own = self._thread.submit(ours)
         other = asyncio.ensure_future(theirs)
         await asyncio.wait({own, other}, return_when=asyncio.FIRST_EXCEPTION)
@@ -98,14 +97,14 @@ class WeightGroup:
         from torch.distributed import BroadcastOptions
 
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # this thread's; a new one starts at the first GPU
+            torch.cuda.set_device(self._device)  # per thread; a new thread starts at the first GPU
         options = BroadcastOptions()
         options.rootRank = 0
         sent = [tensor.to(self._device).contiguous() for tensor in tensors]
         for work in [self._group.broadcast([tensor], options) for tensor in sent]:
             work.wait()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # before the optimizer changes what is being sent
+            torch.cuda.synchronize(self._device)  # before the optimizer changes the tensors
 
     def close(self) -> None:
         """Leave the group."""
@@ -117,7 +116,7 @@ class WeightGroup:
 
 
 def _device(backend: str) -> torch.device:
-    """Return the device for tensors of this process's end of a group.
+    """Return the device of tensors at this process's end of a group.
 
     Raises:
         EngineError: this process has no GPU, or a torch without nccl.

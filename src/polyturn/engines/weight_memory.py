@@ -1,11 +1,10 @@
-"""WeightMemory: the weights of a model in memory that two processes share, twice, so that one copy can be read while the
-other is written.
+"""WeightMemory: two copies of a model's weights in memory shared by two processes; one is read while the other is written.
 
     slot 0   [ embed_tokens | q_proj | k_proj | ... ]   <- the engine samples from this one
-    slot 1   [ embed_tokens | q_proj | k_proj | ... ]   <- the trainer writes the next version here; then they change places
+    slot 1   [ embed_tokens | q_proj | k_proj | ... ]   <- the trainer writes the next version here; then they swap
 
-No request reads half-updated weights, because a slot is never written while it is live, and a change of slots costs no
-copy. The memory has no name in the file system: it is gone with the last process that holds it, however that one ends.
+No request reads half-updated weights, because a live slot is never written. Swapping slots copies nothing. The memory has no
+name in the file system, so it is freed with the last process that holds it, however that process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NUM_SLOTS = 2
 
 
 class TensorSlot(NamedTuple):
-    """The place of a tensor in a slot."""
+    """The position of a tensor in a slot."""
 
     name: str
     dtype: str
@@ -39,7 +38,7 @@ class WeightMemory:
     """Two slots of one model's parameters and buffers."""
 
     def __init__(self, fd: int, places: Sequence[TensorSlot], *, size: int) -> None:
-        """Map the memory behind `fd`, a slot of which has `size` bytes."""
+        """Map the memory of `fd`, with slots of `size` bytes."""
         self.fd = fd
         self.places = places
         self.size = size
@@ -48,7 +47,7 @@ class WeightMemory:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Make memory for the tensors of `model`; tied ones have one place."""
+        """Make memory for the tensors of `model`; tied tensors share a position."""
         places, offset = [], 0
         for name, tensor in tensors_of(model).items():
             places.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
@@ -65,10 +64,10 @@ class WeightMemory:
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors` into a slot; what they lack comes from the other slot.
+        """Copy `tensors` into a slot; missing ones are copied from the other slot.
 
         Raises:
-            EngineError: one of them has no place, or another shape.
+            EngineError: the model has no such tensor, or one of another shape.
         """
         to, other = self.views(slot), self.views(1 - slot)
         for name, tensor in tensors.items():
@@ -81,7 +80,7 @@ class WeightMemory:
                 view.copy_(tensors[name].detach() if name in tensors else other[name])
 
     def close(self) -> None:
-        """Let go of the memory. Tensors over it stay valid as long as they are held."""
+        """Release the memory. Existing tensors over it stay valid."""
         self._views.clear()
         os.close(self.fd)
 
@@ -93,12 +92,12 @@ def _view(memory: Tensor, span: TensorSlot) -> Tensor:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> every parameter and buffer of `model`, tied ones under their first name."""
+    """Return name -> parameter or buffer of `model`; tied ones have their first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def listed_names(model: nn.Module) -> dict[str, str]:
-    """Return each name of a parameter or buffer -> the one that `tensors_of` lists its tensor under."""
+    """Return each name of a parameter or buffer -> its name in `tensors_of`."""
     first = {id(tensor): name for name, tensor in tensors_of(model).items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: first[id(tensor)] for name, tensor in every}

@@ -1,11 +1,11 @@
-"""WeightTransfer: new weights for all servers of a run at once, by the servers' own transfer of tensors.
+"""WeightTransfer: send new weights to all servers of a run at once, by the servers' transfer of tensors.
 
     the pool       transfer.write(weights)        -> SentWeights, given to every server
-    each server    SentWeights.load(server)       once all that were given them are held: one broadcast for all
+    each server    SentWeights.load(server)       waits until all of these servers are paused: one broadcast for all
     its kind       open_link(way, servers)        -> TransferLink, the trainer's end of it
 
-Tensors stream a bucket at a time from where they are, and nothing is kept: a server that comes back is sent the trainer's
-weights while these are still the ones that it missed, or else the next.
+Tensors are streamed in buckets, and no copy is kept. A server that comes back is sent the trainer's weights if these are
+still the missed version, otherwise the next version.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SETTLE_S = 60.0
-"""Seconds in which a transfer that no server waits for may end before it is broken off, and in which a link is closed."""
+"""Seconds to wait for the end of an abandoned transfer, or for closing a link, before breaking it off."""
 
 
 class TransferServer(Protocol):
-    """One server, as far as a transfer goes: it is held, and takes weights."""
+    """A paused server, as seen by a transfer."""
 
     url: str
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold its weights, each with its share of the model."""
+        """Number of processes with weights, each with a share of the model."""
         ...
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post to it with the time that loading may take.
+        """Post to the server with the deadline for loading weights.
 
         Raises:
-            EngineLostError: it did not answer.
-            EngineError: it refused.
+            EngineLostError: the server did not answer.
+            EngineError: the server refused.
         """
         ...
 
     async def is_as_left(self) -> bool | None:
-        """Return whether its weights have the name that they were given last, which a new process does not know; None if it
-        does not answer."""
+        """Return whether the server's weights have the last name that its client set, which a new process would not have;
+        None if it does not answer."""
         ...
 
 
@@ -60,7 +60,7 @@ class TransferLink(Protocol):
     """The trainer's end of a transfer to certain servers."""
 
     async def send(self, weights: Mapping[str, Any]) -> None:
-        """Send name -> tensor to all of them, which load it.
+        """Send name -> tensor to all servers, which load them.
 
         Raises:
             EngineLostError: a server did not answer, or the group broke.
@@ -77,12 +77,12 @@ OpenLink = Callable[[Way, Sequence[TransferServer]], Awaitable[TransferLink]]
 
 
 class WeightTransfer:
-    """Sends weights to servers of one kind; a `WeightStore` that keeps none."""
+    """Sends weights to servers of one kind; a `WeightStore` that keeps no copy."""
 
     keeps: ClassVar[bool] = False
 
     def __init__(self, transport: Way, open_link: OpenLink, *, own_model: Path | None = None) -> None:
-        """Send by `transport`; `close` removes `own_model`, the folder that servers were started from."""
+        """Send by `transport`; `close` removes `own_model`, the model folder of the servers."""
         self._way = transport
         self._own_model = own_model
         self._open = open_link
@@ -91,14 +91,14 @@ class WeightTransfer:
         self._turn = asyncio.Lock()
 
     def write(self, weights: Mapping[str, Any]) -> SentWeights:
-        """Take weights that are to be sent; nothing is copied."""
+        """Prepare to send weights, without a copy."""
         return SentWeights(weights, self)
 
     async def send(self, weights: Mapping[str, Any], servers: Sequence[TransferServer]) -> None:
-        """Send to `servers`, over the link of the last time if these are the same ones, and still the same processes.
+        """Send to `servers`, over the previous link if they are the same servers and processes.
 
         Raises:
-            EngineLostError, EngineError: it did not all arrive; the next one begins with a new link.
+            EngineLostError, EngineError: not all weights arrived; the next call opens a new link.
         """
         async with self._turn:
             same = set(self._linked) == set(servers) and all(await on_all(servers, lambda s: s.is_as_left()))
@@ -113,7 +113,7 @@ class WeightTransfer:
                 raise
 
     async def unlink(self) -> None:
-        """Let go of the servers, which their clients still reach."""
+        """Close the link, while the servers' clients are still open."""
         async with self._turn:
             await self._unlink()
 
@@ -121,20 +121,20 @@ class WeightTransfer:
         if self._link is not None:
             link, self._link, self._linked = self._link, None, ()
             with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(SETTLE_S):  # of a server that hangs, which would hold the end of the run up
+                async with asyncio.timeout(SETTLE_S):  # a server that hangs must not delay the end of the run
                     await link.close()
 
     def drop(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no copy is kept."""
 
     def close(self) -> None:
-        """Remove the model's folder; the servers' clients unlink as they are closed."""
+        """Remove the model's folder; the servers' clients close the link."""
         if self._own_model is not None:
             shutil.rmtree(self._own_model, ignore_errors=True)
 
 
 class SentWeights(ServerWeights):
-    """Weights that are sent to all servers that were given them."""
+    """Weights to send to all servers that are being updated."""
 
     is_all_or_nothing: ClassVar[bool] = False
 
@@ -147,34 +147,36 @@ class SentWeights(ServerWeights):
 
     @contextlib.contextmanager
     def given_to(self, server: TransferServer) -> Iterator[None]:
-        """Make the others wait for `server`, until it is held or its update has failed."""
+        """Make other servers wait for `server` until it is paused or its update has failed."""
         self._given.add(server)
         try:
             yield
         finally:
             self._given.discard(server)
-            self._ready.pop(server, None)  # of a `load` that was cancelled before the others were held
+            self._ready.pop(server, None)  # left by a `load` that was cancelled before the other servers were paused
             self._begin()
 
     async def load(self, server: TransferServer) -> None:
-        """Wait for the others, and for the transfer to all.
+        """Wait for the other servers, and for the transfer to all.
 
         Raises:
-            EngineLostError: this server was lost on the way.
-            EngineError: it refused, or the trainer's weights are others by now.
+            EngineLostError: this server was lost during the transfer.
+            EngineError: the server refused, or the trainer's weights have changed.
         """
         done = self._ready[server] = asyncio.get_running_loop().create_future()
         self._begin()
         await done
 
     async def settle(self) -> None:
-        """Begin no transfer any more, and wait for the end of those that a cancelled `load` left behind."""
+        """Start no further transfer, and wait for the end of transfers left by a cancelled `load`."""
         self._weights = None
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=SETTLE_S)
         for task in late:
-            logger.warning("weights are still sent %g s after their server was given up, and are broken off", SETTLE_S)
+            logger.warning(
+                "a transfer of weights to an abandoned server is still running after %g s and is broken off", SETTLE_S
+            )
             task.cancel()
 
     def _begin(self) -> None:
@@ -186,14 +188,16 @@ class SentWeights(ServerWeights):
             task.add_done_callback(self._tasks.discard)
 
     async def _send(self, ready: dict[TransferServer, asyncio.Future[None]]) -> None:
-        """Send to all; where some are lost on the way, to the others again."""
+        """Send to all servers; if some are lost during the transfer, send to the others again."""
         try:
             while ready:
                 problem: EngineError | None = None
                 receivers = list(ready)
                 try:
                     if self._weights is None:
-                        raise EngineError("the weights that it was to be sent are not kept; it gets the next ones")
+                        raise EngineError(
+                            "the weights of this update are no longer available; the server gets the next ones"
+                        )
                     await self._transfer.send(self._weights, receivers)
                 except EngineError as caught:
                     problem = caught
@@ -203,12 +207,14 @@ class SentWeights(ServerWeights):
                         logger.warning("weights go to %d servers again (%s)", len(receivers) - len(lost), one_line(problem))
                         receivers = lost
                 _resolve([ready.pop(server) for server in receivers], problem)
-        except Exception as problem:  # of the trainer, such as a lost rank or memory that ran out: every `load` raises it
+        except (
+            Exception
+        ) as problem:  # an error of the trainer, such as a lost rank or missing memory: every `load` raises it
             _resolve(ready.values(), problem)
 
 
 def _resolve(updates: Iterable[asyncio.Future[None]], problem: Exception | None) -> None:
-    """End the waits of `load` on a transfer that arrived, or failed with `problem`."""
+    """Resolve the futures of `load` for a transfer that finished, or failed with `problem`."""
     for done in updates:
         if done.done():  # its update was cancelled
             continue
@@ -219,10 +225,10 @@ def _resolve(updates: Iterable[asyncio.Future[None]], problem: Exception | None)
 
 
 async def on_all(servers: Sequence[TransferServer], call: Callable[[TransferServer], Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Return the results of `call` on each server, all at once.
+    """Return the results of concurrent `call`s on each server.
 
     Raises:
-        EngineError: the first that one raised.
+        EngineError: the first one raised.
     """
     with first_error():
         async with asyncio.TaskGroup() as tasks:

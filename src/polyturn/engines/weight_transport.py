@@ -1,9 +1,9 @@
-"""The transports of new weights to a server, and the buckets in which tensors are sent.
+"""Transports of new weights to servers, and the buckets in which tensors are sent.
 
 folder       the server reads a checkpoint in this machine's memory, or in a shared folder
-gloo, nccl   the server's own transfer: tensors are broadcast to all servers at once    needs a network in both directions
-adapter      as folder, of the adapter alone; the server adds it to its base weights
-ipc          the server's own transfer: it opens the trainer's memory                   needs the same GPU
+gloo, nccl   the server's transfer: tensors are broadcast to all servers at once    needs a network in both directions
+adapter      like folder, with only the adapter; the server adds it to its base weights
+ipc          the server's transfer: it opens the trainer's memory                   needs the same GPU
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 Way = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
 WAYS: tuple[Way, ...] = get_args(Way)
 BUCKET_BYTES = 256 * 2**20
-"""So much is sent at once; a larger tensor goes alone."""
+"""Largest size of a bucket, in bytes; a larger tensor is a bucket by itself."""
 
 
 def choose_way(
     transport: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False
 ) -> Way:
-    """Return the way to the servers at `urls`; none are servers that this process starts. `auto` is the folder where all of
-    them can read it, and else nccl where this process has a GPU, or gloo.
+    """Return the transport to the servers at `urls`; empty for servers that this process starts. `auto` is folder if all
+    servers can read it, otherwise nccl if this process has a GPU, otherwise gloo.
 
     Args:
-        transport: What was asked for.
-        urls: The servers that run already.
+        transport: The configured transport.
+        urls: Addresses of running servers.
         has_gpu: Whether this process has a GPU.
-        is_shared: Whether the folder is one that other machines see too.
+        is_shared: Whether other machines see the folder too.
 
     Raises:
         ConfigError: a server on another machine cannot read this one's memory, or there is no GPU for nccl or ipc.
@@ -47,16 +47,16 @@ def choose_way(
         return "folder" if not far else "nccl" if has_gpu else "gloo"
     if transport in {"folder", "adapter", "ipc"} and far:
         raise ConfigError(
-            f"engine.weights is {transport}, and {far[0]} is another machine, which cannot read memory here; use nccl or "
-            "gloo, or an engine.weights_folder that both machines see"
+            f"engine.weights is {transport}, and {far[0]} is on another machine, which cannot read this machine's "
+            "memory; use nccl or gloo, or an engine.weights_folder that both machines see"
         )
     if transport in {"nccl", "ipc"} and not has_gpu:
-        raise ConfigError(f"engine.weights is {transport}, which needs a GPU here; use folder, or gloo")
+        raise ConfigError(f"engine.weights is {transport}, which needs a GPU on this machine; use folder or gloo")
     return transport
 
 
 def is_here(url: str) -> bool:
-    """Return whether `url` names this machine. A container of its own with this machine's network looks the same."""
+    """Return whether `url` is on this machine. A container with this machine's network looks the same."""
     host = urlsplit(url).hostname or ""
     if host in {"localhost", socket.gethostname()}:
         return True
@@ -70,7 +70,7 @@ def is_here(url: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Return whether this machine has `address`: only its owner may listen there."""
+    """Return whether this machine has `address`, by trying to listen on it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         try:
@@ -81,12 +81,13 @@ def _is_own(address: str) -> bool:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """Return this machine's address as the servers at `urls` can reach it: if one is elsewhere, not loopback."""
+    """Return an address of this machine that the servers at `urls` can reach: not loopback if a server is on another
+    machine."""
     parts = urlsplit(next((url for url in urls if not is_here(url)), urls[0]))
     host, port = parts.hostname or "127.0.0.1", parts.port or 80
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket sends nothing here; it only chooses the route
+        probe.connect(target)  # connecting a datagram socket sends nothing; it only chooses the route
         return str(probe.getsockname()[0])
 
 
@@ -103,7 +104,7 @@ class TensorKind(NamedTuple):
 
 
 class StreamedTensors(Mapping[str, "Tensor"]):
-    """Tensors that lie elsewhere, on ranks or in files, and are brought here a bucket at a time, each when it is asked for.
+    """Tensors on ranks or in files, fetched lazily in buckets.
 
     Iterating in order keeps at most two buckets in memory.
     """
@@ -117,9 +118,9 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         groups: Iterable[Sequence[str]] | None = None,
         write: Callable[[Sequence[Sequence[str]], Path], None] | None = None,
     ) -> None:
-        """Bring name -> tensor by `bring`, at most `limit` bytes at once; names of one of `groups` always come together.
+        """Fetch name -> tensor with `bring`, at most `limit` bytes at once; names of a group are always fetched together.
 
-        `write` writes buckets of names as a checkpoint's weights to a folder, from where they are; None where it cannot.
+        `write` writes buckets of names directly to a checkpoint folder, without fetching them; None if unsupported.
         """
         self.kinds = dict(kinds)
         self._bring = bring
@@ -137,13 +138,13 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         self._held: tuple[int, Mapping[str, Tensor]] = (-1, {})
 
     def buckets(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield all of them, a bucket at a time, and hold none of it."""
+        """Yield all tensors in buckets, without keeping a reference."""
         self._held = (-1, {})
         for names in self._buckets:
             yield self._bring(names)
 
     def write(self, folder: Path) -> bool:
-        """Have them written to `folder` without bringing them here, if that can be, and return whether it was."""
+        """Write the tensors to `folder` without fetching them, if supported; return whether it was done."""
         if self._write is None:
             return False
         self._write(self._buckets, folder)
@@ -152,7 +153,7 @@ class StreamedTensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> Tensor:
         number, (at, bucket) = self._at[name], self._held
         if at != number:
-            bucket, self._held = {}, (-1, {})  # frees the bucket before the next is brought: two may not fit
+            bucket, self._held = {}, (-1, {})  # frees the bucket before fetching the next: two may not fit
             bucket = self._bring(self._buckets[number])
             self._held = (number, bucket)
         return bucket[name]
@@ -165,21 +166,21 @@ class StreamedTensors(Mapping[str, "Tensor"]):
 
 
 def untied(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return each tensor once, under its first name; those that are streamed as they are."""
+    """Return each tensor once, under its first name; streamed tensors are returned unchanged."""
     if isinstance(weights, StreamedTensors):
         return weights
     return {name: weights[name].detach() for name in dict.fromkeys(first_names(weights).values())}
 
 
 def kinds_of(weights: Mapping[str, Tensor]) -> Mapping[str, TensorKind]:
-    """Return name -> shape and type, without bringing anything."""
+    """Return name -> shape and type, without fetching tensors."""
     if isinstance(weights, StreamedTensors):
         return weights.kinds
     return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
 
 
 def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each name -> the first name of the same tensor: two names of one memory are a tied tensor."""
+    """Return each name -> the first name of the same tensor; names with the same memory are tied."""
     if isinstance(weights, StreamedTensors):
         return {name: name for name in weights}
     first: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -187,7 +188,7 @@ def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iterator[Mapping[str, Tensor]]:
-    """Yield `weights` in pieces of at most `limit` bytes, in order; those that are streamed as they come."""
+    """Yield `weights` in order in buckets of at most `limit` bytes; streamed tensors come in their own buckets."""
     if isinstance(weights, StreamedTensors):
         yield from weights.buckets()
         return

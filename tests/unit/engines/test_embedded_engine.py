@@ -362,7 +362,7 @@ async def test_completion_ends_with_the_context():
     np.testing.assert_allclose(answer.logprobs, reference_logprobs(model, prompt(30), answer), atol=1e-4)
     assert len((await engine.generate(ask(prompt(39), max_tokens=100))).token_ids) == 1
     await refuses_later(
-        lambda: engine.generate(ask(prompt(40))), EngineError, "prompt of 40 tokens and the context holds 40"
+        lambda: engine.generate(ask(prompt(40))), EngineError, "prompt of 40 tokens, and prompt plus completion may have 40"
     )
 
 

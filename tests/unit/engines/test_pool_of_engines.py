@@ -63,7 +63,7 @@ async def test_no_server_up_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
             engine.kill()
         await refuses_later(lambda: pool.generate(ask("g/0")), EngineLostError, "cannot be reached")
     said = [record.message for record in caplog.records if "no server is up" in record.message]
-    wait = "; requests and weights wait up to 20 s for one to come back (engine.patience_s)"
+    wait = "; requests and weights wait up to 20 s for a server to come back (engine.patience_s)"
     each = "; ".join(f"replica {i}: EngineLostError: s{i} cannot be reached" for i in range(2))
     assert said == [f"no server is up ({each}){wait}"]
 

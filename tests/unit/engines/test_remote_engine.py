@@ -141,7 +141,7 @@ async def test_hanging_server_is_given_up_for_all_requests() -> None:
         engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
         asked = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3)]
         for task in asked:
-            with pytest.raises(EngineLostError, match="takes requests and does not answer them"):
+            with pytest.raises(EngineLostError, match="accepts requests and does not answer them"):
                 await task
 
 

@@ -137,7 +137,7 @@ def test_server_on_a_cpu_is_not_asked_for_routes(
         )[0]
 
     if needs:
-        refuses(started, ConfigError, f"replay is on and {client.name} does not say on a CPU which experts")
+        refuses(started, ConfigError, f"replay is on and {client.name} does not report the experts of tokens on a CPU")
         return
     spec = started()
     assert FLAG not in spec.command and not client.routes_env.keys() & spec.env.keys()

@@ -194,7 +194,7 @@ async def test_server_given_up_before_others_are_held_is_not_sent_to(transfer, l
 async def test_replaced_weights_are_not_sent(transfer):
     server = Server("a")
     sent, _ = await push(transfer, {"w": 1}, [server])
-    await refuses_later(lambda: server.take(sent), EngineError, "not kept; it gets the next ones")
+    await refuses_later(lambda: server.take(sent), EngineError, "no longer available; the server gets the next ones")
 
 
 async def test_late_server_gets_a_transfer_of_its_own(transfer, log):

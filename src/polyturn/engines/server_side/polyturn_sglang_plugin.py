@@ -1,13 +1,13 @@
-"""Loaded by every process of an SGLang server at its start: answer `/weights_checker` with checksums that add up.
+"""A plug-in for all processes of an SGLang server: answer `/weights_checker` with additive checksums.
 
-SGLang's own are hashes: those of a fused or sharded tensor say nothing of its parts, and on a CPU there are none. The
-server finds this through the entry point in the folder beside it, which is on its PYTHONPATH, and puts it in place by its
-own hooks.
+SGLang's checksums are hashes: that of a fused or sharded tensor cannot be derived from its parts, and a CPU server has none.
+The server finds this module by the entry point in the folder next to it, which is on its PYTHONPATH, and installs it by its
+plug-in hooks.
 """
 
 
 def register():
-    """Let the server compute checksums as the trainer does."""
+    """Make the server compute checksums like the trainer."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     target = "sglang.srt.utils.weight_checker.WeightChecker._compute_checksum"

@@ -1,10 +1,10 @@
-"""vLLM's own weight transfer between processors: a backend for both of its registries, trainer and worker.
+"""vLLM's weight transfer over gloo: a backend for its trainer and worker registries.
 
-    --weight-transfer-config.backend gloo     the worker's end, registered by the plug-in beside this file
+    --weight-transfer-config.backend gloo     the worker's end, registered by the plug-in next to this file
     GlooTrainerInitInfo(...)                  the trainer's end, for vLLM's `WeightTransferTrainerFactory`
 
-It is vLLM's nccl backend with another group, so the phases, the handshake and the loading are those that run between GPUs.
-It serves a server on another machine without a GPU, and it lets the same path be tested on a processor.
+It is vLLM's nccl backend with another group; phases, handshake and loading are the same as between GPUs. It serves servers
+without a GPU on other machines, and tests of the same code on a CPU.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class _GlooGroup:
-    """A process group beside all others; rank 0, the trainer, sends."""
+    """A separate process group; rank 0, the trainer, sends."""
 
     def __init__(self, info, rank):
         self._group = stateless_init_torch_distributed_process_group(
@@ -51,11 +51,11 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         self.model_update_group = _GlooGroup(init_info, init_info.rank_offset + worker)
 
     def update_weights(self, update_info):
-        """Receive and load; nothing is pending on a device then."""
+        """Receive and load the weights; no device work is pending afterwards."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info):
-        """Load each tensor as it comes."""
+        """Load each tensor as it arrives."""
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
             weight = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
             self.model_update_group.broadcast(weight)
@@ -96,6 +96,6 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
 
 
 def register_trainer():
-    """Let the trainer's registry know it; a second time changes nothing."""
+    """Register the trainer's end; a second call does nothing."""
     if "gloo" not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine("gloo", GlooTrainerWeightTransferEngine)

@@ -1,20 +1,20 @@
-"""Loaded by every process of a vLLM server at its start: know the weight transfer over gloo, and answer `/weight_checker`
-with checksums that add up. On a CPU also: leave the processor to others while it waits, note the checksum of a matrix before
-it is packed for the processor, because the matrix itself is then thrown away, and let a tied head follow new weights.
+"""A plug-in for all processes of a vLLM server: register the weight transfer over gloo, and answer `/weight_checker` with
+additive checksums. On a CPU, it also makes waiting processes sleep, records the checksum of a matrix before vLLM packs and
+discards the matrix, and updates a tied head with new weights.
 
-vLLM's processes wait for each other by calling `sched_yield` in a loop. There are kernels (6.18 is one) on which two such
-loops on two cores keep everything else from running for seconds: the server's own HTTP process, so that an abort is read
-after the completion that it was to end, and the trainer. A sleep of no length waits as well and does not.
+vLLM's processes wait for each other by calling `sched_yield` in a loop. On some kernels (such as 6.18), two such loops on
+two cores keep all other processes from running for seconds: the server's HTTP process, which then reads an abort after the
+completion has finished, and the trainer. A sleep of length 0 waits without this effect.
 
-A tied head keeps a packed copy of the embedding there, and vLLM loads new weights into the embedding alone and answers that
-all went well. On a GPU both are one tensor.
+On a CPU a tied head keeps a packed copy of the embedding. vLLM loads new weights only into the embedding and reports
+success. On a GPU both are one tensor.
 
-The server finds this through the entry point in the folder beside it, which is on its PYTHONPATH.
+The server finds this module by the entry point in the folder next to it, which is on its PYTHONPATH.
 """
 
 
 def register():
-    """Let the server know our backend and our checksums, waiting processes sleep, and tied heads follow."""
+    """Install all changes to vLLM."""
     from vllm.platforms import current_platform
 
     _register_gloo()
@@ -32,7 +32,7 @@ def _register_gloo():
     try:
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     except ImportError:
-        return  # a version without weight transfer takes weights from a folder
+        return  # a version without weight transfer loads weights from a folder
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", "polyturn_vllm_gloo", "GlooWeightTransferEngine")
 
@@ -49,7 +49,7 @@ def _check_by_sums():
         }
         return {**checksums([*model.named_parameters(), *model.named_buffers()]), **packed}
 
-    gpu_worker.compute_tensor_digests = sums  # vLLM's are hashes, which say nothing of the parts of a fused tensor
+    gpu_worker.compute_tensor_digests = sums  # vLLM's hash of a fused tensor cannot be derived from its parts
 
 
 def _look_for_the_folder():
@@ -61,7 +61,7 @@ def _look_for_the_folder():
 
     def reloads(self, *arguments, weights_path=None, **options):
         if weights_path is not None and not os.path.isdir(weights_path):
-            return "no folder"  # vLLM finds out with its parameters already taken away, and dies
+            return "no folder"  # vLLM notices only after removing its parameters, and crashes
         return reload(self, *arguments, weights_path=weights_path, **options)
 
     gpu_worker.Worker.reload_weights = reloads
@@ -72,7 +72,7 @@ def _note_before_packing():
     from vllm.model_executor.layers import utils
 
     if "dispatch_cpu_unquantized_gemm" not in vars(utils):
-        return  # a version that packs elsewhere: those matrices have no checksum then
+        return  # a version that packs elsewhere: its matrices then have no checksum
     pack = utils.dispatch_cpu_unquantized_gemm
 
     def packs(layer, *arguments, **options):
@@ -80,7 +80,7 @@ def _note_before_packing():
             layer.polyturn_checksum = written(layer.weight)
         return pack(layer, *arguments, **options)
 
-    utils.dispatch_cpu_unquantized_gemm = packs  # its callers look it up when they call it
+    utils.dispatch_cpu_unquantized_gemm = packs  # callers look it up at each call
 
 
 def _tie_heads_after_loading():
@@ -93,7 +93,7 @@ def _tie_heads_after_loading():
         if model_config.hf_text_config.tie_word_embeddings:
             _tie_heads(model)
 
-    layerwise.finalize_layerwise_processing = finalizes  # every way of new weights ends there
+    layerwise.finalize_layerwise_processing = finalizes  # every transport of weights ends here
 
 
 def _tie_heads(model):

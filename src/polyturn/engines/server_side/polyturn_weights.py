@@ -1,15 +1,15 @@
-"""Shared by both ends of a weight sync: fold tensors into checksums.
+"""Additive checksums of tensors, for both ends of a weight sync.
 
     fold([0.5, -1.0, 0.0])  =  mix(0x3f000000) + mix(0xbf800000) + 0      modulo 2**32, with two different mixes
 
-A fold does not depend on order and is additive: the fold of a fused matrix is the sum of those of its parts, that of a
-matrix cut over ranks the sum of those of its shards, and rows of padding (zeros) count for nothing. So a server's fused and
-sharded tensors can be held to the trainer's without knowing how the server lays them out.
+A fold does not depend on order and is additive: the fold of a fused matrix is the sum of the folds of its parts, that of a
+sharded matrix the sum over its shards, and padding with zeros adds 0. So a server's fused and sharded tensors can be
+compared with the trainer's without knowing their layout.
 
-The mixes are one-to-one, so a single element that differs always shows. They consist of multiplications alone, which
-processors do in parallel, where shifts and wider integers take ten times as long there.
+The mixes are bijective, so a single differing element always changes the fold. They use only multiplications, which
+processors vectorise; shifts and wider integers take ten times as long.
 
-The trainer imports this file as part of polyturn; servers find it on their PYTHONPATH, so it needs torch alone.
+The trainer imports this file as part of polyturn, and servers find it on their PYTHONPATH, so it may import only torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 
 PREFIX = "polyturn1"
-"""Begins each checksum that is one of ours, and changes with the way they are made."""
+"""Prefix of these checksums; it changes with the algorithm."""
 _LANE = 2**32
 _PIECES = {"cpu": 2**15}
-"""Elements at a time: on a processor as many as stay in its cache."""
+"""Number of elements at a time; on a CPU as many as fit into its cache."""
 _LARGE_PIECE = 2**24
 
 
@@ -44,7 +44,7 @@ _MIXES = (
 
 
 def fold(tensor: torch.Tensor) -> int:
-    """Return two sums over all elements of a mix of each one's bits, modulo 2**32 each; 0 for zeros."""
+    """Return the sums of two mixes of each element's bits, each modulo 2**32; zeros add 0."""
     flat = tensor.detach().contiguous().view(-1)
     sums = torch.zeros(len(_MIXES), dtype=torch.int32, device=flat.device)
     for piece in flat.split(_PIECES.get(flat.device.type, _LARGE_PIECE)):
@@ -58,7 +58,7 @@ def fold(tensor: torch.Tensor) -> int:
 
 
 def total(terms: Iterable[tuple[int, int]]) -> int:
-    """Return the fold of several tensors together; a term is (how often, fold)."""
+    """Return the fold of several tensors together; a term is (count, fold)."""
     sums = [0] * len(_MIXES)
     for count, value in terms:
         for lane in range(len(_MIXES)):
@@ -67,10 +67,10 @@ def total(terms: Iterable[tuple[int, int]]) -> int:
 
 
 def written(tensor: torch.Tensor) -> str:
-    """Return a tensor's checksum as a server says it: "polyturn1 bfloat16 00f3…"."""
+    """Return a tensor's checksum as text: "polyturn1 bfloat16 00f3…"."""
     return f"{PREFIX} {str(tensor.dtype).removeprefix('torch.')} {fold(tensor):016x}"
 
 
 def checksums(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return name -> checksum of each floating-point tensor that is there."""
+    """Return name -> checksum of each floating-point tensor."""
     return {name: written(tensor) for name, tensor in named if tensor.is_floating_point() and tensor.numel()}
