@@ -48,10 +48,10 @@ def test_oversampling_cuts_off_and_counts(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["train.oversample=0.5", "engine.deterministic=true"], "with train.oversample 0.5 what is trained on depends on"),
+        (["train.oversample=0.5", "engine.deterministic=true"], "with train.oversample 0.5 the trained groups depend on"),
         (["train.oversample=0.5", "train.leftover=carry"], "set oversample above 0 and at most to max_staleness"),
         (["train.dynamic_sampling=2", "train.group_size=1"], "the rewards of a group of one are always equal"),
-        ([f"{MIX}1}}}}", "train.epochs=2"], "the sampler mix decides the order of tasks and has no epochs; drop train"),
+        ([f"{MIX}1}}}}", "train.epochs=2"], "the sampler mix has no epochs; set train"),
         (
             [MIX.replace("tiny", "tini") + "1}}"],
             "the mix has a weight for 'tini', which is no task's data_source. Did you mean 'tiny'?",

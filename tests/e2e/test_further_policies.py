@@ -170,7 +170,7 @@ def test_each_policy_has_a_process_beside_training(tmp_path: Path, caplog: pytes
     called = call_command(main, "train", write_game(tmp_path, **past(1)), *stale)
     assert called.code == 0, called.err
     assert versions_by_step(tmp_path / "runs/tiny") == [1, 2, 3]
-    assert caplog.text.count("runs in a process of its own") == 2
+    assert caplog.text.count("runs in a separate process") == 2
     played(tmp_path / "runs/tiny")
 
 

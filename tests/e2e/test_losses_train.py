@@ -75,11 +75,11 @@ def test_lora_trains_an_adapter_keeps_it_and_leaves_a_merged_model(tmp_path):
     evaluated = call_command(main, "eval", tmp_path / "config.yaml", LORA, "--checkpoint", run)
     assert evaluated.code == 0, evaluated.err
     refused = call_command(main, "eval", tmp_path / "config.yaml", "--checkpoint", run / "checkpoints/step-000002")
-    assert refused.code != 0 and "holds an adapter and model.lora is not set" in refused.err
+    assert refused.code != 0 and "contains an adapter and model.lora is not set" in refused.err
     again = ("train", tmp_path / "config.yaml", *RUN, LORA, "algorithm.kl.coef=0.1", "train.steps=3", "--resume")
     settings = (run / "config.yaml").read_text()
     louder = call_command(main, *again, "model.lora.alpha=99")
-    assert louder.code == 2 and "and that of model.lora 99" in louder.err and (run / "config.yaml").read_text() == settings
+    assert louder.code == 2 and "and model.lora has 99" in louder.err and (run / "config.yaml").read_text() == settings
     resumed = call_command(main, *again)
     assert resumed.code == 0, resumed.err
 
@@ -154,7 +154,7 @@ def test_reference_can_be_another_model(tmp_path):
     ("overrides", "message"),
     [
         (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
-        (["algorithm.loss=none"], "there is nothing to learn from"),
+        (["algorithm.loss=none"], "nothing would be trained"),
         (["algorithm.loss.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
         (["model.lora={target_modules: [query]}"], "its linear modules are"),
     ],

@@ -227,7 +227,7 @@ def test_training_on_greedy_completions_is_warned_of(tmp_path: Path, parts: buil
     assert "temperature" not in caplog.text
     greedy = dataclasses.replace(parts, source=place(tmp_path, "rollout.sampling.temperature=0"))
     build.check_training(greedy, tasks)
-    assert "rollout.sampling.temperature is 0: the members of a group say the same" in caplog.text
+    assert "rollout.sampling.temperature is 0: the members of a group repeat each other" in caplog.text
 
 
 def test_prompt_length_is_checked_to_the_token(parts: build.Parts):

@@ -129,7 +129,7 @@ def test_run_without_training_has_no_copy_of_itself(tmp_path: Path) -> None:
     ("policies", "says"),
     [
         ({"opponent": {}}, "a policy needs a model"),
-        ({"policy": {"model": "x"}}, "a policy is called 'policy', which means something else where players are named"),
+        ({"policy": {"model": "x"}}, "a policy is named 'policy', which has another meaning in lists of players"),
         ({"random": {"model": "x"}}, "'random', which means something else"),
         ({"a.b": {"model": "x"}}, "'a.b', which is not a name"),
         ({"a": {"model": "x", "refresh_every": 3}}, "refresh_every is 3 and model is not self"),

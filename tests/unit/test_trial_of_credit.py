@@ -33,7 +33,7 @@ def place(folder: Path, key: str, code: str) -> build.ConfigSource:
         ("loss", LOSS + "return TokenLoss(-advantages_T * logprobs_T.detach())", "gradient"),
         ("loss", LOSS + "return TokenLoss(-advantages_T * logprobs_T, {'mine': 0.5})", "'mine'.*0.5"),
         ("advantage", ESTIMATOR + "return rewards_G + samples_G.size", r"AttributeError.*own.py, line 5"),
-        ("advantage", ESTIMATOR + "return [[r] for r in rewards_G]", "as long as the sample"),
+        ("advantage", ESTIMATOR + "return [[r] for r in rewards_G]", "with a number per token"),
         ("advantage", ESTIMATOR + "return [[s.loss_weights / 0 for s in ss] for ss in samples_G]", "finite|nan|inf"),
     ],
 )

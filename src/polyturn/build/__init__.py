@@ -1,10 +1,10 @@
-"""The composition root: the one place where config meets classes. A `RunConfig` goes in, live objects come out.
+"""The composition root: make the live objects of a run from a `RunConfig`.
 
     RunConfig  ->  tokenizer, model  ->  Codec, engine, ModelPolicy  ->  RolloutContext  ->  Trainer
-    place          model.py              engine.py, parts.py             tasks.py             training.py
+    source         model.py              engine.py, parts.py             tasks.py             training.py
 
-Every mistake in a configuration is reported here, before any training time is spent. Each file imports only those to its
-left; the rest of the library takes no config.
+Mistakes in a configuration are reported here, before any training time is spent. Each file imports only those to its left.
+Other packages take no config.
 """
 
 from polyturn.build.checks import (

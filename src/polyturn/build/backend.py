@@ -1,4 +1,4 @@
-"""From `train.backend` and `train.distributed` to what holds and splits the model that trains."""
+"""Choose and check the training backend, from `train.backend` and `train.distributed`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def degrees_of(config: RunConfig) -> Degrees:
-    """Return over how many ranks the backend splits what."""
+    """Return the number of ranks of each kind of parallelism."""
     from polyturn.training.backend import Degrees
 
     split = config.train.distributed
@@ -30,31 +30,31 @@ def degrees_of(config: RunConfig) -> Degrees:
 
 
 def row_width(config: RunConfig) -> int:
-    """Return the number of ranks with the same samples: those that split layers or tokens, or share layers out."""
+    """Return the number of ranks with the same samples: those that split layers or tokens, or form a pipeline."""
     split = config.train.distributed
     return split.tensor_parallel * split.pipeline_parallel * split.context_parallel
 
 
 def packs_rows(config: RunConfig, *, on_gpu: bool) -> bool:
-    """Return whether samples stand end to end.
+    """Return whether samples are packed end to end.
 
     Raises:
-        ConfigError: they are to lie in padded rows, and ranks to split their tokens.
+        ConfigError: the layout is padded rows, and ranks split tokens.
     """
     name, parts = config.train.layout.name, config.train.distributed.context_parallel
     if name == "rows" and parts > 1:
         raise ConfigError(
-            f"train.layout is rows and train.distributed.context_parallel is {parts}, which splits packed rows; leave "
-            "train.layout out, or set context_parallel to 1"
+            f"train.layout is rows and train.distributed.context_parallel is {parts}, which splits packed rows; remove "
+            "train.layout, or set context_parallel to 1"
         )
     return name == "packed" or (name == "auto" and (on_gpu or parts > 1))
 
 
 def check_backend(source: ConfigSource) -> None:
-    """Refuse what the backend that `train.backend` names cannot do with the model, of which the config is read.
+    """Raise if the backend does not exist or cannot split the model, judged by the model's config.
 
     Raises:
-        ConfigError: there is no such backend, it is not installed, or does not split this model so.
+        ConfigError: the backend does not exist, is not installed, or cannot split the model.
     """
     from polyturn.training.backend import Degrees, backends
     from polyturn.training.lora import add_lora

@@ -1,4 +1,4 @@
-"""Checks of tasks and plug-ins, before any time is spent on loading weights or training."""
+"""Checks of tasks and plug-ins before weights are loaded or training starts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from polyturn.tracking.console import Progress
 logger = logging.getLogger(__name__)
 
 FIRST_TASKS = 256
-"""So many tasks are checked before any weights are loaded; all of them are, before a step is taken."""
+"""Number of tasks to check before weights are loaded; all tasks are checked before the first step."""
 MEASURED_MEDIA_TASKS = 64
-"""Of tasks that show media, so many are encoded before a run; the others are checked for files and kinds, which is quick."""
+"""Number of tasks with media to encode before a run; for the others only files and kinds are checked, which is quick."""
 
 
 def check_each(
@@ -46,18 +46,18 @@ def check_each(
     needs_name: bool,
     also: Callable[[Task], object] = lambda task: None,
 ) -> DatasetSummary:
-    """Read every task once, refuse one that nothing can score, act out or answer, and return a summary of all.
+    """Read every task once and check that it can be scored and run; return a summary of all tasks.
 
     Args:
-        plugins: What scores, drives and answers them.
-        tools: What they may call.
+        plugins: The scheduler, interactions and rewards.
+        tools: The tools of the run.
         tasks: The tasks.
-        name: What to call them in messages.
-        needs_name: Refuse tasks whose interaction is only implied.
+        name: Name of the tasks in messages.
+        needs_name: Raise for tasks whose interaction is only implied.
         also: Called with every task that passed.
 
     Raises:
-        DataError, ConfigError: the first problem found.
+        DataError, ConfigError: the first problem.
     """
 
     def check(task: Task) -> None:
@@ -77,25 +77,25 @@ def check_each(
 
 
 def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins | None, tools: Toolbox | None) -> None:
-    """Refuse what can be refused before any weights are loaded: names that lead nowhere, and rows that nothing scores.
+    """Run the checks that need no weights: unknown names, and rows that cannot be scored.
 
-    What needs PyTorch, whose import takes seconds, comes last.
+    Checks that need PyTorch, whose import takes seconds, are last.
 
     Args:
         source: The configuration.
         tasks: The tasks of the run.
-        plugins: What scores, drives and answers them; None where it is made later, and no task is read yet.
-        tools: What they may call.
+        plugins: The scheduler, interactions and rewards; None if they are made later, and tasks are not read yet.
+        tools: The tools of the run.
 
     Raises:
-        ConfigError, DataError: the first problem found.
+        ConfigError, DataError: the first problem.
     """
     build_trackers(source)
     check_support(source.config)
     check_warm_start(source)
     build_loss_scale(source.config.algorithm.loss_scale, decode=str, base=source.base)
     build_sampler(source, tasks.train)
-    # All sets are of the same tasks, so the first stands for them.
+    # All evaluation sets have the same tasks, so checking the first is enough.
     sources = {"data.train": tasks.train, **({"evaluation.data": tasks.eval_sets[0].tasks} if tasks.eval_sets else {})}
     check_first_tasks(source, sources, plugins, tools)
     with Progress("load PyTorch"):
@@ -105,44 +105,39 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
 
 
 def check_support(config: RunConfig) -> None:
-    """Refuse `rollout.sampling.keep_support` where it does nothing, or where engine or trainer cannot use it.
+    """Raise if `rollout.sampling.keep_support` has no effect, or engine or trainer cannot use it.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the option cannot be used.
     """
     sampling, where = config.rollout.sampling, "rollout.sampling.keep_support is true"
     if not sampling.keep_support:
         return
     if sampling.temperature == 0:
-        raise ConfigError(
-            f"{where}, and rollout.sampling.temperature is 0, which samples nothing; raise it, or leave both out"
-        )
+        raise ConfigError(f"{where}, and rollout.sampling.temperature is 0, which is greedy; raise it, or remove both")
     if sampling.top_k > MAX_SUPPORT:
         raise ConfigError(f"{where}, and top_k is {sampling.top_k}; at most {MAX_SUPPORT} tokens are recorded, so lower it")
     if not sampling.is_cut:
-        raise ConfigError(
-            f"{where}, and neither top_p nor top_k removes a token; set one of them, or leave keep_support out"
-        )
+        raise ConfigError(f"{where}, and neither top_p nor top_k removes a token; set one of them, or remove keep_support")
     if config.engine.kind == "sglang":
         raise ConfigError(f"{where}, and the engine sglang does not return these tokens; use embedded or vllm")
     if config.train.backend == "megatron":
         raise ConfigError(f"{where}, and train.backend megatron does not use it; use train.backend torch")
     if config.algorithm.served_teachers is not None:
         raise ConfigError(
-            f"{where}, and algorithm.served_teachers gives log-probabilities over the whole vocabulary; leave one of them "
-            "out"
+            f"{where}, and algorithm.served_teachers uses log-probabilities over the whole vocabulary; remove one of them"
         )
 
 
 def check_first_tasks(
     config_source: ConfigSource, sources: Mapping[str, Sequence[Task]], plugins: Plugins | None, tools: Toolbox | None
 ) -> None:
-    """Read the first tasks of each source, and refuse one that nothing can score, act out or answer.
+    """Read the first tasks of each source, and check that they can be scored and run.
 
-    Without plug-ins, which further policies come before, none is read.
+    Without plug-ins, which may need further policies first, no task is read.
 
     Raises:
-        DataError, ConfigError: the first problem found.
+        DataError, ConfigError: the first problem.
     """
     if plugins is None or tools is None:
         return
@@ -151,24 +146,24 @@ def check_first_tasks(
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))
         summaries[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
-    # Of a longer source, a task that was not read may be the one that uses them.
+    # In a longer source, an unread task may be the one that uses them.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
         _refuse_unused(plugins.interactions, tools.tools, summaries)
 
 
 def check_training(parts: Parts, tasks: RunTasks) -> None:
-    """Refuse a training run whose tasks cannot run, behind `check_before_weights` and before any time is spent on training.
+    """Check the tasks of a training run, after `check_before_weights` and before training.
 
     Raises:
-        DataError, ConfigError, TemplateError: the first problem found.
+        DataError, ConfigError, TemplateError: the first problem.
     """
     estimator = build_estimator(parts.source)
     require_scores(parts, estimator)
     check_further_models(parts.source, estimator, like=parts.model)
     if parts.source.config.rollout.sampling.temperature == 0:
         logger.warning(
-            "rollout.sampling.temperature is 0: the members of a group say the same where they are answered the same, and "
-            "a group of equal rewards trains nothing; 1.0 samples"
+            "rollout.sampling.temperature is 0: the members of a group repeat each other unless they get different "
+            "answers, and a group of equal rewards trains nothing; set it to 1.0 to sample"
         )
     build_sampler(parts.source, tasks.train)()
     check_teacher_servers(parts)
@@ -179,15 +174,15 @@ def check_training(parts: Parts, tasks: RunTasks) -> None:
     for name, one in parts.policies.by_name.items():
         if not one.is_named:
             logger.warning(
-                "policies.%s is loaded and not used: no seat, simulated user or judge of the config names it", name
+                "policies.%s is loaded but not used: no seat, simulated user or judge in the configuration names it", name
             )
 
 
 def check_warm_start(source: ConfigSource) -> None:
-    """Refuse a supervised start that has nothing to imitate.
+    """Raise if a warm start has no conversations.
 
     Raises:
-        ConfigError: its conversations are not named, or no file, folder or function is there.
+        ConfigError: the conversations are not set, or the file, folder or function does not exist.
     """
     sft = source.config.warm_start
     if sft.steps == 0:
@@ -207,19 +202,19 @@ def check_warm_start(source: ConfigSource) -> None:
 
 
 def check_run(parts: Parts, tasks: Sequence[Task], *, name: str) -> None:
-    """Refuse tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
+    """Raise for tasks that cannot run: unknown tools or interactions, no reward, a prompt that is too long.
 
     Raises:
-        DataError, ConfigError, TemplateError: the first problem found.
+        DataError, ConfigError, TemplateError: the first problem.
     """
     check_use(parts.context, {name: _read_tasks(parts, tasks, name=name)})
 
 
 def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]:
-    """Return the tasks whose prompts fit, where `data.drop_long_prompts` asks for that; else all of them.
+    """Return the tasks whose prompts fit if `data.drop_long_prompts` is set, otherwise all.
 
     Raises:
-        DataError: not one fits.
+        DataError: no prompt fits.
     """
     if not parts.source.config.data.drop_long_prompts:
         return tasks
@@ -240,7 +235,7 @@ def fitting(parts: Parts, tasks: Sequence[Task], *, name: str) -> Sequence[Task]
 
 
 def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
-    """Decide what depends on the tasks: those that are left out, and the number of steps of a run that counts epochs.
+    """Drop long prompts if configured, and compute the number of steps if epochs are set.
 
     Raises:
         DataError: no task is left, or they do not fill one step.
@@ -271,7 +266,7 @@ def _prompt_limit(parts: Parts) -> int:
 
 
 def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
-    """Return the length of a prompt that is too long, in tokens; None for the others."""
+    """Return the length in tokens of a prompt that is too long; None for other prompts."""
     context, limit = parts.context, _prompt_limit(parts)
     if any(message.media for message in task.prompt):
         try:
@@ -283,7 +278,7 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
         text = context.codec.template.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
     except TemplateError as problem:
         raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
-    # A token is at least a byte, so only a text with more bytes than the limit has tokens needs to be encoded.
+    # A token has at least one byte, so a text with at most as many bytes as the limit need not be encoded.
     if len(text.encode()) <= limit:
         return None
     length = len(context.codec.encode(text))
@@ -291,14 +286,14 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
 
 
 def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) -> None:
-    """Refuse a run whose interactions, or whose tools, not one task uses: it would be single-turn without a word."""
+    """Raise if no task uses the run's interactions, or its tools: the run would silently be single-turn."""
     check_setup(context.interactions)
     _tell_of_shared_tools(context)
     for part, summary in summaries.items():
         for name, num in summary.unknown_tools.items():
             logger.warning(
-                "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: they go "
-                "without it.%s",
+                "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: "
+                    "they run without it.%s",
                 part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
             )  # fmt: skip
     _refuse_unused(context.interactions, context.tools.tools, summaries)
@@ -309,27 +304,26 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], summar
     if interactions and not any(set(s.interactions) - {None} for s in summaries.values()):
         first = next(iter(interactions))
         raise ConfigError(
-            f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, "
-            f"{{'prompt': …, 'interaction': {first!r}}}, or set data.train.interaction to the one of all rows, or drop "
-            "rollout.interactions"
+            f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, {{'prompt': "
+            f"…, 'interaction': {first!r}}}, or set data.train.interaction for all rows, or remove rollout.interactions"
         )
     if tools and not any(s.num_with_tools for s in summaries.values()):
         unknown = sorted({name for s in summaries.values() for name in s.unknown_tools})
         named = f" (the rows name {unknown}.{did_you_mean(unknown[0], tools)})" if unknown else ""
         raise ConfigError(
             f"rollout.tools has {sorted(tools)} and {which} may call one of them{named}; name them in `tools` or "
-            "`tools_kwargs` of the rows (or in extra_info.tools_kwargs), leave these columns out, or drop rollout.tools"
+            "`tools_kwargs` of the rows (or in extra_info.tools_kwargs), remove these columns, or remove rollout.tools"
         )
 
 
 def _tell_of_shared_tools(context: RolloutContext) -> None:
-    """Say which tools with a state the forks of a scheduler share."""
+    """Log the tools with a state that the forks of a scheduler share."""
     hooks = context.tools.hooks
     shared = [name for name, one in hooks.items() if one.why_not is not None or one.snapshot is not None]
     if context.scheduler.forks and shared:
         logger.warning(
-            "the scheduler %s forks conversations, and the forks share the state of %s; set `stateless = True` in a tool "
-            "that no call changes",
+            "the scheduler %s forks conversations, and the forks share the state of %s; set `stateless = True` in a "
+            "tool whose calls change no state",
             type(context.scheduler).__name__,
             ", ".join(map(repr, shared)),
         )
@@ -338,7 +332,7 @@ def _tell_of_shared_tools(context: RolloutContext) -> None:
 def _read_tasks(
     parts: Parts, tasks: Sequence[Task], *, name: str, also: Callable[[Task], object] | None = None
 ) -> DatasetSummary:
-    """Read every task and refuse those that cannot run; return a summary. `also` refuses further ones."""
+    """Check every task; return a summary. `also` makes further checks."""
     context = parts.context
     longest = parts.source.config.rollout.limits.max_prompt_tokens
     seen = itertools.count()
@@ -351,8 +345,8 @@ def _read_tasks(
             limit = _prompt_limit(parts)
             which = "rollout.limits.max_prompt_tokens" if limit == longest else "the model's context"
             raise DataError(
-                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; "
-                "raise the limit, or leave the task out (data.drop_long_prompts leaves out all such tasks)"
+                f"{name}, task {task.id!r}: its prompt has {length} tokens and {which} allows {limit}; raise the limit, or "
+                "remove the task (data.drop_long_prompts drops all such tasks)"
             )
         if also is not None:
             also(task)

@@ -1,4 +1,4 @@
-"""From `algorithm.advantage` and what belongs to it to an estimator, a KL penalty and a critic."""
+"""Build the advantage estimator, the KL penalty and the critic, from the section `algorithm`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_estimator(source: ConfigSource) -> Any:
     """Return the advantage estimator with its options bound.
 
     Raises:
-        ConfigError: there is none of the name, it takes no such option, or cannot work in this run.
+        ConfigError: there is no such estimator, it has no such option, or cannot work in this run.
     """
     from polyturn.algorithms.advantages import advantages, bind_estimator, check_estimator, traits_of
     from polyturn.rewards.options import DEFAULT_WEIGHTS
@@ -62,12 +62,12 @@ def build_estimator(source: ConfigSource) -> Any:
 
 
 def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrainedModel) -> None:
-    """Refuse the name of a further model that leads to none, or to one of another vocabulary.
+    """Check that further models (critic, reference, teacher) exist and have the same vocabulary.
 
-    Of a plan a small one is loaded, so that it is whole; of a run it will be.
+    For a plan, small models are loaded too, to test loading.
 
     Raises:
-        ConfigError: the first problem found.
+        ConfigError: the first problem.
     """
     from polyturn.training import hf
     from polyturn.training.reference import require_same_vocabulary
@@ -89,10 +89,10 @@ def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrain
 
 
 def check_algorithm(source: ConfigSource) -> None:
-    """Refuse an estimator, a loss or a penalty that cannot be had by what the configuration alone says.
+    """Check estimator, loss and penalty as far as the configuration alone allows.
 
     Raises:
-        ConfigError: the first problem found.
+        ConfigError: the first problem.
     """
     build_estimator(source)
     build_loss(source)
@@ -102,10 +102,10 @@ def check_algorithm(source: ConfigSource) -> None:
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:
-    """Refuse an estimator of turn scores where nothing in the run can score one; where something may, the first step tells.
+    """Raise for an estimator of turn scores if no part of the run can score a turn. If a part may, the first step shows it.
 
     Raises:
-        ConfigError: there is no tool, no interaction, and a scheduler that declares `scores_turns = False`.
+        ConfigError: there are no tools and no interactions, and the scheduler declares `scores_turns = False`.
     """
     from polyturn.algorithms.advantages import traits_of
 
@@ -117,20 +117,20 @@ def require_scores(parts: Parts, estimator: Any) -> None:
         raise ConfigError(
             f"the estimator {config.algorithm.advantage.name!r} needs scores of turns, and this run has neither tools nor "
             f"interactions, and the scheduler {config.rollout.scheduler!r} scores none; set rollout.interactions or "
-            "rollout.tools, take a scheduler that scores turns such as gym, or an estimator of outcomes such as grpo"
+            "rollout.tools, use a scheduler that scores turns such as gym, or an estimator of outcomes such as grpo"
         )
 
 
 def drops_zero_variance(source: ConfigSource, estimator: Any) -> bool:
-    """Return whether groups of equal rewards leave the loss: what the configuration says, else where nothing is lost."""
+    """Return whether groups of equal rewards leave the loss: as configured, otherwise if they train nothing."""
     from polyturn.algorithms.advantages import traits_of
 
     algorithm, group_size = source.config.algorithm, source.config.train.group_size
-    if group_size == 1 or algorithm.loss.distill is not None:  # a teacher has something to say about every trajectory
+    if group_size == 1 or algorithm.loss.distill is not None:  # a teacher trains every trajectory
         return False
     if algorithm.drop_zero_variance is not None:
         return algorithm.drop_zero_variance
-    # A penalty on the reward, a teacher and observations teach something where rewards are equal.
+    # A penalty on the reward, a teacher, and an observation loss train even if rewards are equal.
     only_rewards = not algorithm.kl_in("reward").coef and not algorithm.learns_without_rewards
     return traits_of(estimator).only_compares and only_rewards
 
@@ -144,10 +144,10 @@ def build_reward_kl(source: ConfigSource) -> RewardKl | None:
 
 
 def build_critic(parts: Parts, estimator: Any) -> Critic | None:
-    """Return the critic that the estimator needs; None where it needs none.
+    """Return the critic that the estimator needs; None if it needs none.
 
     Raises:
-        ConfigError: its model cannot be loaded, or has another vocabulary.
+        ConfigError: the critic's model cannot be loaded, or has another vocabulary.
     """
     from polyturn.algorithms.advantages import traits_of
     from polyturn.training.critic import Critic, local_critic
@@ -165,10 +165,10 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
 
 
 def critic_path(source: ConfigSource, estimator: Any) -> str | None:
-    """Return the model whose backbone the critic starts from; None for the policy's.
+    """Return the name of the model whose backbone the critic starts from; None for the policy's.
 
     Raises:
-        ConfigError: the estimator uses no critic, and there is one.
+        ConfigError: a critic is configured, and the estimator uses none.
     """
     from polyturn.algorithms.advantages import traits_of
 
@@ -177,16 +177,16 @@ def critic_path(source: ConfigSource, estimator: Any) -> str | None:
     if (critic.warmup or critic.path is not None) and not traits_of(estimator).needs_values:
         raise ConfigError(
             f"algorithm.critic is set and the estimator {config.algorithm.advantage.name!r} uses no critic; set "
-            "algorithm.advantage to gae, turn_gae or bilevel_gae, or drop the critic"
+            "algorithm.advantage to gae, turn_gae or bilevel_gae, or remove algorithm.critic"
         )
     return critic.path
 
 
 def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedModel:
-    """Load the model that `algorithm.critic.path` names, whose tokenizer must be that of `like`.
+    """Load the model `algorithm.critic.path`, which must have the tokenizer of `like`.
 
     Raises:
-        ConfigError: it cannot be loaded, or has another vocabulary.
+        ConfigError: the model cannot be loaded, or has another vocabulary.
     """
     path = source.config.algorithm.critic.path
     assert path is not None
@@ -194,8 +194,8 @@ def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedMo
     own, its = (model.config.get_text_config().vocab_size for model in (like, critic))
     if own != its:
         raise ConfigError(
-            f"algorithm.critic.path is {path!r}, whose vocabulary has {its} tokens, and the model's has {own}; a critic "
-            "reads the ids that the model writes, so name a model of the same tokenizer"
+            f"algorithm.critic.path is {path!r}, whose vocabulary has {its} tokens, and the model's has {own}; a "
+            "critic reads the model's ids, so name a model with the same tokenizer"
         )
     return critic.requires_grad_(True)
 

@@ -1,4 +1,4 @@
-"""From a config and the address of a served model to a rollout context, for evaluation without a model or torch here."""
+"""Build a rollout context for a served model, for evaluation without loading a model or torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from polyturn.tokens.parsers import HermesParser, build_parser
 logger = logging.getLogger(__name__)
 
 NO_LIMIT = 1 << 30
-"""Of the ids here, which are bytes; the server counts its own tokens."""
+"""Limit on ids, which are bytes here; the server counts its own tokens."""
 
 
 def build_endpoint_context(source: ConfigSource, endpoint: Endpoint) -> tuple[RolloutContext, ChatEngine]:
-    """Make the rollout context of an evaluation whose model is served elsewhere, known by its text only, and its engine.
+    """Make the rollout context and the engine for evaluating a model behind a text-only endpoint.
 
-    Turns, time and the tokens of one turn are limited as the config says; limits in tokens of the whole conversation are
-    left to the server.
+    The configured limits of turns, time and tokens per turn apply; limits on the tokens of a conversation are left to the
+    server.
 
     Raises:
-        ConfigError: something in the configuration cannot work.
+        ConfigError: the configuration cannot work.
     """
     check_plugins(source)
     limits = source.config.rollout.limits
@@ -57,27 +57,27 @@ def build_endpoint_context(source: ConfigSource, endpoint: Endpoint) -> tuple[Ro
             limits, max_tokens_per_turn=None, max_tokens=None, max_context=None, context_policy=ContextPolicy.STOP
         ),
         sampling=SamplingParams(max_tokens=NO_LIMIT),
-        sanity_mode="off",  # ids here are bytes of our own codec: there is nothing to compare them with
+        sanity_mode="off",  # ids are bytes of the text codec, so there is nothing to compare
         escape_prompts="all",
     )
     return context, engine
 
 
 def for_endpoint(which: EvalSet) -> EvalSet:
-    """Return an evaluation set whose completions are as long as the server lets them be."""
+    """Return an evaluation set without a limit on the length of completions except the server's."""
     return dataclasses.replace(which, sampling=dataclasses.replace(which.sampling, max_tokens=NO_LIMIT))
 
 
 def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
-    """Refuse tasks that cannot run: unknown tools or interactions, no reward, pictures.
+    """Raise for tasks that cannot run: unknown tools or interactions, no reward, pictures.
 
     Raises:
-        DataError, ConfigError: the first problem found.
+        DataError, ConfigError: the first problem.
     """
 
     def check(task: Task) -> None:
         if any(message.media for message in task.prompt):
-            raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint is sent text only")
+            raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint accepts only text")
 
     needs_name = context.require_interaction_name
     summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=check)

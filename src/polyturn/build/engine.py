@@ -1,4 +1,4 @@
-"""From the `engine` section to an engine: the kind that `engine.kind` names, set up with the run's parts."""
+"""Build the engine of the section `engine`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def build_engine(
     checkpoint: Path | None,
     places: ServerPlaces | None = None,
 ) -> Engine:
-    """Make the engine that `engine.kind` names. Servers are started when they are first asked, in `places` if given.
+    """Make the engine `engine.kind`. The first call starts servers, by `places` if given.
 
     Raises:
-        ConfigError: there is none of that name, it cannot do what the run needs, or is not installed.
+        ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
     """
     config = source.config
     build = find_engine(source)
@@ -68,27 +68,27 @@ def build_engine(
         obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
     )
     engine = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)
-    # Only an engine that was made can say what it is capable of.
+    # Capabilities are known only after the engine is made.
     if config.rollout.sampling.keep_support and not engine.capabilities.support:
         raise ConfigError(
             f"rollout.sampling.keep_support is true and engine.kind {config.engine.kind!r} does not record the tokens that "
-            "top_p and top_k keep; use the engine embedded or vllm, or leave keep_support out"
+            "top_p and top_k keep; use the engine embedded or vllm, or remove keep_support"
         )
     if routes is not None and config.algorithm.routing.replay == "on" and not engine.capabilities.routes:
         raise ConfigError(
-            f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not say which experts tokens went "
-            "to; set it to auto or off, or take the engine embedded, vllm or sglang"
+            f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not report the experts of "
+            "tokens; set it to auto or off, or use the engine embedded, vllm or sglang"
         )
     return engine
 
 
 def sends_adapter(config: RunConfig) -> bool:
-    """Return whether servers are sent the adapter alone, and hold the weights that it lies around."""
+    """Return whether servers are sent only the adapter, and keep the base weights."""
     return isinstance(config.engine, ServerOptions) and config.engine.weights == "adapter"
 
 
 def untrained(source: ConfigSource) -> ConfigSource:
-    """Return the configuration of a command that trains nothing and so sends servers nothing: they load the whole model."""
+    """Return the configuration for a command without training: servers load the whole model and are sent no weights."""
     engine = source.config.engine
     if not isinstance(engine, ServerOptions) or not sends_adapter(source.config):
         return source
@@ -103,22 +103,25 @@ def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
-    """Make a user's own engine and contain its failures; the servers of a pool are called directly."""
+    """Make a user's engine and wrap it to contain its failures; the servers of a pool are called directly."""
     with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
-        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, ServerPool)  # which looks at its properties
+        is_engine, is_pool = (
+            isinstance(engine, Engine),
+            isinstance(engine, ServerPool),
+        )  # isinstance evaluates its properties
     if not is_engine:
-        needs = "something that returns an engine, which has all that polyturn.core.protocols.Engine has"
+        needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"
         raise wrong_kind(engines.group, options.kind, engine, where="engine.kind", needs=needs)
     vocab_size = int(setup.model.config.get_text_config().vocab_size)
     return engine if is_pool else ForeignEngine(engine, vocab_size=vocab_size, timeout_s=options.timeout_s)
 
 
 def route_shape(source: ConfigSource, model: PreTrainedModel) -> RouteShape | None:
-    """Return the shape of the model's routes where they are replayed in training; None where not.
+    """Return the shape of the model's routes if training replays them; None otherwise.
 
     Raises:
-        ConfigError: `algorithm.routing` asks for what a model without experts cannot do.
+        ConfigError: `algorithm.routing` is set for a model without experts.
     """
     from polyturn.engines.routers import Routers
 
@@ -129,24 +132,24 @@ def route_shape(source: ConfigSource, model: PreTrainedModel) -> RouteShape | No
     if routers is None and (routing.replay == "on" or routing.balance_coef):
         name = "replay is on" if routing.replay == "on" else f"balance_coef is {routing.balance_coef:g}"
         raise ConfigError(
-            f"algorithm.routing.{name} and {type(model).__name__} has no experts; leave algorithm.routing out, or train a "
+            f"algorithm.routing.{name} and {type(model).__name__} has no experts; remove algorithm.routing, or train a "
             "mixture of experts"
         )
     return None if routers is None or routing.replay == "off" else routers.shape
 
 
 def check_engine(source: ConfigSource) -> None:
-    """Refuse what can be refused before any weights are loaded: an engine that is not there, logs that cannot be written.
+    """Check the engine before weights are loaded: that it exists, and that its logs can be written.
 
     Raises:
-        ConfigError: the first problem found.
+        ConfigError: the first problem.
     """
     find_engine(source)
     options = source.config.engine
     if sends_adapter(source.config) and source.config.model.lora is None:
         raise ConfigError(
-            "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or leave "
-            "engine.weights out"
+            "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or "
+            "remove engine.weights"
         )
     if isinstance(options, ServerOptions) and options.launch is not None:
         for number in range(options.launch.replicas):
@@ -155,10 +158,10 @@ def check_engine(source: ConfigSource) -> None:
 
 
 def find_engine(source: ConfigSource) -> Callable[..., Any]:
-    """Return the function that makes the engine that `engine.kind` names.
+    """Return the function that makes the engine `engine.kind`.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take `engine.kwargs`.
+        ConfigError: there is no such engine, or it does not accept `engine.kwargs`.
     """
     config = source.config.engine
     build = engines.resolve(config.kind, base=source.base, key="engine.kind")
@@ -169,8 +172,8 @@ def find_engine(source: ConfigSource) -> Callable[..., Any]:
     kwargs = config.kwargs if isinstance(config, OwnEngineOptions) else {}
     for name in kwargs:
         if name not in known and not takes_any_keyword(build):
-            hint = did_you_mean(name, known) if known else " It takes none."
-            raise ConfigError(f"engine.kwargs: the engine {config.kind!r} takes no {name!r}.{hint}")
+            hint = did_you_mean(name, known) if known else " It has no arguments."
+            raise ConfigError(f"engine.kwargs: the engine {config.kind!r} has no argument {name!r}.{hint}")
     try:
         inspect.signature(build).bind(None, **kwargs)
     except TypeError as problem:
@@ -186,7 +189,7 @@ def servable_folder(
     media: MediaProcessor | None,
     checkpoint: Path | None,
 ) -> ModelFolder:
-    """Return a folder that a server can load the model from; without the adapter where that is sent alone."""
+    """Return a folder from which a server can load the model, without the adapter if that is sent separately."""
     from polyturn.training import hf
 
     path = source.config.model.path

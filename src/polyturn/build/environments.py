@@ -1,4 +1,4 @@
-"""From the `env` section to adapters, tasks and the scheduler that drives them."""
+"""Build the adapters, tasks and scheduler of the section `env`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 
 
 def env_configs(source: ConfigSource) -> list[EnvConfig]:
-    """Return the environments that a run names.
+    """Return the configured environments of a run.
 
     Raises:
-        ConfigError: two have one name, or something else of the configuration says what `env` says.
+        ConfigError: two have the same name, or another section conflicts with `env`.
     """
     named = source.config.env
     if named is None:
@@ -32,27 +32,27 @@ def env_configs(source: ConfigSource) -> list[EnvConfig]:
     configs = [e if isinstance(e, EnvConfig) else EnvConfig(name=e) for e in (named if isinstance(named, list) else [named])]
     names = [str(e.name) for e in configs]
     if not configs:
-        raise ConfigError("env is an empty list; name an environment, or drop it")
+        raise ConfigError("env is an empty list; name an environment, or remove env")
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise ConfigError(f"env names {twice!r} twice; give each environment once, with more tasks")
+        raise ConfigError(f"env names {twice!r} twice; list each environment once, with more tasks")
     return configs
 
 
 def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> MultiTurnScheduler:
-    """Make the scheduler that drives the episodes of the run's environments.
+    """Make the scheduler for the episodes of the run's environments.
 
     Raises:
-        ConfigError: an environment cannot be made, or its episodes would have two masters or no end.
+        ConfigError: an environment cannot be made, conflicts with another section, or its episodes would never end.
     """
     config = source.config
     if config.rollout.scheduler is not None:
         raise ConfigError(
-            f"env brings a scheduler and rollout.scheduler is {config.rollout.scheduler!r}; drop one of the two "
-            "(rows with env_config can be acted out by rollout.scheduler: gym)"
+            f"env has its own scheduler and rollout.scheduler is {config.rollout.scheduler!r}; remove one of them "
+            "(rollout.scheduler: gym runs rows with env_config)"
         )
     if config.rollout.interactions is not None:
-        raise ConfigError("env answers every turn and rollout.interactions would never be asked; drop one of the two")
+        raise ConfigError("env answers every turn, so rollout.interactions would never be used; remove one of them")
     stages: dict[str, Stage] = {}
     own: dict[str, MultiTurnScheduler] = {}
     for one in env_configs(source):
@@ -62,26 +62,26 @@ def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> Mult
         stages[str(one.name)] = _stage(one, adapter, source, policies)
     if own and len(stages) > 1:
         raise ConfigError(
-            f"env {next(iter(own))!r} drives its episodes itself, so it must be the only environment of a run; env names "
+            f"env {next(iter(own))!r} runs its episodes itself, so it must be the only environment of a run; env names "
             f"{list(stages)}"
         )
     return next(iter(own.values())) if own else EnvScheduler(stages)
 
 
 def build_env_tools(source: ConfigSource) -> list[Tool]:
-    """Return the tools that the run has because of its environments."""
+    """Return the tools that the run's environments provide."""
     return [tool for one in env_configs(source) for tool in _adapter(one, source).tools()]
 
 
 def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
-    """Return the tasks of the run's environments, seeds of the split ("train" or "eval").
+    """Return the tasks of the run's environments, with the seeds of the split ("train" or "eval").
 
     Raises:
         ConfigError: an environment cannot be made.
     """
     parts: list[Sequence[Task]] = []
     for one in env_configs(source):
-        # Behind the seeds of training, so that no task is in both.
+        # After the seeds of training, so that no task is in both splits.
         first = one.seed + (one.tasks if split == "eval" else 0)
         count = one.eval_tasks if split == "eval" else one.tasks
         adapter = _adapter(one, source)
@@ -94,18 +94,18 @@ def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
 
 
 def rows_for_env(source: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
-    """Return rows of the user's own as tasks of the run's environment, for one that is made of a row.
+    """Return the user's rows as tasks of the run's environment, if the environment is made from rows.
 
     Raises:
-        ConfigError: the environment brings its own tasks.
+        ConfigError: the environment has its own tasks.
     """
     configs = env_configs(source)
     adapters = [_adapter(one, source) for one in configs]
     if len(adapters) > 1 or not adapters[0].takes_rows:
         names = ", ".join(repr(one.name) for one in configs)
         raise ConfigError(
-            f"env names {names}, which brings its own tasks, and {key} is set as well; drop one of the two (rows with an "
-            "env_config of their own are for rollout.scheduler: gym)"
+            f"env names {names}, which has its own tasks, and {key} is set as well; remove one of them (for rows with "
+            "env_config use rollout.scheduler: gym)"
         )
     split = "eval" if key.startswith("eval") else "train"
     return Changed(adapters[0].of_rows(tasks), at_stage(split=split, score=configs[0].score or adapters[0].score))
@@ -121,7 +121,9 @@ def _adapter(one: EnvConfig, source: ConfigSource) -> Adapter:
 
 def _stage(one: EnvConfig, adapter: Adapter, source: ConfigSource, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
-        raise ConfigError(f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; drop it")
+        raise ConfigError(
+            f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; remove env.seats"
+        )
     seats, eval_seats = (
         seat_players(
             seat_options, num_seats=adapter.num_seats, name=str(one.name), base=source.base, policies=policies.by_name

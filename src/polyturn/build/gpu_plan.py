@@ -1,8 +1,8 @@
-"""The memory of each process of a run on GPUs, and the nearest layout that fits.
+"""Estimate the memory of each process of a run on GPUs, and find the nearest layout that fits.
 
     demand_of(source).tables(layout_of(config))  ->  {"each of 4 ranks": {"parameters": …, …}, …}
 
-Separate because `polyturn plan`, the dry run and the check before a run starts count by the same rules.
+Used by `polyturn plan`, the dry run, and the check before a run starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polyturn.training.options import BACKEND
 
 GB = 10**9
 USABLE = 0.9
-"""The share of a GPU's memory that is counted on: the rest is CUDA's own, and gaps between blocks."""
+"""Share of a GPU's memory that is usable; the rest is for CUDA and for gaps between blocks."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -42,12 +42,12 @@ def parameters_of(size: ModelSize) -> str:
 
 
 class GpuLayout(NamedTuple):
-    """The division of GPUs among ranks and servers."""
+    """How GPUs are divided among ranks and servers."""
 
     ranks: int
     servers: int
     width: int
-    """GPUs of a server, by tensor parallelism."""
+    """Number of GPUs of a server, by tensor parallelism."""
     is_shared: bool = False
     """Whether the servers are on the ranks' GPUs, and sleep during an update."""
 
@@ -63,25 +63,25 @@ class GpuLayout(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """A run's demands on its GPUs, whatever the layout."""
+    """A run's memory demands, independent of the layout."""
 
     size: ModelSize
     load: RankLoad
     context: int
-    """Tokens of the longest conversation, for one of which a server's KV cache has room at least."""
+    """Tokens of the longest conversation; a server's KV cache must have room for at least one."""
     row: int = 1
-    """Ranks that see the same samples, which come and go together."""
+    """Number of ranks that see the same samples; ranks are added and removed in such rows."""
 
     def rank(self, ranks: int) -> dict[str, int]:
-        """Return the memory of one of `ranks` ranks, by part."""
+        """Return the bytes of one of `ranks` ranks, by part."""
         return rank_bytes(self.size, replace(self.load, ranks=ranks))
 
     def server(self, width: int) -> dict[str, int]:
-        """Return the memory of each GPU of a server over `width` GPUs, by part."""
+        """Return the bytes on each GPU of a server over `width` GPUs, by part."""
         return server_bytes(self.size, tensor_parallel=width, tokens=self.context)
 
     def tables(self, layout: GpuLayout) -> dict[str, dict[str, int]]:
-        """Return the memory of a layout's processes or, if they share GPUs, of a GPU in each phase."""
+        """Return the bytes, by part, of each kind of process, or if they share GPUs, of a GPU in each phase."""
         if layout.is_shared:
             load = replace(self.load, ranks=layout.ranks)
             phases = shared_bytes(self.size, load, tensor_parallel=layout.width, tokens=self.context)
@@ -96,14 +96,14 @@ class Demand(NamedTuple):
         return all(sum(bytes_by_part.values()) <= limit for bytes_by_part in self.tables(layout).values())
 
     def at_rest(self, layout: GpuLayout) -> int:
-        """Return the bytes on a server's GPU in rollout beside the server."""
+        """Return the bytes on a server's GPU during rollout, without the server."""
         if not layout.is_shared:
             return 0
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
 
 
 def demand_of(source: ConfigSource) -> Demand:
-    """Return a run's demand on its GPUs; no weights are read for it."""
+    """Return a run's demands, without reading weights."""
     config = source.config
     model = build_outline(source, build_codec(source).tokenizer)
     if config.model.lora is not None:
@@ -113,7 +113,7 @@ def demand_of(source: ConfigSource) -> Demand:
 
 
 def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
-    """Return a run's load on each rank, with `tokens` in a micro-batch."""
+    """Return the load of each rank, with `tokens` per micro-batch."""
     from polyturn.algorithms.advantages import traits_of
 
     config = source.config
@@ -135,7 +135,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
 
 
 def layout_of(config: RunConfig) -> GpuLayout:
-    """Return the layout that a config says, on one machine or on a cluster."""
+    """Return the configured layout, on one machine or on a cluster."""
     ranks, engine, actors = max(1, config.train.distributed.ranks), config.engine, config.cluster.engines
     if isinstance(engine, ServerOptions) and engine.urls:
         return GpuLayout(ranks, 0, 0)
@@ -151,7 +151,7 @@ def layout_of(config: RunConfig) -> GpuLayout:
 
 
 def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> None:
-    """Refuse a layout that asks for more GPUs, or for more memory on one, than there is.
+    """Raise if a layout needs more GPUs, or more memory on a GPU, than available.
 
     Raises:
         ConfigError: with the nearest layout that fits, if there is one.
@@ -176,7 +176,7 @@ def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> 
 
 
 def nearest(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> GpuLayout | None:
-    """Return the layout that fits with as few changes as can be: ranks are added before servers go, servers are widened."""
+    """Return the nearest layout that fits: first add ranks, then remove servers or widen them; None if there is none."""
     if layout.is_shared:
         more = range(layout.ranks, gpus + 1, demand.row)
         same = (GpuLayout(n, n // w, w, is_shared=True) for n in more for w in _doubled(layout.width, n) if n % w == 0)
@@ -191,7 +191,7 @@ def nearest(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> GpuL
 
 
 def with_split_context(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> tuple[int, GpuLayout] | None:
-    """Return among how few ranks the tokens of a micro-batch are to be split for a layout to fit, and that layout."""
+    """Return the smallest context_parallel with which a layout fits, and that layout; None if there is none."""
     for parts in _doubled(2 * demand.load.context_parallel, gpus):
         row = demand.row // demand.load.context_parallel * parts
         of_rows = layout._replace(ranks=-(-layout.ranks // row) * row)

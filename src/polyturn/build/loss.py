@@ -1,4 +1,4 @@
-"""From the `algorithm` section to what a loss is made of: its terms, its frozen models, its off-policy correction."""
+"""Build the loss, its frozen models and the off-policy correction, from the section `algorithm`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSS = CallShape(num=3, write="def loss(logprobs_T, old_logprobs_T, advantages_
 
 
 def build_policy_loss(source: ConfigSource) -> PolicyLoss:
-    """Return the policy loss that the configuration names."""
+    """Return the configured policy loss."""
     from polyturn.algorithms.losses import policy_losses
 
     name = source.config.algorithm.loss.name
@@ -35,10 +35,10 @@ def build_policy_loss(source: ConfigSource) -> PolicyLoss:
 
 
 def build_loss(source: ConfigSource) -> LossSettings:
-    """Return the loss that the configuration describes.
+    """Return the configured loss.
 
     Raises:
-        ConfigError: its terms have no such names, or their numbers mean nothing.
+        ConfigError: a term does not exist, or an option is invalid.
     """
     from polyturn.training.loss_terms import LossSettings
 
@@ -52,60 +52,60 @@ def build_loss(source: ConfigSource) -> LossSettings:
 
 
 def reference_path(source: ConfigSource) -> str | None:
-    """Return the path of the reference model; None where `model.reference` names none.
+    """Return the path of the reference model; None if `model.reference` is not set.
 
     Raises:
-        ConfigError: nothing reads it.
+        ConfigError: there is no KL term.
     """
     path = source.config.model.reference
     if path is not None and not source.config.algorithm.has_kl:
-        raise ConfigError(f"model.reference is {path!r} and no KL term reads it; set algorithm.kl.coef")
+        raise ConfigError(f"model.reference is {path!r} and there is no KL term; set algorithm.kl.coef")
     return path
 
 
 def teacher_path(source: ConfigSource) -> str | None:
-    """Return the model to distil from; None where there is none.
+    """Return the model to distil from; None without one.
 
     Raises:
-        ConfigError: there is nothing to learn from.
+        ConfigError: the loss would have no term.
     """
     loss = source.config.algorithm.loss
     if loss.distill is None and loss.name == "none" and not source.config.algorithm.observation_coef:
         raise ConfigError(
-            "algorithm.loss is none and neither algorithm.loss.distill nor algorithm.observation_coef is set: there is "
-            "nothing to learn from"
+            "algorithm.loss is none, and neither algorithm.loss.distill nor algorithm.observation_coef is set, so "
+            "nothing would be trained"
         )
     return None if loss.distill is None else loss.distill.teacher
 
 
 def build_reference(source: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
-    """Return whether there is a reference, or the one that `model.reference` names."""
+    """Return the model of `model.reference`, or whether the run needs a copy of the policy as its reference."""
     path = reference_path(source)
     return source.config.algorithm.has_kl if path is None else load_frozen(source, path, like=model, dtype=None)
 
 
 def build_teacher(source: ConfigSource, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the model to distil from; None where there is none.
+    """Return the model to distil from; None without one.
 
     Raises:
-        ConfigError: it cannot be loaded, or there is nothing to learn from at all.
+        ConfigError: the model cannot be loaded, or the loss would have no term.
     """
     path, distill = teacher_path(source), source.config.algorithm.loss.distill
     return None if path is None or distill is None else load_frozen(source, path, like=model, dtype=distill.dtype)
 
 
 def build_correction(source: ConfigSource) -> CorrectionSettings | None:
-    """Return the off-policy correction; None where there is none.
+    """Return the off-policy correction; None without one.
 
     Raises:
-        ConfigError: it would compare the engine with itself, or its bounds cannot be.
+        ConfigError: it would compare the engine with itself, or a bound is invalid.
     """
     algorithm = source.config.algorithm
     correction = algorithm.loss.correction
     if correction is not None and algorithm.old_logprobs == "engine":
         raise ConfigError(
             "algorithm.loss.correction compares the trainer's log-probabilities with the engine's, and "
-            "algorithm.old_logprobs is 'engine', which takes these for those; set old_logprobs to 'trainer', or drop the "
+            "algorithm.old_logprobs is 'engine', which makes them equal; set old_logprobs to 'trainer', or remove the "
             "correction"
         )
     return correction

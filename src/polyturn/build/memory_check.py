@@ -1,10 +1,10 @@
-"""Whether a run fits into the memory of the machine that it starts on: said in a dry run, and before weights are loaded.
+"""Check whether a run fits into the memory of its machine, in a dry run and before weights are loaded.
 
     verdict_of(config, size, held, layout=layout, max_context=4096)
       ->  "does not fit: at most 24.3 GB of 7.8 GB; lower engine.num_slots or rollout.limits.max_context (KV cache, 23.1 GB)"
 
-A run whose weights, gradients and optimizer alone are larger than the memory would be killed in the middle of its start, so
-it is refused. The other parts are upper estimates: lengths are the limits.
+If the weights, gradients and optimizer alone exceed the memory, the system would kill the run, so this raises. The other
+parts are upper estimates, computed from the limits of lengths.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from polyturn.training import lora
 from polyturn.training.memory import ModelSize, rank_bytes, server_bytes
 
 _KEYS = {
-    "parameters": "take a smaller model (model.path)",
-    "weights of the servers": "lower engine.launch.replicas, or take a smaller model (model.path)",
+    "parameters": "use a smaller model (model.path)",
+    "weights of the servers": "lower engine.launch.replicas, or use a smaller model (model.path)",
     "float32 masters": "set model.lora",
     "gradients": "set model.lora",
     "moments of AdamW": "set model.lora",
-    "frozen models": "leave out the model that is only scored (algorithm.loss.kl, algorithm.loss.distill)",
+    "frozen models": "remove the reference or teacher (algorithm.kl, algorithm.loss.distill)",
     "KV cache of the engine": "lower engine.num_slots or rollout.limits.max_context",
     "KV cache of the servers": "lower rollout.limits.max_context",
 }
-"""What to change where a part needs most; all other parts grow with train.max_tokens_per_batch."""
+"""Largest part -> advice; all other parts grow with train.max_tokens_per_batch."""
 _OF_A_BATCH = "lower train.max_tokens_per_batch, or set model.gradient_checkpointing"
 _CERTAIN = ("parameters", "float32 masters", "gradients", "moments of AdamW")
 
 
 class MemoryVerdict(NamedTuple):
-    """Whether a run fits into memory."""
+    """The memory that a run needs, and the memory that is available."""
 
     needed: int
-    """Bytes, at most."""
+    """Upper bound, in bytes."""
     available: int
-    """Bytes of the machine, or of a GPU."""
+    """Bytes of the machine or of a GPU."""
     where: str
     """"this machine" or "a GPU"."""
     largest: str
-    """The part that needs most."""
+    """The part that needs the most memory."""
     largest_bytes: int
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much memory as the run may need."""
+        """Whether the available memory is enough."""
         return self.needed <= self.available
 
     def __str__(self) -> str:
@@ -66,13 +66,13 @@ class MemoryVerdict(NamedTuple):
 def verdict_of(
     config: RunConfig, size: ModelSize, bytes_by_part: Mapping[str, int], *, layout: GpuLayout, max_context: int
 ) -> MemoryVerdict | None:
-    """Return whether a run fits here; None if it would run on other machines, or on GPUs that are not here.
+    """Return the verdict for this machine; None if the run uses other machines, or GPUs that this machine lacks.
 
     Args:
-        config: Of the run.
-        size: Of its model.
+        config: The run's configuration.
+        size: Sizes of the model.
         bytes_by_part: The bytes of each part of a rank, with the embedded engine's cache.
-        layout: Its processes.
+        layout: The run's processes.
         max_context: Tokens of the longest conversation.
     """
     import torch
@@ -82,7 +82,7 @@ def verdict_of(
         return None
     if torch.cuda.is_available():
         if layout.is_shared:
-            return None  # which phase needs most is what `polyturn plan` says
+            return None  # `polyturn plan` shows the memory of each phase
         return _verdict(bytes_by_part, available=torch.cuda.get_device_properties(0).total_memory, where="a GPU")
     if launch is not None and launch.devices:
         return None
@@ -94,10 +94,10 @@ def verdict_of(
 
 
 def require_memory(source: ConfigSource) -> None:
-    """Refuse a run whose weights, gradients and optimizer alone are larger than the memory; no weights are read for it.
+    """Raise if weights, gradients and optimizer alone exceed the memory, without reading weights.
 
     Raises:
-        ConfigError: they are, so the system would kill the run.
+        ConfigError: they do, so the system would kill the run.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""From the `model` section to a tokenizer with its template, a model, and a processor where it sees or hears."""
+"""Build the tokenizer with its template, the model, and its media processor, from the section `model`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_torch(config: RunConfig) -> None:
-    """Give torch the threads and the seed of a run."""
+    """Set torch's threads and seed."""
     import torch
 
     if config.num_threads is not None:
@@ -35,7 +35,7 @@ def set_up_torch(config: RunConfig) -> None:
 
 
 def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) -> Codec:
-    """Load the tokenizer, or train the one that `model.tokenizer` describes; set the chat template."""
+    """Load the tokenizer, or train the one described by `model.tokenizer`; set the chat template."""
     model = config_source.config.model
     template = None
     if model.chat_template is not None:
@@ -57,7 +57,7 @@ def build_codec(config_source: ConfigSource, *, checkpoint: Path | None = None) 
         )
     else:
         raise ConfigError("set model.tokenizer or model.path: the run has no tokenizer")
-    codec.tokenizer.chat_template = codec.chat_template  # so that an exported model carries the template it was trained with
+    codec.tokenizer.chat_template = codec.chat_template  # an exported model then has the template it was trained with
     return codec
 
 
@@ -82,12 +82,12 @@ def _corpus(name: NameOrObject, source: ConfigSource) -> list[str]:
 def build_model(
     source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, checkpoint: Path | None = None
 ) -> PreTrainedModel:
-    """Load the model's weights, or make random ones from `model.init`; put in the adapter that `model.lora` describes.
+    """Load the model, or make one with random weights from `model.init`; add the adapter of `model.lora`.
 
-    On a rank (`place.reads_parts`) a folder's weights are left there until the model is in shards.
+    On a rank (`source.reads_parts`) the weights of a folder are read later, into shards.
 
     Raises:
-        ConfigError: it cannot be loaded, or the adapter does not fit it.
+        ConfigError: the model cannot be loaded, or the adapter does not fit.
     """
     from polyturn.training import hf, lora
 
@@ -96,7 +96,8 @@ def build_model(
         built = hf.load_model(checkpoint, dtype=_dtype(source.config.model.dtype))
     elif checkpoint is not None and adapter is None:
         raise ConfigError(
-            f"{checkpoint} holds an adapter and model.lora is not set; set it as it was, or export merged weights"
+            f"{checkpoint} contains an adapter and model.lora is not set; set it to the former value, or export merged "
+            "weights"
         )
     else:
         built = _base_model(source, tokenizer)
@@ -113,7 +114,7 @@ def build_model(
 
 
 def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, moved to the GPU if there is one and the model has weights."""
+    """Move the model to the GPU, if there is one and the model has weights, and return it."""
     import torch
 
     from polyturn.training.process_group import use_tensor_cores
@@ -125,7 +126,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Make the model without its weights, for a process that neither trains nor serves it: its config and its shapes.
+    """Make the model without weights, only config and shapes, for a process that neither trains nor samples.
 
     Raises:
         ConfigError: there is no such model.
@@ -140,7 +141,7 @@ def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> P
 
 
 def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
-    """Make the shapes of the model of a folder, or of a name on the hub, in the dtype of the run.
+    """Make the model of a folder or hub name without weights, in the dtype of the run.
 
     Raises:
         ConfigError: there is no such model.
@@ -152,7 +153,7 @@ def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
 
 
 def load_frozen(source: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
-    """Load a model that is only scored, onto the device of `like`; in its own words, not in the adapter's."""
+    """Load a model that only scores, to the device of `like`, without an adapter."""
     from polyturn.training import hf
 
     load = hf.load_unread if source.reads_parts else hf.load_model
@@ -169,7 +170,7 @@ def _dtype(name: str) -> torch.dtype:
 
     if name == "bfloat16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
-            f"model.dtype is bfloat16, and {torch.cuda.get_device_name()} computes no bfloat16; set model.dtype=float32"
+            f"model.dtype is bfloat16, and {torch.cuda.get_device_name()} does not support bfloat16; set model.dtype=float32"
         )
     if name == "auto":
         has_it = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -202,10 +203,10 @@ def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pre
 
 
 def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
-    """Make the processor of a model that takes more than text; None for text.
+    """Make the processor of a model that reads more than text; None for a text model.
 
     Raises:
-        ConfigError: `model.processor` leads to none, or to one that does not fit the tokenizer.
+        ConfigError: the processor `model.processor` does not exist, or does not fit the tokenizer.
     """
     from polyturn.training import hf
 
@@ -222,5 +223,5 @@ def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedMode
     except ConfigError as problem:
         if name is not None:
             raise
-        logger.warning("The run shows the model no images, videos or sounds: %s", problem)
+        logger.warning("the model gets no images, videos or sounds in this run: %s", problem)
         return None

@@ -1,4 +1,4 @@
-"""Parts: the live objects that rollout needs. The same for training, evaluation, `polyturn rollout` and serving."""
+"""Parts: the live objects that training, evaluation, `polyturn rollout` and serving share."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 NO_POLICIES = FurtherPolicies()
 _NUM_TRIALS = 9
-"""Random dialogues that a run tries its template with, besides the canned ones; `polyturn check` tries more."""
+"""Number of random dialogues with which a run tests its template, besides the fixed ones; `polyturn check` uses more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The live objects that rollout needs: the same for training, evaluation and `polyturn rollout`."""
+    """The live objects for rollout."""
 
     source: ConfigSource
     model: PreTrainedModel
@@ -70,26 +70,26 @@ class Parts:
     context: RolloutContext
     template: TemplateReport
     policies: FurtherPolicies = NO_POLICIES
-    """Those that speak and are not trained."""
+    """Further policies, which sample and are not trained."""
     rank_group: RankGroup | None = None
-    """The ranks that train together; None where this process trains alone."""
+    """The training ranks; None if this process trains alone."""
     pool: WorkerPool | None = None
-    """The processes that run the episodes; None where this one does."""
+    """The processes that run episodes; None if this process does."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """With the template that the run uses."""
+        """The tokenizer, with the run's chat template."""
         return self.context.codec.tokenizer
 
     @property
     def max_context(self) -> int:
-        """Tokens that the longest episode may have."""
+        """Largest length of a conversation, in tokens."""
         assert self.context.limits.max_context is not None
         return self.context.limits.max_context
 
     @property
     def busy_s(self) -> float:
-        """Seconds spent generating so far, by all policies."""
+        """Seconds that all policies have spent generating so far."""
         return self.engine.busy_s + self.policies.busy_s
 
 
@@ -106,24 +106,24 @@ def build_parts(
     Args:
         source: The configuration.
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
-        engine: What completions come from; None makes the engine that is configured.
-        has_weights: Whether the model is more than its config and shapes, which is all that rollout itself needs of it.
-        check: Is shown the plug-ins and tools before any weights are loaded; None for plug-ins where further policies of the
-            run have to be made first.
+        engine: The engine; None makes the configured one.
+        has_weights: Whether to load weights; the rollout itself needs only config and shapes.
+        check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
+            made first.
 
     Raises:
-        ConfigError, TemplateError: something in the configuration cannot work.
+        ConfigError, TemplateError: the configuration cannot work.
     """
     config, rollout = source.config, source.config.rollout
     for name in (config.model.path, config.model.tokenizer):
         if isinstance(name, str):
             check_model_name(name, source.base)
     check_plugins(source)
-    if engine is None and not isinstance(config.engine, EmbeddedOptions):  # whose code is made of PyTorch
+    if engine is None and not isinstance(config.engine, EmbeddedOptions):  # its modules import PyTorch
         check_engine(source)
-    if has_torch := "torch" in sys.modules:  # which a plug-in imported, and may draw random numbers of when it is made
+    if has_torch := "torch" in sys.modules:  # a plug-in imported it, and may draw random numbers when it is made
         set_up_torch(config)
-    with Progress("read the tokenizer and try its template"):
+    with Progress("load the tokenizer and test its template"):
         codec = build_codec(source, checkpoint=checkpoint)
         tools = build_tools(source, codec=codec)
         schemas = tuple(tools.schemas.values())
@@ -131,15 +131,15 @@ def build_parts(
         if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(source):
             template = certify(codec, num_random=_NUM_TRIALS)
     template.require()
-    # Before weights are loaded: a parser that is misspelt costs no load.
+    # Before weights are loaded, so that a misspelt parser costs no load.
     needs_calls = bool(tools.tools) and not in_prompt
     parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=source.base)
-    plugins = None if config.policies else build_plugins(source, NO_POLICIES)  # a policy may be a copy of the model
+    plugins = None if config.policies else build_plugins(source, NO_POLICIES)  # a further policy may be a copy of the model
     if check is not None:
         check(plugins, tools)
     if not has_torch:
         set_up_torch(config)
-    if config.algorithm.routing != RoutingOptions():  # before weights are loaded: what this model cannot do
+    if config.algorithm.routing != RoutingOptions():  # checked before weights are loaded
         route_shape(source, build_outline(source, codec.tokenizer))
     make = functools.partial(build_model, checkpoint=checkpoint) if has_weights else build_outline
     with Progress("load the model"):
@@ -173,7 +173,7 @@ def build_parts(
 
 
 class Plugins(NamedTuple):
-    """The user's plug-ins, made before any weights are loaded, so that a mistake in one costs no load."""
+    """The user's plug-ins, made before weights are loaded, so that a mistake in a plug-in costs no load."""
 
     scheduler: MultiTurnScheduler
     interactions: Mapping[str, Any]
@@ -181,10 +181,10 @@ class Plugins(NamedTuple):
 
 
 def build_plugins(source: ConfigSource, policies: FurtherPolicies) -> Plugins:
-    """Make the scheduler, what scores its trajectories, and the interactions.
+    """Make the scheduler, the rewards and the interactions.
 
     Raises:
-        ConfigError: one of them cannot be made.
+        ConfigError: a plug-in cannot be made.
     """
     scheduler = build_scheduler(source, policies)
     rewarder = build_rewarder(source, policies, scheduler)
@@ -196,7 +196,7 @@ def build_plugins(source: ConfigSource, policies: FurtherPolicies) -> Plugins:
 
 
 def build_context(source: ConfigSource, plugins: Plugins, policies: FurtherPolicies, **parts: Any) -> RolloutContext:
-    """Return the context that episodes share: plug-ins, their deadlines, and the `parts` that depend on the engine."""
+    """Return the context of all episodes: plug-ins, their deadlines, and the `parts` that depend on the engine."""
     rollout = source.config.rollout
     return RolloutContext(
         **plugins._asdict(),
@@ -211,10 +211,10 @@ def build_context(source: ConfigSource, plugins: Plugins, policies: FurtherPolic
 
 
 def check_plugins(source: ConfigSource) -> None:
-    """Import what the configuration names of the user's own, and refuse what cannot be a plug-in, before anything is loaded.
+    """Import the user's plug-ins and check their classes and signatures, before anything is loaded.
 
     Raises:
-        ConfigError: a class lacks what its kind needs or misspells it, or a reward function cannot be called.
+        ConfigError: a class lacks or misspells a required method, or a reward function cannot be called.
     """
     config = source.config
     load_plugins(config.plugins, base=source.base)
@@ -242,10 +242,10 @@ def _scheduler_shows_tools(source: ConfigSource) -> bool:
 
 
 def _scheduler_class(source: ConfigSource) -> Any:
-    """Return the class of `rollout.scheduler`; for a class of another library, its adapter.
+    """Return the class of `rollout.scheduler`, or the adapter of another library's class.
 
     Raises:
-        ConfigError: the name leads to nothing.
+        ConfigError: there is no such scheduler.
     """
     name = source.config.rollout.scheduler or "default"
     theirs: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def _scheduler_class(source: ConfigSource) -> Any:
 
 
 def build_tools(source: ConfigSource, *, codec: Codec) -> Toolbox:
-    """Make the tools of the file and of the named functions."""
+    """Make the tools of the tools file and of the named functions."""
     tools = source.config.rollout.tools
     tools_so_far: list[BaseTool] = []
     if tools.file is not None:
@@ -272,10 +272,10 @@ def build_tools(source: ConfigSource, *, codec: Codec) -> Toolbox:
 
 
 def _function_tools(source: ConfigSource) -> list[BaseTool]:
-    """Return the functions that `rollout.tools.functions` names.
+    """Return the tools of `rollout.tools.functions`.
 
     Raises:
-        ConfigError: one of them cannot be imported, or is not decorated as a tool.
+        ConfigError: a function cannot be imported, or is not decorated as a tool.
     """
     function_tools: list[BaseTool] = []
     for name in source.config.rollout.tools.functions:
@@ -298,7 +298,7 @@ def _function_tools(source: ConfigSource) -> list[BaseTool]:
 def build_rewarder(
     config_source: ConfigSource, policies: FurtherPolicies = NO_POLICIES, scheduler: MultiTurnScheduler | None = None
 ) -> RewardRouter:
-    """Make the reward router, which scores finished trajectories beside the run's scheduler."""
+    """Make the reward router for finished trajectories; `scheduler` may score too."""
     reward = config_source.config.reward
     return RewardRouter(
         {source: _reward_ref(target) for source, target in reward.routes.items()},
@@ -325,7 +325,7 @@ def _overlong(config: Overlong, limits: Limits) -> Overlong | None:
         return None
     limit = config.max_tokens or limits.max_tokens
     if limit is None:
-        raise ConfigError("reward.overlong has a buffer and no limit to be near to; set reward.overlong.max_tokens")
+        raise ConfigError("reward.overlong has a buffer but no limit; set reward.overlong.max_tokens")
     return dataclasses.replace(config, max_tokens=limit)
 
 
@@ -333,7 +333,7 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
     """Make the scheduler.
 
     Raises:
-        ConfigError: the name leads to none, it does not take its arguments, or nothing would end its episodes.
+        ConfigError: the scheduler does not exist, does not accept its arguments, or no limit would end its episodes.
     """
     if source.config.env is not None:
         return build_env_scheduler(source, policies)
@@ -341,12 +341,12 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
     name = rollout.scheduler or "default"
     kwargs = {key: v.target if isinstance(v, LiveObject) else v for key, v in rollout.scheduler_kwargs.items()}
     limits = rollout.limits
-    # The default timeout is not a limit that the user chose: an endless episode would run for two hours unnoticed.
+    # The default timeout does not count as a limit: an endless episode would run for two hours unnoticed.
     timeout_s = None if limits.timeout_s == LIMITS.timeout_s else limits.timeout_s
     if rollout.scheduler is not None and (limits.max_turns, limits.max_tokens, timeout_s) == (None, None, None):
         raise ConfigError(
-            f"rollout.scheduler is {name!r} and no limit ends an episode that it never finishes; set "
-            f"rollout.limits.max_turns, max_tokens or timeout_s (to another time than its default, {LIMITS.timeout_s:g})"
+            f"rollout.scheduler is {name!r} and no limit would end an endless episode; set rollout.limits.max_turns, "
+            f"max_tokens or timeout_s (to another time than its default, {LIMITS.timeout_s:g})"
         )
     scheduler_class = _scheduler_class(source)
     if isinstance(scheduler_class, MultiTurnScheduler) and not kwargs:
@@ -355,7 +355,7 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
         kwargs.setdefault("base", source.base)
     if callable(scheduler_class) and lacks(
         scheduler_class, "policies"
-    ):  # one with a default of its own means something else
+    ):  # a parameter with another default has another meaning
         kwargs.setdefault("policies", policies.by_name)
     try:
         inspect.signature(scheduler_class).bind(**kwargs)
@@ -363,7 +363,9 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
         raise ConfigError(f"rollout.scheduler_kwargs do not fit the scheduler {name!r}: {problem}") from problem
     scheduler = scheduler_class(**kwargs)
     if not isinstance(scheduler, MultiTurnScheduler):
-        raise ConfigError(f"rollout.scheduler names {name!r}, which makes no MultiTurnScheduler; inherit that class")
+        raise ConfigError(
+            f"rollout.scheduler names {name!r}, which does not make a MultiTurnScheduler; inherit from that class"
+        )
     return scheduler
 
 

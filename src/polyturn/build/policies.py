@@ -1,7 +1,7 @@
-"""From the `policies` section to further policies of the run: each a model, a tokenizer and an engine of its own.
+"""Build the further policies of a run from the section `policies`: each has a model, a tokenizer and an engine.
 
-opponent  ->  model.py, engine.py as for the run itself, with the sections `model` and `engine` in its place
-past      ->  a copy of the trained model, the run's own tokenizer, and a `PolicySnapshot` that training keeps up
+opponent  ->  model.py and engine.py, like the run itself, with this policy's `model` and `engine`
+past      ->  a copy of the trained model, the run's tokenizer, and a `PolicySnapshot` that training refreshes
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polyturn.training.policy_snapshots import PolicySnapshot
 
 MAX_TOKENS = 512
-"""The tokens of one message of a policy where nothing else limits it."""
+"""Default limit of the tokens of a policy's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class FurtherPolicies:
 
     by_name: dict[str, FrozenPolicy] = dataclasses.field(default_factory=dict)
     followers: tuple[PolicySnapshot, ...] = ()
-    """Those that are copies of the trained one."""
+    """The copies of the trained policy."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds that their engines spent generating."""
+        """Seconds that their engines have spent generating so far."""
         engines: list[Any] = [one.engine for one in self.by_name.values()]
         return float(sum(engine.busy_s for engine in engines))
 
     def read_metrics(self) -> dict[str, float]:
-        """Return their tokens since this was last called, and their versions."""
+        """Return their tokens since the last call, and their versions."""
         metrics = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
         return metrics | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
 
@@ -61,11 +61,11 @@ def build_policies(
 
     Args:
         source: The configuration.
-        model: The model that is trained; None where it is not here, so that nothing can be a copy of it.
-        codec: Its tokenizer and template.
+        model: The trained model; None if this process has none to copy.
+        codec: The trained model's tokenizer and template.
 
     Raises:
-        ConfigError: one of them cannot be loaded, or cannot be.
+        ConfigError: a policy cannot be loaded, or its configuration is invalid.
     """
     by_name: dict[str, FrozenPolicy] = {}
     followers: list[PolicySnapshot] = []
@@ -75,7 +75,7 @@ def build_policies(
                 by_name[name] = _frozen(name, one, source)
                 continue
             if model is None or codec is None:
-                raise ConfigError("model is `self`, the policy in training, and nothing is trained here; set checkpoint")
+                raise ConfigError("model is `self`, the policy in training, and this command does not train; set checkpoint")
             follower, by_name[name] = _follower(name, one, source, model=model, codec=codec)
             followers.append(follower)
         except PolyturnError as problem:
@@ -133,18 +133,18 @@ def _policy(
 
 
 def _own_place(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> ConfigSource:
-    """Return the place of a run whose only policy this one is; how others are sampled is none of its engine's business.
+    """Return the configuration of a run with only this policy.
 
     Raises:
-        ConfigError: its engine is to sleep.
+        ConfigError: `engine.update` of the policy is sleep.
     """
     config = source.config
     if one.engine is not None and one.engine.update == "sleep":
         raise ConfigError(
-            "engine.update is sleep, and only new weights would wake it, of which a policy that is not trained gets none; "
-            "leave it out"
+            "engine.update is sleep, and only new weights would wake the engine, which a policy without training "
+            "never gets; remove it"
         )
-    # Servers of the run's own model serve no other.
+    # Servers of the run's model cannot serve another one.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
     untrained = dataclasses.replace(config.algorithm, routing=RoutingOptions(replay="off"))
     changed = config.model_copy(

@@ -1,6 +1,6 @@
-"""Many ranks from one configuration: the controller builds everything, each rank only its share of the model.
+"""Build the ranks of a run: the controller builds all parts, each rank only its share of the model.
 
-controller   build_parts, with a group of ranks      tools, rewards, engine, tasks exist here alone
+controller   build_parts, with a group of ranks      only it has tools, rewards, engine, tasks
 rank         model_of, rank_of                       tokenizer and shards of the model, then the controller's commands
 torchrun     lead on rank 0, follow_leader           rank 0 is both
 """
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """The settings in which the policies of a run differ: the warm start's and the trainer's."""
+    """The settings in which the policy of a warm start and that of training differ."""
 
     optim: OptimSettings
-    """Its warm-up and schedule counted in optimizer updates of the whole run (`OptimSettings.over`)."""
+    """The optimizer, with warm-up and schedule in optimizer updates of the whole run (`OptimSettings.over`)."""
     max_tokens_per_batch: int
 
 
 def policy_options(
     source: ConfigSource, spec: PolicySpec, model: PreTrainedModel, media: MediaProcessor | None, *, has_frozen: bool = True
 ) -> dict[str, Any]:
-    """Return the options of the backend that trains `model`, on one rank or on many; `has_frozen` loads frozen ones too."""
+    """Return the options of the backend that trains `model`; with `has_frozen`, load frozen models too."""
     import torch
 
     from polyturn.batching.layout import LayoutSettings
@@ -70,10 +70,10 @@ def policy_options(
 
 
 def check_ranks(config: RunConfig, num_ranks: int) -> None:
-    """Refuse configurations that `num_ranks` ranks cannot run.
+    """Raise for configurations that `num_ranks` ranks cannot run.
 
     Raises:
-        ConfigError: the batch is too small, or something runs on one rank only.
+        ConfigError: the batch is too small, or an option works with one rank only.
     """
     train = config.train
     split = train.distributed
@@ -95,21 +95,21 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         )
     if num_ranks > 1 and isinstance(config.engine, ServerOptions) and config.engine.weights == "ipc":
         raise ConfigError(
-            f"engine.weights is ipc and there are {num_ranks} ranks, which each hold a part of the weights; ipc is for one "
-            "rank, so leave it at auto: a checkpoint in this machine's memory"
+            f"engine.weights is ipc and there are {num_ranks} ranks, each with a part of the weights; ipc works with "
+            "one rank only, so set it to auto, which writes a checkpoint to this machine's memory"
         )
     batch, rows = trajectories // train.minibatches, num_ranks // wide
     if batch < rows:
         raise ConfigError(
             f"a batch of {batch} trajectories (train.groups_per_step {train.groups_per_step}, group_size "
-            f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that share it; raise "
-            "groups_per_step, or take fewer ranks"
+            f"{train.group_size}, minibatches {train.minibatches}) is smaller than the {rows} ranks that divide it; raise "
+            "groups_per_step, or use fewer ranks"
         )
 
 
 def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
-    """Return whether the process that leads needs a whole model: it trains alone, its engine or another policy has its
-    weights from there, or there is no folder that ranks and servers can read."""
+    """Return whether the leading process needs the whole model: because it trains alone, its engine or another policy uses
+    the model, or there is no folder that ranks and servers can read."""
     config = source.config
     model, is_remote = config.model, config.cluster.address is not None
     if num_ranks == 1 and not is_remote:
@@ -121,7 +121,7 @@ def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
 
 
 def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
-    """Join the process group as its leader, and return the parts with the group of all ranks."""
+    """Join the process group as its leader, and return the parts with the rank group."""
     from polyturn.training import process_group
 
     config = parts.source.config
@@ -133,8 +133,7 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
 
 
 def follow_leader(source: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
-    """Follow the leader until it is done, and return its last message; `on_joined` is called once
-    all are there."""
+    """Follow the leader until it ends, and return its last message; `on_joined` is called after all ranks have joined."""
     from polyturn.training import process_group
 
     check_ranks(source.config, num_ranks)
@@ -145,7 +144,7 @@ def follow_leader(source: ConfigSource, *, num_ranks: int, local_rank: int, on_j
 
 
 def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:
-    """Return a function that makes the model of a rank without other parts, and its processor."""
+    """Return a function that makes a rank's model, and the media processor, for a process without other parts."""
     load_plugins(source.config.plugins, base=source.base)
     set_up_torch(source.config)
     codec = build_codec(source)
@@ -155,12 +154,12 @@ def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], Media
 def model_maker(
     source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, model: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
-    """Return a function that makes a rank's model: without weights where it can be read in parts, else a copy.
+    """Return a function that makes a rank's model: without weights if they can be read in parts, otherwise a copy.
 
     Args:
         source: The configuration.
-        tokenizer: For the vocabulary of a model of random weights.
-        model: What the leader has made of an object that the configuration names, which is to be left as it is.
+        tokenizer: Sets the vocabulary of a model with random weights.
+        model: The leader's model, made from an object in the configuration; it is copied.
     """
     path = source.config.model.path
     if isinstance(path, str):
@@ -189,7 +188,7 @@ def rank_of(
 
     def policy(spec: PolicySpec, held_models: Held) -> ModelBackend:
         model = make_model()
-        began = placement(held_models.get("policy"))  # as a warm start left it, if there was one
+        began = placement(held_models.get("policy"))  # the weights after a warm start, if there was one
         return policy_backend(model, placement=began, **policy_options(source, spec, model, media))
 
     def critic(spec: None, held_models: Held) -> ModelBackend:

@@ -1,4 +1,4 @@
-"""From the `data` and `evaluation` sections to tasks, and to the order in which they are visited."""
+"""Build the tasks and their order, from the sections `data` and `evaluation`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from polyturn.evaluation.evaluate import EvalSet
 
 
 def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:
-    """Open the files or the data set, or call the generator, that `source` names."""
+    """Open the files or the dataset of `source`, or call its generator."""
     if source.files is not None:
         tasks: Sequence[Task] = TaskDataset.open(source.files, split=split, base=base, columns=source.columns)
     elif source.dataset is not None:
@@ -49,7 +49,7 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class RunTasks:
-    """The tasks that a run trains on, and its evaluation sets."""
+    """The tasks for training, and the evaluation sets."""
 
     train: Sequence[Task]
     eval_sets: Sequence[EvalSet]
@@ -59,29 +59,29 @@ def build_run_tasks(source: ConfigSource) -> RunTasks:
     """Open the tasks of a training run.
 
     Raises:
-        ConfigError, DataError: there are none, or they cannot be read.
+        ConfigError, DataError: there are no tasks, or they cannot be read.
     """
     train, eval_sets = build_train_tasks(source), build_eval_sets(source)
     for name in ("every", "stop_at", "patience") if not eval_sets else ():
         if value := getattr(source.config.evaluation, name):
             raise ConfigError(
-                f"evaluation.{name} is {value} and there is nothing to evaluate on; set evaluation.data, or drop "
+                f"evaluation.{name} is {value} and there are no tasks to evaluate on; set evaluation.data, or remove "
                 f"evaluation.{name}"
             )
     return RunTasks(train=train, eval_sets=eval_sets)
 
 
 def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
-    """Open what a run trains on: data.train, or the tasks of its environment.
+    """Open the training tasks: data.train, or the tasks of the environment.
 
     Raises:
-        ConfigError, DataError: there is nothing, or two things, or they cannot be read.
+        ConfigError, DataError: there are no tasks or two sources of tasks, or they cannot be read.
     """
     source, names = config_source.config.data.train, [e.name for e in env_configs(config_source)]
     if source is None and not names:
         raise ConfigError(
-            "data.train is not set; name the tasks to train on, as files or as a generator, or an environment that brings "
-            "its own (env: textarena:GuessTheNumber-v0; in Python: tasks=rows)"
+            "data.train is not set; name the tasks to train on, as files or as a generator, or an environment with "
+            "its own tasks (env: textarena:GuessTheNumber-v0; in Python: tasks=rows)"
         )
     if source is None:
         return build_env_tasks(config_source, split="train")
@@ -91,7 +91,7 @@ def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
 
 
 def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return a function that makes the order of tasks anew, from the start.
+    """Return a function that makes a new sampler, at its start.
 
     Raises:
         ConfigError: `data.sampler` names no Curriculum.
@@ -100,16 +100,16 @@ def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], T
     sampler = data.sampler
     if isinstance(sampler, MixOptions):
         train = source.config.train
-        # A step uses up the visits of all groups that start for it, also of those that are cut off.
+        # A step uses the visits of all groups that start for it, including those that are cut off.
         per_step = train.groups_per_step + (0 if train.carries_over else train.extra_groups)
-        shared = MixState()  # made once: a sampler of the same run goes on from what those before it drew
+        shared = MixState()  # made once: a later sampler of the run continues with the draws of earlier ones
         return functools.partial(TaskMix, tasks, sampler, per_step=per_step, seed=seed, shuffle=data.shuffle, state=shared)
     if sampler is None:
         return functools.partial(TaskSampler, len(tasks), seed=seed, shuffle=data.shuffle)
     factory = import_attr(sampler.name, base=source.base, key="data.sampler")
     if not isinstance(factory, type) or not issubclass(factory, Curriculum):
         raise ConfigError(
-            f"data.sampler names {sampler.name!r}, which is not a Curriculum; inherit polyturn.data.sampler.Curriculum"
+            f"data.sampler names {sampler.name!r}, which is not a Curriculum; inherit from polyturn.data.sampler.Curriculum"
         )
     check_class(factory, CURRICULUM, where=f"data.sampler {sampler.name!r}")
     kwargs = arguments_of(sampler)
@@ -122,7 +122,7 @@ def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], T
 
 
 def build_eval_sets(source: ConfigSource) -> list[EvalSet]:
-    """Make the evaluation sets; none when `evaluation.data` is not set."""
+    """Make the evaluation sets; empty if there are no evaluation tasks."""
     config = source.config
     tasks: Sequence[Task]
     if config.evaluation.data is None:

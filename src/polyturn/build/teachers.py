@@ -1,4 +1,4 @@
-"""From `algorithm.self_distill` and `algorithm.served_teachers` to a teacher that changes advantages."""
+"""Build the teacher that changes advantages, from `algorithm.self_distill` and `algorithm.served_teachers`."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def build_teacher(parts: Parts) -> AdvantageTeacher | None:
 
 
 def check_teacher(source: ConfigSource) -> None:
-    """Refuse a teacher of advantages that the configuration alone shows to be of no use.
+    """Check a teacher of advantages as far as the configuration allows.
 
     Raises:
-        ConfigError: no loss reads advantages, the privileged text cannot be had, or the run samples at a temperature that
-            served teachers do not score at.
+        ConfigError: the loss does not read advantages, the privileged text is unavailable, or served teachers do not support
+            the run's temperature.
     """
     algorithm = source.config.algorithm
     if algorithm.teacher is not None and algorithm.loss.name == "none":
         key = "self_distill" if algorithm.self_distill is not None else "served_teachers"
         raise ConfigError(
-            f"algorithm.{key} changes advantages, and algorithm.loss is none, which reads none; set algorithm.loss to "
+            f"algorithm.{key} changes advantages, and algorithm.loss is none, which ignores them; set algorithm.loss to "
             "policy_gradient or ppo_clip"
         )
     if algorithm.self_distill is not None:
@@ -58,16 +58,16 @@ def check_teacher(source: ConfigSource) -> None:
     temperature = source.config.rollout.sampling.temperature
     if algorithm.served_teachers is not None and temperature not in (0, 1):
         raise ConfigError(
-            f"algorithm.served_teachers gives log-probabilities at temperature 1, and rollout.sampling.temperature is "
-            f"{temperature:g}; set it to 1, or use algorithm.loss.distill, which scores at any temperature"
+            "algorithm.served_teachers returns log-probabilities at temperature 1, and rollout.sampling.temperature is "
+            f"{temperature:g}; set it to 1, or use algorithm.loss.distill, which supports any temperature"
         )
 
 
 def check_teacher_servers(parts: Parts) -> None:
-    """Ask the served teachers of a run whether they can teach it.
+    """Check that the served teachers of a run can be used.
 
     Raises:
-        ConfigError: one cannot be reached, gives no log-probabilities, or has another vocabulary.
+        ConfigError: a teacher cannot be reached, returns no log-probabilities, or has another vocabulary.
     """
     from polyturn.tokens.codec import load_codec
     from polyturn.training.served_teachers import ServedTeachers, check_served_teachers
@@ -84,7 +84,7 @@ def check_teacher_servers(parts: Parts) -> None:
 
 
 def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
-    """Return a function that refuses a task that the teacher cannot judge; None where every task is fine."""
+    """Return a function that raises for a task that the teacher cannot score; None if all tasks are fine."""
     from polyturn.training.self_distill import text_of_row
     from polyturn.training.served_teachers import teacher_of
 
@@ -97,10 +97,10 @@ def task_check(source: ConfigSource) -> Callable[[Task], object] | None:
 
 
 def build_privileged(options: SelfDistillOptions, source: ConfigSource) -> Privileged | None:
-    """Return the function from a trajectory and its group to the privileged text; None where it is a column of the row.
+    """Return the function from a trajectory and its group to the privileged text; None if the text is a column of the row.
 
     Raises:
-        ConfigError: the function that `privileged` names cannot be called.
+        ConfigError: the function cannot be imported or called.
     """
     if not names_code(options.privileged):
         return None

@@ -1,4 +1,4 @@
-"""From the `train`, `algorithm` and `warm_start` sections to a policy, the loop around it, and what it writes down."""
+"""Build the policy, the training loop and the records, from the sections `train`, `algorithm` and `warm_start`."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ if TYPE_CHECKING:
 
 
 def build_policy(parts: Parts, optim: OptimSettings, *, max_tokens_per_batch: int) -> ModelPolicy:
-    """Make the trainer's side of the model: over the same parameters, or over all ranks."""
+    """Make the policy, over the parameters of this process or over all ranks."""
     from polyturn.training.policy import ModelPolicy, policy_backend
     from polyturn.training.ranked import RankedBackend
 
     spec = PolicySpec(optim=optim, max_tokens_per_batch=max_tokens_per_batch)
-    # A reference or a teacher of ranks is loaded by them.
+    # Ranks load a reference or a teacher themselves.
     options = policy_options(parts.source, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
     if parts.rank_group is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.source.config.model.path
-    # An object that a program made may differ between ranks, so they begin with the leader's weights.
+    # A model object from a program may differ between ranks, so ranks start with the leader's weights.
     is_object = isinstance(path, LiveObject)
     start = parts.model.state_dict() if is_object else None
-    # An embedded engine of this process samples from the model here, which therefore follows the ranks.
+    # An embedded engine in this process samples from this process's model, so the model must follow the ranks.
     samples_here = parts.source.config.cluster.address is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
     backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
@@ -71,7 +71,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, max_tokens_per_batch: in
 
 
 def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Observer) -> Trainer:
-    """Make the training loop; call it after a warm start, because a reference policy is a copy of the weights now."""
+    """Make the training loop. Call it after a warm start, because the reference copies the current weights."""
     from polyturn.training.checkpoint import WARM_START, Checkpoints
     from polyturn.training.journal_file import FOLDER, JournalFile
     from polyturn.training.loop import Trainer
@@ -81,11 +81,11 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
 
     source, config = parts.source, parts.source.config
     train = config.train
-    # The critic warms up without the policy, whose schedule would else not come to its end.
+    # The policy is not trained while the critic warms up, so its schedule has fewer steps.
     optim = train.optim.over(max(1, train.steps - config.algorithm.critic.warmup), updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    # An engine that samples on the event loop, from the trained parameters themselves, must not meet half an update.
+    # An engine that samples from the trained parameters on the event loop must not see half an update.
     computes_here = parts.rank_group is None or not parts.rank_group.is_elsewhere
     thread = None if parts.engine.capabilities.shares_loop and computes_here else OneThread("polyturn-update")
     channel = _gated(parts, _channel(parts, policy, thread))
@@ -129,7 +129,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
 
 
 def build_update(parts: Parts, policy: ModelPolicy) -> Update:
-    """Make the update, which turns the groups of a step into new parameters."""
+    """Make the update, which trains on the groups of a step."""
     from polyturn.algorithms.advantages import members_needed
     from polyturn.batching.loss_scale import build_loss_scale
     from polyturn.training.update import Update, UpdateSettings
@@ -147,7 +147,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
             temperature=config.rollout.sampling.temperature,
             loss_scale=build_loss_scale(algorithm.loss_scale, decode=parts.context.codec.decode, base=source.base),
             min_members=members_needed(estimator, group_size=train.group_size),
-            # A teacher and observations teach something about every trajectory.
+            # A teacher and an observation loss train every trajectory.
             drop_small_groups=algorithm.loss.distill is None and not algorithm.learns_without_rewards,
             drop_zero_variance=drops_zero_variance(source, estimator),
             correction=build_correction(source),
@@ -161,7 +161,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
 
 
 def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> WeightChannel:
-    """Return the way of new weights to the engine; `thread` is the trainer's."""
+    """Return the channel of new weights to the engine; `thread` is the trainer's."""
     from polyturn.training import hf
     from polyturn.training.lora import as_peft
     from polyturn.training.ranked import GatheredWeights, RankedBackend
@@ -196,7 +196,7 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
 
 
 def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
-    """Return the channel, which closes the gate that the run's episodes ask the engine through, if there is one."""
+    """Return the channel, wrapped to close the gate between episodes and engine, if there is a gate."""
     from polyturn.engines.update_gate import GatedChannel, UpdateGate
 
     gate = parts.context.engine
@@ -204,9 +204,9 @@ def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:
-    """Return a function that saves the model as it is, with all that others need to load it, in the Hugging Face format.
+    """Return a function that saves the current model, with tokenizer and processor, in Hugging Face format.
 
-    With LoRA that is the merged model, or with `adapter_only` the adapter alone.
+    With LoRA it saves the merged model, or with `adapter_only` only the adapter.
     """
     from polyturn.training import hf
 
@@ -218,8 +218,8 @@ def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]
 
 
 def stored_exporter(parts: Parts) -> Callable[[Path], object]:
-    """Return a function that saves the model of a checkpoint in the Hugging Face format, of an adapter's model the adapter
-    alone, from the policy's shards beside the folder."""
+    """Return a function that saves a checkpoint's model in Hugging Face format from the policy's shards next to the folder;
+    with LoRA, only the adapter."""
     from polyturn.training.shards import stored_tensors
 
     export = exporter(parts)
@@ -250,8 +250,8 @@ def warm_start_samples(parts: Parts) -> list[TrainSample]:
             sample = encode_conversation(c, context.encoder_for(Task(id="", prompt=(), tools=c.tools)), id=str(i))
             if len(sample) > parts.max_context:
                 raise DataError(
-                    f"warm_start.conversations: conversation {i} has {len(sample)} tokens and the context holds "
-                    f"{parts.max_context}; raise rollout.limits.max_context, or leave it out"
+                    f"warm_start.conversations: conversation {i} has {len(sample)} tokens and the context "
+                    f"{parts.max_context}; raise rollout.limits.max_context, or remove the conversation"
                 )
             samples.append(sample)
             bar.advance()
@@ -262,7 +262,7 @@ def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
     """Find the trackers of a run and check their keys, before any time is spent.
 
     Raises:
-        ConfigError: one is not known, not installed, or does not take its keys.
+        ConfigError: a tracker is unknown, not installed, or does not accept its keys.
     """
     from polyturn.tracking.manager import tracker_spec
 
@@ -271,7 +271,7 @@ def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
 
 
 def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
-    """Make what a run records beside its metrics and trajectories; trackers whose settings are in `environ` read it."""
+    """Make the further records of a run besides metrics and trajectories; trackers read their settings from `environ`."""
     from polyturn.tracking.dump import TrajectoryDump
     from polyturn.training.observer import AlsoRecord
 
@@ -284,7 +284,7 @@ def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mappin
         return str(parts.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def their_metrics(name: str, groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
-        if name != eval_sets[0].name:  # their names have no place for the name of a set, so only one set can have them
+        if name != eval_sets[0].name:  # their names do not contain the set's name, so only one set can have them
             return {}
         return {k: v for one in stand_ins() if one.eval_metrics is not None for k, v in one.eval_metrics(groups).items()}
 

@@ -1,10 +1,10 @@
-"""An estimator and a loss of the user's own, called once on two made-up tasks before anything is sampled.
+"""Call a user's estimator and loss once on two made-up tasks, before anything is sampled.
 
     group made-up-0: members made-up-0/0, made-up-0/1, …   each [prompt prompt  sampled sampled  observation  sampled]
-    of the rewards 0, 1, 0, …
+    with the rewards 0, 1, 0, …
 
-Separate from the checks of signatures in `credit.py` and `loss.py`: this one runs the code, so that a missing field or a
-wrong shape costs no rollout. Shipped estimators and losses are not called.
+`credit.py` and `loss.py` check signatures. This check runs the code, so that a missing field or a wrong shape costs no
+rollout. Built-in estimators and losses are not called.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 def try_credit(source: ConfigSource) -> None:
-    """Call the run's estimator and its policy loss once, where they are not polyturn's.
+    """Call the run's estimator and policy loss once, unless they are built in.
 
     Raises:
-        ConfigError: one raised, or returned something else than a finite number for each token.
+        ConfigError: one raised, or did not return a finite number for each token.
     """
     from polyturn.algorithms.advantages import advantages
     from polyturn.algorithms.losses import policy_losses
@@ -60,8 +60,8 @@ def _try(key: str, name: Any, call: Callable[[], None]) -> None:
     try:
         call()
     except TrainingError as problem:
-        if isinstance(problem.__cause__, KeyError):  # of a reward's component or a column that real episodes may have
-            logger.warning("%s %r, called on two made-up tasks: %s; real ones may have it", key, name, problem)
+        if isinstance(problem.__cause__, KeyError):  # of a reward component or column that real episodes may have
+            logger.warning("%s %r, called on two made-up tasks: %s; real tasks may have it", key, name, problem)
             return
         raise ConfigError(f"{key} {name!r}, called on two made-up tasks: {problem}") from problem
 
@@ -101,7 +101,9 @@ def _lose(groups: list[TrajectoryGroup], settings: LossSettings) -> None:
     advantages_T = tokens([sample.advantages for sample in samples])
     loss_of_trial = bind(loss, kwargs=kwargs)(logprobs_T, old_T, advantages_T, sequence_T, tokens(marks))
     if not loss_of_trial.loss_T.requires_grad:
-        raise TrainingError("the policy loss has no gradient; compute it from logprobs_T, without detach() or numbers of it")
+        raise TrainingError(
+            "the policy loss has no gradient; compute it from logprobs_T, without detach() or conversion to numbers"
+        )
     with told_in_a_sentence("the gradient of the policy loss", TrainingError):
         loss_of_trial.loss_T.sum().backward()
 
@@ -113,7 +115,7 @@ def _samples(groups: list[TrajectoryGroup]) -> list[TrainSample]:
 
 
 def _group(number: int, *, size: int) -> TrajectoryGroup:
-    """Return a group of conversations of two turns, every second of which succeeded."""
+    """Return a group of two-turn conversations, every second of which succeeded."""
     name = f"made-up-{number}"
     task = Task(id=name, data_source="made_up", prompt=(Message(role="user", content="Is it so?"),))
     members = tuple(_member(task, f"{name}/{index}", won=float(index % 2)) for index in range(size))

@@ -1,1 +1,1 @@
-"""Configuration: typed models, and the loader that fills them from YAML and the command line."""
+"""Configuration: typed models, and the loader from YAML and the command line."""

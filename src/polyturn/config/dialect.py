@@ -1,4 +1,4 @@
-"""ConfigDialect: the keys of another library, in which a run can be described.
+"""ConfigDialect: configurations with the keys of another library.
 
 [project.entry-points."polyturn.config_dialects"]
 other = "polyturn_other:DIALECT"               polyturn train --other CONFIG
@@ -13,30 +13,30 @@ from typing import Protocol
 
 
 class TrainDialect(Protocol):
-    """Trains what a file describes in other keys."""
+    """Trains from a file with another library's keys."""
 
     def __call__(self, path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
-        """Translate the file and the overrides, and train; with `dry_run` check everything, show it, and stop."""
+        """Translate the file and the overrides, and train; with `dry_run`, only check and show the configuration."""
         ...
 
 
 class MigrateDialect(Protocol):
-    """Writes what a file describes in other keys as a configuration of polyturn."""
+    """Converts a file with another library's keys to polyturn's."""
 
     def __call__(self, path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
-        """Write the configuration to `out`, or beside the file, and a table of what became of each key."""
+        """Write the configuration to `out`, or next to the file, and a table with the translation of each key."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigDialect:
-    """A way to describe a run in the keys of another library."""
+    """Support for another library's keys."""
 
     title: str
-    """Whose keys they are, for messages and help."""
+    """Name of the library in messages and help."""
     usual_keys: frozenset[str]
-    """Keys of its files; one with two of them, of which polyturn's own have one not, is taken to be in this dialect."""
+    """Keys of its files. A file with two of them that polyturn's configuration lacks is assumed to be in this dialect."""
     own_keys: frozenset[str] = frozenset()
-    """Keys of which one is enough, because no configuration of polyturn has them by mistake."""
+    """Keys of which one is enough to recognise the dialect."""
     train: TrainDialect
     migrate: MigrateDialect | None = None

@@ -1,8 +1,8 @@
-"""Sentences for pydantic's errors: each names the key, shows the value and says where it came from.
+"""Turn pydantic's errors into sentences with the key, the value and its source.
 
     train.steps is 'many' (in run.yaml); it must be a whole number
 
-A value from the environment is shown as the configured expression, never as the value.
+A value from the environment is shown as the configured expression.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from polyturn.config.sources import Sources
 from polyturn.infra.expected import expected
 
 MAX_KEYS = 6
-"""Keys of a section that a message shows."""
+"""Largest number of a section's keys in a message."""
 UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
-"""pydantic's names for a key that a model, and one that a dataclass, does not have."""
+"""pydantic's error types for an unknown key of a model, and of a dataclass."""
 
 
 def explain(
@@ -31,7 +31,7 @@ def explain(
     sources: Sources,
     raw_env: Mapping[KeyPath, str],
 ) -> list[str]:
-    """Return one sentence for each problem that pydantic found, unknown keys left out."""
+    """Return a sentence for each of pydantic's errors, except unknown keys."""
     wrong: dict[KeyPath, list[str]] = {}
     sentences: list[str] = []
     secrets = secrets_in(values, raw_env)
@@ -47,7 +47,7 @@ def explain(
             message = message.replace(secret, raw)
         if problem["type"] == "missing":
             keys = _keys(model, path, None)
-            advice = f"give it keys of its own{keys}" if keys else "give it a value"
+            advice = f"give it keys{keys}" if keys else "give it a value"
             sentences.append(f"{dotted(path)!r} is missing{sources.of(path[:-1])}; {advice}")
         elif problem["type"] in ("value_error", "assertion_error") and isinstance(problem["input"], Mapping):
             name = message.partition(" is ")[0]
@@ -57,28 +57,28 @@ def explain(
         else:
             text = message
             if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
-                text = f"it must be a section, with keys of its own{_keys(model, path, problem['input'])}"
-                text += "; leave it out for its defaults" if problem["input"] is None else ""
+                text = f"it must be a section with keys{_keys(model, path, problem['input'])}"
+                text += "; remove it for its defaults" if problem["input"] is None else ""
             elif problem["type"] in ("list_type", "tuple_type") and isinstance(problem["input"], str | Mapping):
                 entry = problem["input"] if isinstance(problem["input"], str) else "{…}"
                 text = f"it must be a list, such as [{entry}]"
             wrong.setdefault(path, []).append(text)
-    for path, texts in wrong.items():  # behind all of them, for one key may be wrong for each member of a union
+    for path, texts in wrong.items():  # at the end, because a key may have an error for each member of a union
         inside = any(p != path and p[: len(path)] == path for p in places)
         if path in explained or (inside and isinstance(value_at(values, path), Mapping | list)):
-            continue  # it was meant as a section or a list, and what is wrong in it is said
+            continue  # it is a section or a list, and the errors inside are reported
         problem_text = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
         value = value_at(values, path)
         if problem_text == "it must be a text" and isinstance(value, bool | int | float):
             problem_text = "it must be a text; write it in quotes"
-            problem_text += ", for YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
+            problem_text += ", because YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
         value_text = as_shown(value, path, raw_env)
         sentences.append(f"{sources.statement(path, value_text)}; {problem_text}")
     return sentences
 
 
 def _keys(model: type, path: KeyPath, value: Any) -> str:
-    """Return the keys that a section has, for a message, and which of them takes what was written in its place."""
+    """Return a section's keys for a message, and the key that accepts the value written in place of the section."""
     annotation: Any = model
     for step in path:
         annotation = schema.child(schema.meant(annotation, {}), step)
@@ -93,7 +93,7 @@ def _keys(model: type, path: KeyPath, value: Any) -> str:
 
 
 def _takes(annotation: Any, value: Any) -> bool:
-    """Return whether a key of this type takes a text or a list of texts."""
+    """Return whether a key of this type accepts the value, a text or a list of texts."""
     if not isinstance(value, str | list) or not value:
         return False
     try:
@@ -106,8 +106,8 @@ def _takes(annotation: Any, value: Any) -> bool:
 def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath, bool]:
     """Turn pydantic's location into a path in the file.
 
-    Pydantic puts the name of a union's member into the location. Such steps are left out; a location inside a model that
-    the value is not meant for comes back with False.
+    Pydantic's location contains the names of union members. They are left out. For a location inside a member that the value
+    is not meant for, the second result is False.
     """
     path: KeyPath = ()
     annotation: Any = model
@@ -124,7 +124,7 @@ def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath
         )
         if is_there:
             path, annotation, values = (*path, step), schema.child(of, step), values[step]
-        elif isinstance(values, str):  # it is the name of a part
+        elif isinstance(values, str):  # the name of a part
             return path, True
         elif position == len(loc) - 1 and (isinstance(step, int) or (schema.is_model(of) and step in schema.keys_of(of))):
             path = (*path, step)
@@ -132,7 +132,7 @@ def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath
 
 
 def as_shown(value: Any, path: KeyPath, raw_env: Mapping[KeyPath, str]) -> str:
-    """Return a value for a message: what was written where the environment gave it, and never at length."""
+    """Return a value for a message, shortened, with the configured expression in place of values from the environment."""
     inside = {p[len(path) :]: raw for p, raw in raw_env.items() if p[: len(path)] == path}
     if () in inside:
         text = repr(inside[()])

@@ -1,9 +1,9 @@
-"""Keys that were set without effect, because another key's value switches off the part that reads them.
+"""Find keys without effect, because another key's value turns off the part that reads them.
 
     algorithm: {aggregate: {norm_length: 512}}
       ->  Idle(path=("algorithm", "aggregate", "norm_length"), by=("algorithm", "aggregate", "name"), now="token-mean", …)
 
-It is not an error: configs are made of others by one key at a time, and a key may wait for another. But it is reported.
+This is reported but not an error, because configurations are often changed one key at a time.
 """
 
 from __future__ import annotations
@@ -60,23 +60,24 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
     ScheduleOptions: {"min_lr_ratio": ("name", ("linear", "cosine"))},
     TrainOptions: {"steps": ("epochs", UNSET)},
 }
-"""Section -> a key of it -> another one, and under which values of that the first is read. Both are dotted from it on."""
+"""Section -> key -> (other key, its values with which the first key is read). Keys are dotted and relative to the
+section."""
 
 
 class Idle(NamedTuple):
-    """A key that was set and that no part reads."""
+    """A key that is set and not read."""
 
     path: KeyPath
     by: KeyPath
-    """The key that says so."""
+    """The key that turns it off."""
     now: Any
     """Its value."""
     values: Sequence[Any]
-    """Under which of its values the first is read."""
+    """Values of `by` with which the key is read."""
 
 
 def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
-    """Yield the keys of a section, and of those inside it, that differ from their defaults and are not read."""
+    """Yield the keys of a section and its subsections that differ from their defaults and are not read."""
     kind: Any = type(section)
     if is_model(kind):
         inside: list[tuple[str | int, Any]] = [(name, getattr(section, name)) for name in keys_of(kind)]
@@ -86,9 +87,9 @@ def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
         return
     for key, (other, values) in _rules(kind).items():
         of, now = _at(section, key.rpartition(".")[0]), _at(section, other)
-        # Compared with the default, because a run's own configuration has every key and would warn of them all.
+        # Only keys that differ from the default, because a run's saved configuration contains every key.
         value, default = _at(section, key), keys_of(cast(Any, type(of)))[key.rpartition(".")[2]].default
-        is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # what it reads is not known
+        is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # the keys that it reads are unknown
         if value != default and not is_own and not (now in values if values else now):
             yield Idle((*path, *key.split(".")), (*path, *other.split(".")), now, values)
     for name, value in inside:

@@ -3,9 +3,8 @@
     load_config(RunConfig, Path("run.yaml"), ["train.steps=5", "model.path=${oc.env:MODEL,tiny}"])
       ->  Loaded(config=RunConfig(...), resolved={"train": {"steps": 5, ...}, "model": {"path": "${oc.env:MODEL,tiny}"}})
 
-Separate so that nothing else reads configuration files. Two promises: every problem is one sentence that names the key,
-shows the value and says where it came from; and `resolved` can be written to disk, because a value that depends on an
-environment variable stays an expression, also if it refers to it through another key.
+All configuration files are read here. Every problem becomes one sentence with the key, the value and its source. `resolved`
+can be written to disk: a value that depends on an environment variable, even through another key, stays an expression.
 `sources.py` merges, `references.py` resolves `${…}`, `explain.py` writes the messages.
 """
 
@@ -44,21 +43,21 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _BASE_LINE = "# Relative paths in it start at "
-"""The second line of a run's own configuration, where the run's paths start at a folder that is not the run's."""
+"""Second line of a run's saved configuration, if relative paths refer to another folder than the run's."""
 _JOINED = re.compile(r"[A-Za-z_]\w*:(?!//).+")
-"""A key that was written as `{top_p:0.9}`."""
+"""A key written like `{top_p:0.9}`, without a space."""
 MAX_NAME = 1000
-"""Characters of a file's path, far below what systems take."""
+"""Largest length of a file's path, in characters, far below systems' limits."""
 
 
 class Loaded(NamedTuple, Generic[ModelT]):
-    """A configuration that was read."""
+    """A loaded configuration."""
 
     config: ModelT
     resolved: dict[str, Any]
-    """Everything with defaults filled in and `${…}` resolved, except what depends on the environment."""
+    """The values with defaults and with `${…}` resolved, except those that depend on the environment."""
     written: frozenset[KeyPath]
-    """The keys that a file, an override or a program set."""
+    """The keys set by files, overrides or a program."""
 
 
 def load_config(
@@ -70,22 +69,22 @@ def load_config(
     values: Mapping[str, Any] | None = None,
     tells: bool = True,
 ) -> Loaded[ModelT]:
-    """Read a configuration, or that of a run's folder.
+    """Load a configuration file, or that of a run's folder.
 
-    From weakest to strongest: the model's own defaults, `defaults`, the files that the YAML names under `defaults:`, the
-    YAML itself, `values`, the overrides. Mappings merge, everything else replaces.
+    From weakest to strongest: the model's defaults, `defaults`, the files under `defaults:` in the YAML, the YAML itself,
+    `values`, the overrides. Mappings are merged, other values replaced.
 
     Args:
-        model: The pydantic model; unknown keys are errors in it and in the models inside it.
-        path: The YAML file; None for overrides alone.
-        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries go by number. The path of
-            a YAML file lays that file above what stands before it; relative paths in it still start at `path`'s folder.
+        model: The pydantic model; unknown keys are errors at all levels.
+        path: The YAML file; None for overrides only.
+        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries have numbers as keys. The
+            path of a YAML file merges that file at this point; its relative paths still refer to `path`'s folder.
         defaults: Values below the file.
-        values: Values above it, which a program gives.
-        tells: Warn of keys that were set without effect; False if the configuration is read again.
+        values: Values above the file, from a program.
+        tells: Warn of keys without effect; False if the configuration is loaded again.
 
     Raises:
-        ConfigError: a missing or damaged file, an unknown key, a wrong type, a `${…}` that leads nowhere: one sentence each.
+        ConfigError: a missing or damaged file, an unknown key, a wrong type, an unresolvable `${…}`; one sentence each.
     """
     sources = Sources()
     if defaults:
@@ -107,9 +106,9 @@ def load_config(
 
 
 def tell_repeated(overrides: Sequence[str]) -> None:
-    """Warn of keys that `key=value` sets twice in one command, as where a script appends to what it was given.
+    """Warn of keys that are set twice in one command, for example by a script that appends to its arguments.
 
-    Mappings are merged, so that of two of them neither is lost.
+    Two mappings for the same key are merged, so they cause no warning.
     """
     written: dict[str, list[str]] = {}
     for override in overrides:
@@ -118,19 +117,19 @@ def tell_repeated(overrides: Sequence[str]) -> None:
             written.setdefault(key.strip().lstrip("+"), []).append(text.strip())
     lost = [key for key, texts in written.items() if len(set(texts)) > 1 and not all(text.startswith("{") for text in texts)]
     if lost:
-        logger.warning("overridden more than once: %s; the last value counts, leave the others out", ", ".join(lost))
+        logger.warning("overridden more than once: %s; the last value counts, remove the others", ", ".join(lost))
 
 
 def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mapping[KeyPath, str]) -> Loaded[ModelT]:
-    """Read a configuration that a program made.
+    """Load a configuration made by a program.
 
     Args:
         model: The pydantic model.
         values: The configuration as plain data.
-        origin: Native key to the key it was made of and where that was written: {("train", "steps"): "trainer.steps"}.
+        origin: Key -> the original key it was translated from, with its source: {("train", "steps"): "trainer.steps"}.
 
     Raises:
-        ConfigError: as `load_config` does.
+        ConfigError: as `load_config`.
     """
     sources = Sources()
     sources.merge(values, "")
@@ -139,15 +138,15 @@ def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mappi
 
 
 def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loaded[ModelT]:
-    # First, because all that follows walks the tree by recursion.
+    # First, because the following steps are recursive.
     if is_deep(sources.values):
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
     written, raw_env = resolve(model, sources)
-    # Before anything is judged: `off` arrives as false, and a null of another kind takes a key out.
+    # Before validation: YAML reads `off` as false, and null removes a key of another kind.
     written = schema.with_choices(model, written)
     written = without_other_kinds(model, written)
     resolved = schema.with_instance_defaults(model, written)
-    # All at once, so that a configuration is not corrected one start after another.
+    # Report all problems at once.
     joined = [path for path, value in leaves(written, ()) if value is None and _JOINED.fullmatch(str(path[-1]))]
     problems = [
         f"{dotted(path)!r}{sources.of(path)} has no space after the colon, so YAML reads all of it as a key; write "
@@ -160,8 +159,8 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
         if u.path not in joined
     ]
     problems += [
-        f"{dotted(path)} is {value!r}{sources.of(path)}, an object that a Python program gave, which no file can hold; go "
-        "on from that program: polyturn.train(…, resume=True), or run.resume()"
+        f"{dotted(path)} is {value!r}{sources.of(path)}, an object from a Python program, which a file cannot contain; "
+        "resume from that program: polyturn.train(…, resume=True), or run.resume()"
         for path, value in leaves(written, ())
         if stands_for_object(value)
     ]
@@ -186,10 +185,10 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
 
 
 def write_resolved(resolved: Mapping[str, Any], path: Path, *, base: Path | None = None) -> None:
-    """Write `Loaded.resolved` as YAML; a crash leaves no half a file.
+    """Write `Loaded.resolved` as YAML, atomically.
 
-    It loads again to the same configuration, except that a secret which was written into it is not there; its relative paths
-    start at `base`, as `base_of` says.
+    The file loads to the same configuration, except for secrets, which are left out. Its relative paths refer to `base` (see
+    `base_of`).
     """
     text = yaml.safe_dump(masked(resolved), sort_keys=False, allow_unicode=True, width=1000)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -200,12 +199,12 @@ def write_resolved(resolved: Mapping[str, Any], path: Path, *, base: Path | None
 
 
 def _file(path: Path) -> Path:
-    """Return the file of a configuration, also where the folder of a run is given for it."""
+    """Return the configuration file for a path, which may be a run's folder."""
     return path / "config.yaml" if _is_of_run(path / "config.yaml") else path
 
 
 def base_of(path: Path) -> Path:
-    """Return the folder at which the relative paths of a configuration start: its own, or that of the run it came from."""
+    """Return the folder of a configuration's relative paths: its own, or the one recorded in a run's configuration."""
     path = _file(path)
     if _is_of_run(path):
         with path.open(encoding="utf-8") as lines:
@@ -226,10 +225,10 @@ def _is_of_run(path: Path) -> bool:
 
 
 def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files below `path`, the weakest first, then `path` itself."""
+    """Yield the `defaults` files of `path`, weakest first, then `path`."""
     if path.resolve() in above:
         chain = " -> ".join(str(p) for p in (*above, path.resolve()))
-        raise ConfigError(f"the 'defaults' of these files go round in a circle: {chain}; remove one of them")
+        raise ConfigError(f"the 'defaults' of these files form a circle: {chain}; remove one of them")
     values = _read(path)
     below = values.pop("defaults", None) or []
     below = [below] if isinstance(below, str) else below
@@ -237,7 +236,7 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
         raise ConfigError(f"'defaults' in {path} must be a file name or a list of them, not {below!r}")
     for name in below:
         if len(name) > MAX_NAME or "\0" in name:
-            raise ConfigError(f"'defaults' in {path} names {name!r:.80}…, which no file can be called")
+            raise ConfigError(f"'defaults' in {path} names {name!r:.80}…, which is too long for a file name")
         yield from _read_chain(path.parent / Path(name).expanduser(), (*above, path.resolve()))
     yield path, values
 
@@ -251,7 +250,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:
-    """Return a section that was written as its name alone, `env: a:B`, with the key `name`; all else as it is."""
+    """Expand a section written as a bare name, `env: a:B`, to the key `name`; return other values unchanged."""
     if not isinstance(at, str | LiveObject):
         return at
     annotation: Any = model
@@ -268,7 +267,7 @@ def _override(model: type, sources: Sources, override: str) -> None:
         lacks = "no '='" if not equals else "no key before '='"
         raise ConfigError(f"the override {override!r} has {lacks}; write it as key.path=value")
     try:
-        # Read by OmegaConf, so that a value means on the command line what it means in a file.
+        # Parsed by OmegaConf, so that values mean the same as in a file.
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         why = f"{one_line(error):.300}"

@@ -1,12 +1,11 @@
-"""Section, which every section of a configuration is; and parts of a run: written by a name alone, or with options.
+"""Section, the base of all sections; and parts of a run, written as a bare name or with options.
 
     loss: gspo                                            loss: {name: gspo}
-    loss: {name: gspo, clip_high: 4.0e-4}                 the options are those of this loss
+    loss: {name: gspo, clip_high: 4.0e-4}                 with the options of this loss
 
-The options of each of our parts are a dataclass beside it, which `name` tells from the others. A user's own part is
-an `OwnPart`, whose further keys are its arguments. Options say with `PART` what they are of; their keys are listed and
-counted apart from those that every run has. A string under a field is that key's meaning: the reference, `polyturn config`
-and errors show it.
+The options of each built-in part are a dataclass, chosen by `name`. A user's part is an `OwnPart`, whose further keys are
+its arguments. `PART` names the part in messages and marks its keys, which are listed separately from those of every run. The
+string under a field describes the key in the reference, in `polyturn config` and in errors.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from polyturn.algorithms.options import by_name
 from polyturn.config import schema
 from polyturn.core.live import NameOrObject
 
-# A section's validator is built when it is first used: for most sections inside the whole run's, and never by an import.
+# A section's validator is built on first use, usually as part of the whole run's, never at import.
 _COMMON = ConfigDict(
     defer_build=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
 )
 
 
 class Section(BaseModel):
-    """A section of a configuration; an unknown key is an error, and so is a number that is not finite."""
+    """A section of a configuration. Unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(**_COMMON, extra="forbid")
 
 
 class OwnPart(BaseModel):
-    """A part that another package or a file of yours has. Further keys are its arguments."""
+    """A part from another package or from your file. Further keys are its arguments."""
 
     model_config = ConfigDict(**_COMMON, extra="allow")
 
@@ -44,14 +43,14 @@ class OwnPart(BaseModel):
 
 
 class ByName:
-    """In an annotation of several options: read a text as the name, and take the options that the name is of."""
+    """Annotation of a union of options: read a text as the name, and choose the options by name."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def tag(value: Any) -> str:
             of = type(value) if schema.is_model(type(value)) else schema.meant(source, value)
             return cast(str, of.__name__)
 
-        # Tagged by our own rule: pydantic would try every member and report the errors of all of them.
+        # Tagged by this function, because pydantic would otherwise try every member and report the errors of all.
         choices = {member.__name__: handler.generate_schema(member) for member in schema.unwrap(source)}
         return core_schema.no_info_before_validator_function(
             by_name, core_schema.tagged_union_schema(choices, discriminator=tag)
@@ -62,7 +61,7 @@ BY_NAME = ByName()
 
 
 def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """Return the arguments of a part: the options of its own that are set, except those named in `but`."""
+    """Return the arguments of a part: its options that are set, except those in `but`."""
     if isinstance(part, OwnPart):
         arguments = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (
             part.model_extra or {}

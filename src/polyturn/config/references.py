@@ -1,9 +1,9 @@
-"""`${…}` in a configuration: other keys and environment variables put in, and taken out again of what is written to disk.
+"""Resolve `${…}` (other keys and environment variables), and restore the expressions before writing to disk.
 
     {"path": "${oc.env:MODEL,tiny}"}  ->  {"path": "tiny"},  {("path",): "${oc.env:MODEL,tiny}"}
 
-Everything is resolved twice, the second time with a mark in place of the environment: a value that holds the mark depends on
-the environment, by whatever way it got there, and is written as the expression that was configured.
+Values are resolved twice, the second time with a mark in place of environment variables. A value that contains the mark
+depends on the environment, directly or not, and is written as the configured expression.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from polyturn.core.errors import ConfigError
 
 _ENV = re.compile(r"\$\{\s*oc\.env\s*:")
 _MARK = "\u27e6environment\u27e7"
-"""Stands for every value that reads the environment; whatever contains it after resolving depends on the environment."""
+"""Replaces environment variables; a resolved value that contains it depends on the environment."""
 
 
 def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Resolve every `${…}`.
 
     Returns:
-        The resolved values, without the model's defaults; and the expressions, by path, of what depends on the environment.
+        The resolved values, without the model's defaults, and path -> expression for values that depend on the environment.
     """
     if not _refers(sources.values):
-        return _mask(sources.values), {}  # there is nothing to mask: a copy
+        return _mask(sources.values), {}  # nothing to resolve: return a copy
     tree = schema.default_tree(model)
     merge(tree, sources.values)
     real = OmegaConf.create(tree, flags={"allow_objects": True})
@@ -59,15 +59,15 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
         except (OmegaConfBaseException, RecursionError) as error:
             why = "it refers to itself" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
             raise ConfigError(
-                f"{dotted(path)} is {raw!r}{sources.of(path)}, which cannot be resolved: {why}; "
-                "correct the reference, or give a fallback as in ${oc.env:NAME,fallback}"
+                f"{dotted(path)} is {raw!r}{sources.of(path)}, which cannot be resolved: {why}; correct the reference, or "
+                "add a fallback as in ${oc.env:NAME,fallback}"
             ) from error
 
     return walk(sources.values, real, masked, ()), raw_env
 
 
 def _refers(value: Any) -> bool:
-    """Return whether a `${` is anywhere in a value."""
+    """Return whether a value contains `${` anywhere."""
     if isinstance(value, dict | list):
         return any(map(_refers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and "${" in value
@@ -82,11 +82,11 @@ def _mask(value: Any) -> Any:
 
 
 def _depends_on_environment(node: Any, key: Any) -> bool:
-    """Return whether the value contains the mark, or cannot be found where the mark stands for the environment."""
+    """Return whether the value contains the mark, or cannot be resolved with the mark."""
     try:
         return _MARK in str(_plain(node[key]))
     except (OmegaConfBaseException, RecursionError):
-        return True  # taken for a secret: to write an expression down is safe, to write a value down may not be
+        return True  # treated as a secret: writing the expression is always safe
 
 
 def _plain(value: Any) -> Any:
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 
 
 def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, Any]:
-    """Return the whole configuration as plain data in which no value comes from the environment."""
+    """Return the whole configuration as plain data, without values from the environment."""
     dump = to_jsonable_python(config, fallback=str)
     secrets = secrets_in(resolved, raw_env)
 
@@ -115,9 +115,10 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
 
 
 def secrets_in(resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, str]:
-    """Return the texts that came from the environment and what was written for them.
+    """Return text from the environment -> the configured expression.
 
-    A validator may carry such a text to another key or into a message. Short ones are left out: they occur by chance.
+    A validator may copy such a text into another key or a message. Short texts are left out, because they may occur by
+    chance.
     """
     texts = {value_at(resolved, path): raw for path, raw in raw_env.items() if isinstance(value_at(resolved, path), str)}
     return {text: raw for text, raw in texts.items() if len(text) >= 8}

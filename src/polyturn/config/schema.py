@@ -3,8 +3,7 @@
     meant(SomeEngine | Another, {"kind": "vllm"})  ->  Another
     schema_table(RunConfig)  ->  [KeyInfo(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]
 
-A section is a frozen dataclass of the package that it configures, or a pydantic model. Separate from `load.py`, which reads
-files, and `unknown.py`, which says what is not a key: this file knows annotations only.
+A section is a frozen dataclass of the package that it configures, or a pydantic model.
 """
 
 from __future__ import annotations
@@ -27,33 +26,33 @@ from pydantic_core import PydanticUndefined
 from polyturn.core.live import LiveObject
 
 KeyPath = tuple[str | int, ...]
-"""The place of a value: ("rewards", 0, "name")."""
+"""Path of a value: ("rewards", 0, "name")."""
 MAX_INT = 2**63 - 1
-"""The largest whole number that torch and NumPy hold."""
+"""The largest integer of torch and NumPy."""
 
 
 class KeyInfo(NamedTuple):
     """One key of a configuration."""
 
     key: str
-    """Dotted; `<name>` stands for any key of a mapping, `[]` for any entry of a list."""
+    """Dotted path; `<name>` stands for any key of a mapping, `[]` for any entry of a list."""
     type: str
     default: str
-    """As YAML; "required" where there is none, "" for a section."""
+    """As YAML; "required" without a default, "" for a section."""
     doc: str
     of: str = ""
-    """The kinds of a plug-in that have this key, if not all of the section do."""
+    """The kinds of the section with this key, if not all."""
     declared: str = ""
-    """The class and field that declare it, the same in all places where such a section stands."""
+    """The class and field that declare it, the same for all occurrences of the section."""
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Return a path as it is written on the command line: ("rewards", 0, "name") -> "rewards.0.name"."""
+    """Return a path in command-line notation: ("rewards", 0, "name") -> "rewards.0.name"."""
     return ".".join(map(str, path))
 
 
 def unwrap(annotation: Any) -> list[Any]:
-    """Return the members of an annotation: those of a union without None, else the annotation itself."""
+    """Return the members of a union without None, or the annotation itself."""
     if get_origin(annotation) is Annotated:
         return unwrap(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -71,18 +70,18 @@ class Key(NamedTuple):
 
     annotation: Any
     default: Any
-    """PydanticUndefined where a value must be given."""
+    """PydanticUndefined if the key is required."""
     doc: str
 
     @property
     def is_required(self) -> bool:
-        """Whether a value must be given."""
+        """Whether the key is required."""
         return self.default is PydanticUndefined
 
 
 @functools.cache
 def keys_of(section: Any) -> Mapping[str, Key]:
-    """Return the keys of a section, a class, in their order."""
+    """Return the keys of a section class, in order."""
     if issubclass(section, BaseModel):
         return {
             name: Key(
@@ -105,9 +104,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _docs(section: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass and of those that it inherits from."""
+    """Return field -> the string below it, for a dataclass and its base classes."""
     docs: dict[str, str] = {}
-    # From the source, for Python keeps no docstrings of fields. Base classes first: a subclass may say otherwise.
+    # From the source, because Python does not keep docstrings of fields. Base classes first, so that a subclass overrides
+    # them.
     for one in reversed([c for c in section.__mro__ if dataclasses.is_dataclass(c)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
         assert isinstance(body, ast.ClassDef)
@@ -132,15 +132,15 @@ def as_data(section: Any) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(section: type) -> TypeAdapter[Any]:
-    """Return the adapter that turns instances of a class into plain data; making one takes longer than using it."""
+    """Return the adapter from instances of a class to plain data, cached because making one is slow."""
     return TypeAdapter(section)
 
 
 def meant(annotation: Any, value: Any) -> Any:
-    """Return the member of an annotation that `value` is meant for.
+    """Return the member of a union that `value` is meant for.
 
-    Among sections that is the one whose literal (such as `kind: Literal["a"]`) the value has; the one without a literal
-    where none has it; and the one with a default of it where the value does not say.
+    Among sections, that is the one whose literal (such as `kind: Literal["a"]`) matches the value; without a match, the one
+    without a literal; if the value has no such key, the one with a default.
     """
     members = unwrap(annotation)
     if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def child(annotation: Any, key: str | int) -> Any:
 
 
 def with_choices(annotation: Any, value: Any) -> Any:
-    """Return `value` with the words that YAML reads as truth values, such as `off`, where a key offers them."""
+    """Return `value` with the words that YAML reads as booleans, such as `off`, restored if a key offers them."""
     if isinstance(value, Mapping):
         of = meant(annotation, value)
         return {key: with_choices(child(of, key), inner) for key, inner in value.items()}
@@ -186,7 +186,7 @@ def with_choices(annotation: Any, value: Any) -> Any:
 
 
 def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what pydantic would take for a number where one is declared: a truth value, or one of far too many digits."""
+    """Yield invalid values of numeric keys that pydantic would accept: booleans, and numbers that are too large."""
     if isinstance(value, Mapping | list):
         of = meant(annotation, value)
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -199,26 +199,26 @@ def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tupl
 
 
 def takes_more(section: type) -> bool:
-    """Return whether a section accepts keys that it does not declare."""
+    """Return whether a section accepts undeclared keys."""
     return issubclass(section, BaseModel) and section.model_config.get("extra") == "allow"
 
 
 def _is_of_kind(section: type, by: str, value: Mapping[str, Any]) -> bool:
-    """Return whether `value` is of a kind of the section, or says no kind and the section has one by default."""
+    """Return whether `value` has a kind of the section, or no kind and the section has a default kind."""
     kinds = kinds_of(section).get(by, ())
     return value[by] in kinds if by in value else bool(kinds) and not keys_of(section)[by].is_required
 
 
 def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
-    """Return the keys of a section that may tell it from others, with their values: {"kind": ("vllm", "sglang")}."""
+    """Return the keys with literal values that may distinguish a section from others: {"kind": ("vllm", "sglang")}."""
     keys = keys_of(section)
     return {name: get_args(key.annotation) for name, key in keys.items() if get_origin(key.annotation) is Literal}
 
 
 def told_apart_by(sections: Sequence[type]) -> str:
-    """Return the key whose values tell the sections of a union apart, such as `kind`."""
+    """Return the key whose values distinguish the sections of a union, such as `kind`."""
     common = set.intersection(*(set(keys_of(section)) for section in sections))
-    for name in keys_of(sections[0]):  # in the order of declaration, where the key that tells kinds apart comes first
+    for name in keys_of(sections[0]):  # in the order of declaration, in which the distinguishing key is first
         values = [kinds_of(section).get(name) for section in sections]
         if name in common and len(set(values)) == len(sections):
             return name
@@ -226,7 +226,7 @@ def told_apart_by(sections: Sequence[type]) -> str:
 
 
 def default_tree(model: type) -> dict[str, Any]:
-    """Return the defaults of a model and of the models inside it as plain data, so that `${…}` can refer to them."""
+    """Return the defaults of a model and its submodels as plain data, so that `${…}` can refer to them."""
     tree: dict[str, Any] = {}
     for name, key in keys_of(model).items():
         inner = [m for m in unwrap(key.annotation) if is_model(m)]
@@ -249,7 +249,7 @@ def _as_text(value: Any) -> Any:
 
 
 def with_instance_defaults(annotation: Any, values: Any) -> Any:
-    """Return `values` with what a field's default instance sets beyond its class filled in.
+    """Fill in the values that a field's default instance sets differently from its class.
 
     A field `optim: Optim = Optim(lr=1e-4)` keeps lr 1e-4 when only its weight_decay is configured.
     """
@@ -271,7 +271,7 @@ def with_instance_defaults(annotation: Any, values: Any) -> Any:
 
 
 def _beyond_class(section: Any) -> dict[str, Any]:
-    """Return as plain data what an instance of a section says other than its class does."""
+    """Return the values of an instance that differ from the defaults of its class."""
     data = as_data(section)
     return {
         name: data[name]
@@ -294,7 +294,7 @@ def schema_table(model: type) -> list[KeyInfo]:
 
 
 def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
-    """Yield the rows of a section; the defaults are those of `instance`, where the section stands with one."""
+    """Yield the rows of a section; `instance`, if given, has the defaults."""
     for name, keys in keys_of(model).items():
         if type(instance) is model:
             keys = keys._replace(default=getattr(instance, name))
@@ -323,7 +323,7 @@ def _declaration(model: type, name: str) -> str:
 
 
 def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
-    """Yield the rows of a section that has several kinds: what all have once, then what only some have."""
+    """Yield the rows of a section with several kinds: first common keys, then those of some kinds."""
     tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
     common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
     by = told_apart_by(sections)
@@ -355,7 +355,7 @@ def _default_text(key: Key, is_section: bool) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return an annotation as a person writes it: Optional[Literal["a", "b"]] -> "'a' | 'b' | null"."""
+    """Return an annotation in readable notation: Optional[Literal["a", "b"]] -> "'a' | 'b' | null"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(args[0])

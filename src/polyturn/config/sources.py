@@ -1,10 +1,10 @@
-"""The values of a configuration merged from several files and overrides, and where each of them came from.
+"""Merge the values of a configuration from files and overrides, and record the source of each.
 
     sources.merge({"train": {"steps": 5}}, "in run.yaml")
     sources.of(("train", "steps"))   ->  " (in run.yaml)"
 
-Mappings merge key by key; a mapping above a text keeps that as its name (`loss: gspo` below `loss: {clip_low: 0.1}`); every
-other value replaces the one below it.
+Mappings are merged key by key. A mapping over a text keeps the text as its name (`loss: {clip_low: 0.1}` over `loss: gspo`).
+Other values replace each other.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from polyturn.core.live import LiveObject
 
 @dataclass(slots=True)
 class Sources:
-    """The merged values, and which file or override each of them came from."""
+    """The merged values, and the file or override of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[KeyPath, str] = field(default_factory=dict)
     translated: Mapping[KeyPath, str] = field(default_factory=dict)
-    """Of values that a program made of another configuration: the key there, and where that was written."""
+    """For values translated from another configuration: the original key with its source."""
 
     def merge(self, values: Mapping[str, Any], source: str) -> None:
-        """Put values above those that are there already."""
+        """Merge values over the present ones."""
         merge(self.values, values)
         for path, _ in leaves(values, ()):
             self.origin[path] = source
@@ -40,20 +40,20 @@ class Sources:
         return f" ({origin})" if origin else ""
 
     def statement(self, path: KeyPath, value_text: str) -> str:
-        """Return which value a key has, and where it was written: "train.steps is 'many' (in run.yaml)"."""
+        """Describe the value of a key with its source: "train.steps is 'many' (in run.yaml)"."""
         if (written := self._nearest(self.translated, path)) is not None:
             return f"{written} is {value_text}, as {dotted(path)}"
         return f"{dotted(path)} is {value_text}{self.of(path)}"
 
     def _nearest(self, origin: Mapping[KeyPath, str], path: KeyPath) -> str | None:
-        # Where it was written itself, else the nearest above, else inside: a section that is wrong was written by its keys.
+        # The source of the value itself, else of the nearest parent, else of a key inside a section.
         inside = [p for p in origin if p[: len(path)] == path and _is_there(self.values, p)]
         candidates = [*(path[:n] for n in range(len(path), 0, -1)), *inside]
         return next((origin[candidate] for candidate in candidates if candidate in origin), None)
 
 
 def _is_there(values: Any, path: KeyPath) -> bool:
-    """Return whether there is a value at `path`; what an override replaced is gone."""
+    """Return whether there is a value at `path`; an override may have replaced it."""
     for step in path:
         is_index = isinstance(values, list) and isinstance(step, int) and step < len(values)
         if not is_index and not (isinstance(values, Mapping) and step in values):
@@ -63,7 +63,7 @@ def _is_there(values: Any, path: KeyPath) -> bool:
 
 
 def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Put copies of `values` into `into`, mappings key by key."""
+    """Merge copies of `values` into `into`, mappings key by key."""
     for key, value in values.items():
         mine = into.get(key)
         if isinstance(mine, dict) and isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def nested(path: KeyPath, value: Any) -> Any:
-    """Return the mappings in which `value` stands at `path`."""
+    """Return nested mappings with `value` at `path`."""
     return {path[0]: nested(path[1:], value)} if path else value
 
 
@@ -86,7 +86,7 @@ def _copy(value: Any) -> Any:
 
 
 def leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value that is not a container, and empty containers, with their paths."""
+    """Yield path and value of all values that are not containers, and of empty containers."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))

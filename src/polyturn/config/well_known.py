@@ -1,9 +1,9 @@
-"""Names that other trainers give to settings, and what stands for each here: one table for Python and the command line.
+"""Other trainers' names of settings, with polyturn's equivalents for Python and the command line.
 
     suggestion("learning_rate", 1e-5)   ->  "train.optim.lr=1e-05"
-    WELL_KNOWN["batch_size"].keys       ->  several keys, of which the user has to choose one
+    WELL_KNOWN["batch_size"].keys       ->  several keys, from which the user has to choose
 
-Separate from `unknown.py`, which finds the nearest of our own names: this is a table of names from other libraries.
+`unknown.py` uses it for hints.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MAX_VALUE = 60
-"""Characters of a value that a suggestion repeats."""
+"""Largest number of characters of a value in a suggestion."""
 
 
 class WellKnown(NamedTuple):
-    """What another trainer's name is here."""
+    """The equivalent of another trainer's name."""
 
     keys: tuple[str, ...] = ()
-    """The key that takes the value as it is. Of several, the user has to choose."""
+    """The key for the unchanged value. If there are several, the user has to choose."""
     write: str = ""
-    """What to write as keys of a configuration, where the value is not taken as it is; `{value}` is the user's own."""
+    """Text for a configuration, if the value cannot be used unchanged; `{value}` stands for the user's value."""
     call: str = ""
-    """What to write in Python, where that is more than the key as a keyword."""
+    """Text for Python, if it is more than the key as a keyword."""
 
 
 def _is(*keys: str, call: str = "") -> WellKnown:
@@ -153,14 +153,14 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
 
 
 def suggestion(name: str, value: Any) -> str:
-    """Return polyturn's setting for another trainer's name, with the user's own value; "" for other names."""
+    """Return polyturn's setting for another trainer's name, with the user's value; "" for other names."""
     known = WELL_KNOWN.get(name, WellKnown())
     text = str(value).lower() if isinstance(value, bool) else _short(str(value), value)
     return known.write.replace("{value}", text) or " or ".join(f"{key}={text}" for key in known.keys)
 
 
 def call_for(name: str, value: Any, *, keyword_of: Callable[[str], str | None]) -> str:
-    """Return the Python call for it; `keyword_of` returns the keyword for a key, None if it has none."""
+    """Return the Python call; `keyword_of` returns the keyword for a key, None if it has none."""
     known, text = WELL_KNOWN.get(name, WellKnown()), _short(repr(value), value)
     keys = [(keyword_of(key), key) for key in known.keys]
     as_keys = [f"{keyword}={text}" if keyword else f"**{{{key!r}: {text}}}" for keyword, key in keys]

@@ -24,7 +24,7 @@ def test_missing_folder_comes_with_the_nearest_one(base: Path) -> None:
 
 def test_folder_without_a_model_names_the_one_inside(base: Path) -> None:
     for check in (check_model_name, folder_or_name):
-        with pytest.raises(ConfigError, match=r"models' holds no model.*models/small'"):
+        with pytest.raises(ConfigError, match=r"models' has no config.json.*models/small'"):
             check("models", base)
     refuses(lambda: model_folder(base / "models"), CheckpointError, "models; did you mean ", "models/small'")
 

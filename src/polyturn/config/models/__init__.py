@@ -1,17 +1,16 @@
-"""The configuration of a run, as frozen pydantic models. Every key, its type, its default and its meaning are here.
+"""The configuration of a run as frozen pydantic models, with the type, default and meaning of every key.
 
     run.py     RunConfig: the root, a key for each section; compat, dump and tracking
     model.py   model and policies         data.py   data and evaluation         rollout.py   rollout and its tools
     algorithm.py    reward.py    env.py    cluster.py
 
-A section that stands in several places (optimizers of the policy, the critic and the warm start; tasks to train and to
-evaluate on; models, engines and sampling of the run and of further policies) is one class: a place may have other
-defaults, never other keys. Options of a part are a dataclass beside it (`engines/options.py`, `tools/options.py`, …),
-which stands here as it is.
+A section that occurs several times (optimizers of the policy, the critic and the warm start; tasks for training and
+evaluation; models, engines and sampling of the run and of further policies) is one class. Occurrences may have other
+defaults, never other keys. The options of a part are a dataclass in its package (`engines/options.py`, `tools/options.py`,
+…), used here directly.
 
-A config file is YAML with these keys; `config/load.py` reads it, and `build` is the only place that turns it into
-objects. Paths are relative to the config file. A name of a plug-in is a registered name, `package.module:Attr` or
-`file.py:Attr`.
+A config file is YAML with these keys. `config/load.py` reads it, and `build` makes objects from it. Paths are relative to
+the config file. A plug-in is named by a registered name, `package.module:Attr` or `file.py:Attr`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The section `algorithm`: from rewards to a loss. Credit, policy loss, KL terms.
+"""The section `algorithm`: advantages, policy loss, KL terms.
 
     algorithm: {advantage: {name: gae, lam: 0.95}, loss: {clip_high: 0.28, correction: {cap: 2.0}}, kl: {coef: 0.01}}
 
@@ -18,25 +18,26 @@ from polyturn.training.options import CriticSettings
 
 
 class OwnEstimator(OwnPart):
-    """The advantage estimator: one of your own. Further keys are its arguments."""
+    """Your own advantage estimator. Further keys are its arguments."""
 
     PART: ClassVar[str] = EstimatorOptions.PART
 
 
 class OwnLoss(OwnPart):
-    """The policy loss of a token: one of your own. Further keys are its arguments."""
+    """Your own policy loss. Further keys are its arguments."""
 
     PART: ClassVar[str] = LossOptions.PART
 
     correction: CorrectionSettings | None = None
-    """Weigh and reject tokens by how far the engine that sampled them was from the policy that is trained; null does not."""
+    """Off-policy correction: weigh or reject tokens by how far the policy that sampled them is from the trained one; null
+    does not."""
     distill: DistillSettings | None = None
-    """Learn from a teacher's log-probabilities, beside the loss; null does not."""
+    """Also learn from a teacher's log-probabilities; null does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig(AlgorithmOptions):
-    """From rewards to a loss."""
+    """Advantages, policy loss and further loss terms."""
 
     advantage: Annotated[NamedEstimatorOptions | OwnEstimator, BY_NAME] = field(default_factory=GroupOptions)
     critic: CriticSettings = field(default_factory=CriticSettings)

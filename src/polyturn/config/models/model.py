@@ -1,4 +1,4 @@
-"""The sections `model` and `policies`: the model that is trained, and further ones, which speak and are not trained.
+"""The sections `model` and `policies`: the trained model, and further models that sample and are not trained.
 
     model: {path: Qwen/Qwen3-0.6B, dtype: bfloat16, lora: {rank: 16}}
     policies:
@@ -6,8 +6,8 @@
       earlier:  {checkpoint: runs/nim/checkpoints/step-000040}
       past:     {model: self, refresh_every: 10}
 
-A model comes from a folder or the hub (`path`) or has random weights (`init`): exactly one of the two. The name of a further
-policy stands wherever a model may speak: a seat of a game, a simulated user, a judge.
+A model comes from a folder or the hub (`path`), or has random weights (`init`): exactly one of the two. A further policy's
+name can be used for a seat of a game, a simulated user or a judge.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from polyturn.training.options import LoraSettings
 
 
 class TrainTokenizerConfig(Section):
-    """A byte-level BPE tokenizer trained when the run starts, for models that have none yet."""
+    """A byte-level BPE tokenizer trained at the start of the run, for models without a tokenizer."""
 
     PART: ClassVar[str] = "one that is trained"
 
     corpus: NameOrObject
     """`file.py:function` that returns the texts to train on."""
     vocab_size: int = Field(512, ge=300, le=2**24)
-    """Tokens of the vocabulary."""
+    """Size of the vocabulary."""
 
     @field_validator("corpus", mode="before")
     @classmethod
     def _is_a_function(cls, corpus: Any) -> Any:
         if isinstance(corpus, list | tuple):
-            raise ValueError("write a function that returns these texts, and name it: file.py:function")
+            raise ValueError("write a function that returns the texts, and give its name: file.py:function")
         return corpus
 
 
@@ -51,14 +51,14 @@ class AnyModelConfig(Section):
     init: dict[str, Any] | None = None
     """Architecture of a model with random weights: `model_type` and that type's config keys."""
     tokenizer: NameOrObject | TrainTokenizerConfig | None = None
-    """Folder or hub id of the tokenizer, or what one is trained on when the run starts; defaults to `path`."""
+    """Folder or hub id of the tokenizer, or options to train one at the start of the run; defaults to `path`."""
     chat_template: str | None = None
-    """A chat template that replaces the tokenizer's own: `hermes`, which shows tools, a file, or Jinja source."""
+    """A chat template in place of the tokenizer's: `hermes`, which supports tools, a file, or Jinja source."""
     template_kwargs: dict[str, Any] = {}
-    """Passed to the chat template at every render, for instance {enable_thinking: false}."""
+    """Arguments of the chat template, for instance {enable_thinking: false}."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the parameters, in training and in the embedded engine. auto takes bfloat16 on a CUDA GPU that has it, and float32
-    elsewhere. With bfloat16 the optimizer keeps float32 masters, and gradients are summed in float32."""
+    """Type of the parameters in training and in the embedded engine. auto: bfloat16 on CUDA GPUs that support it, otherwise
+    float32. With bfloat16 the optimizer keeps float32 masters, and gradients are summed in float32."""
     lora: LoraSettings | None = None
     """Train an adapter; null trains all weights."""
 
@@ -79,42 +79,43 @@ class ModelConfig(AnyModelConfig):
     """The model: weights from a folder or hub id, or random weights from an architecture."""
 
     processor: NameOrObject | None = None
-    """The processor of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with
-    the tokenizer, or `none`. Defaults to the one in `path`, for a model that takes more than text."""
+    """The processor of images, videos and sounds: a folder or hub id, `file.py:function`, which is called with the
+    tokenizer, or `none`. Defaults to the one in `path` if the model reads more than text."""
     gradient_checkpointing: bool = False
-    """Compute every layer again in the backward pass instead of keeping its activations: more time, much less memory."""
+    """Compute every layer again in the backward pass instead of keeping its activations: slower, with much less memory."""
     attn_implementation: str | None = None
-    """Attention as transformers names it (sdpa, flash_attention_2, …); null takes the model's own. Packed rows have one
-    of their own."""
+    """Name of the attention in transformers (sdpa, flash_attention_2, …); null takes the model's default. Packed rows use
+    polyturn's attention."""
     liger: bool = False
-    """Use Liger's fused kernels where the architecture has them: less memory and time on a GPU (liger-kernel)."""
+    """Use Liger's fused kernels if they support the architecture: less memory and time on a GPU (liger-kernel)."""
     reference: str | None = None
-    """Folder or hub id of the reference of the KL term; null takes the model as it is when training starts."""
+    """Folder or hub id of the reference for the KL term; null takes the model at the start of training."""
 
 
 SELF = "self"
-"""Names the policy that is trained, where a policy's model is asked for."""
+"""Name of the trained policy in place of a policy's model."""
 
 
 class PolicyConfig(Section):
-    """A further policy of the run, which speaks and is not trained."""
+    """A further policy of the run, which samples and is not trained."""
 
     model: str | AnyModelConfig | None = None
-    """A folder or hub id, or keys of the section `model`, without those of training; or `self`: a copy of the policy that is
-    trained."""
+    """A folder or hub id; keys of the section `model`, except those for training; or `self`, a copy of the trained
+    policy."""
     checkpoint: str | None = None
-    """Weights and tokenizer in place of those of `model`: a checkpoint, a run's folder (its latest checkpoint) or a model's.
-    Where it is an adapter, `model` says what it was put on; null for the model of the run."""
+    """Weights and tokenizer in place of those of `model`: a checkpoint, a run's folder (its latest checkpoint) or a model's
+    folder. For an adapter, `model` is its base model; null takes the model of the run."""
     refresh_every: int | None = Field(None, ge=1)
-    """Of `self`: the copy is taken again every so many steps; null keeps what the policy was when training started."""
+    """For `self`: number of steps between refreshes of the copy; null keeps the policy at the start of training."""
     engine: AnyEngineOptions | None = None
-    """Its engine; null is an embedded engine with the settings of the run's, where that is embedded too."""
+    """Engine of the policy; null is an embedded engine, with the settings of the run's engine if that is embedded too."""
     sampling: Sampling | None = None
-    """Its sampling; null is that of the trained policy in training."""
+    """Sampling of the policy; null takes the trained policy's sampling in training."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one completion, unless its caller says otherwise; null takes rollout.limits.max_tokens_per_turn."""
+    """Largest number of tokens per completion, unless the caller sets it; null takes rollout.limits.max_tokens_per_turn."""
     max_context: int | None = Field(None, ge=2)
-    """Its longest prompt and answer together; null is its model's own limit, at most 4,096; of `self`, the run's."""
+    """Largest length of prompt plus completion, in tokens; null takes the model's limit, at most 4,096, and for `self` the
+    run's."""
 
     @model_validator(mode="after")
     def _speaks(self) -> PolicyConfig:
@@ -123,14 +124,15 @@ class PolicyConfig(Section):
                 "a policy needs a model (a folder, a hub id, or self for a copy of the one that is trained) or a checkpoint"
             )
         if self.model == SELF and self.checkpoint is not None:
-            raise ValueError(f"model is self and checkpoint is {self.checkpoint!r}: drop one of the two")
+            raise ValueError(f"model is self and checkpoint is {self.checkpoint!r}: remove one of them")
         if self.model == SELF and self.engine is not None and self.engine.kind != "embedded":
             raise ValueError(
-                f"model is self and engine.kind is {self.engine.kind!r}; a copy of the policy that is trained is embedded"
+                f"model is self and engine.kind is {self.engine.kind!r}; a copy of the trained policy needs an "
+                "embedded engine"
             )
         if self.model != SELF and self.refresh_every is not None:
             raise ValueError(
-                f"refresh_every is {self.refresh_every} and model is not self; only a copy of the policy that is trained is "
-                "taken again"
+                f"refresh_every is {self.refresh_every} and model is not self; only a copy of the trained policy can "
+                "be refreshed"
             )
         return self

@@ -1,8 +1,8 @@
-"""The section `reward`: which functions score a trajectory, what they read, and how scores become one number.
+"""The section `reward`: the functions that score a trajectory, their inputs, and the combination of scores.
 
     reward: {routes: {"own/*": rewards.py:score}, weights: {outcome: 1.0, tool_step: 0.5}}
 
-Built-in functions score well-known data sources without a route.
+Well-known data sources have built-in functions and need no route.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from polyturn.rewards.overlong import Overlong
 
 
 class RewardFunctionConfig(OwnPart):
-    """A reward function. Further keys are passed to every call, by name."""
+    """A reward function. Further keys are keyword arguments of every call."""
 
     PART: ClassVar[str] = "any reward function"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(CallOptions):
-    """The reward of a trajectory, and the scores that it is made of."""
+    """The reward of a trajectory and its scores."""
 
     function: Annotated[RewardFunctionConfig, BY_NAME] | None = None
-    """Scores every task that no route below names; the built-in routes are then unused."""
+    """Scores every task without a route below; the built-in routes are then unused."""
     routes: dict[str, Annotated[RewardFunctionConfig, BY_NAME]] = field(default_factory=dict)
-    """data_source, exact or as a glob, to a reward function. The built-in routes are always there."""
+    """data_source, exact or as a glob -> reward function. The built-in routes are added."""
     overlong: Overlong = field(default_factory=Overlong)
     sandbox: SandboxOptions = field(default_factory=SandboxOptions)
     weights: dict[str, float] | None = None
-    """Weight of each named score; null keeps the default: 1 for `outcome` and for `tool_step`."""
+    """Weight of each named score; null takes 1 for `outcome` and for `tool_step`."""
     interaction: Literal["last", "sum", "max", "mean"] = "last"
-    """The reduction of the scores of an interaction's turns to one, where the interaction is what scores a task."""
+    """Reduction of an interaction's turn scores to one score, if the interaction scores the task."""

@@ -1,11 +1,11 @@
-"""The root of a configuration: every section by its name, and what holds between sections.
+"""The root of a configuration: all sections, and the rules between sections.
 
     name: quickstart
     model: {…}
     rollout: {…}
     train: {…}
 
-A rule about keys of one section stands with that section; a rule about keys of several stands here.
+A rule about one section is in that section's class; rules about several sections are here.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from polyturn.store.options import StoreSettings
 from polyturn.training.options import SftOptions, TrainOptions
 
 TAKEN = ("policy", "random", SELF)
-"""Names that no further policy may have."""
+"""Reserved names of policies."""
 MAX_NAME = 200
-"""Bytes of a folder's name, with room for what is written behind it; file systems end at 255."""
+"""Largest length of a folder's name in bytes, with room for suffixes; file systems allow 255."""
 
 
 class DumpConfig(Section):
-    """Trajectories as plain JSON lines, one file a step, beside the run's own records."""
+    """Dump trajectories as JSON lines, one file per step, in addition to the run's records."""
 
     train: str | None = None
-    """Folder for training, relative to the working directory."""
+    """Folder for training trajectories, relative to the working directory."""
     evaluation: str | None = None
-    """Folder for evaluation, relative to the working directory."""
+    """Folder for evaluation trajectories, relative to the working directory."""
 
 
 class TrackerConfig(OwnPart):
-    """A program that the numbers of a run are passed on to. Further keys are its own, for instance `project`."""
+    """A tracker that receives the metrics of a run. Further keys are its arguments, for instance `project`."""
 
     PART: ClassVar[str] = "any tracker"
 
     name: NameOrObject
     """tensorboard, wandb, mlflow, trackio, otel, a registered name or `file.py:Class`."""
     samples: int = Field(4, ge=0)
-    """Trajectories of each step in its table of samples."""
+    """Number of trajectories per step in its table of samples."""
 
 
 class CompatConfig(Section):
-    """Adjustments for rows and dashboards made for other trainers."""
+    """Compatibility with rows and dashboards of other trainers."""
 
     require_interaction_name: bool = False
-    """Refuse `interaction_kwargs` without a name; else they mean the interaction "gsm8k"."""
+    """Raise for `interaction_kwargs` without a name; false takes the interaction "gsm8k"."""
     validation_metrics: bool = False
-    """Record evaluations also under val-core/ and val-aux/."""
+    """Also record evaluations under val-core/ and val-aux/."""
 
 
 class RunConfig(Section):
@@ -71,22 +71,23 @@ class RunConfig(Section):
     name: str = "run"
     """Name of the run, and of its folder."""
     out: str = "runs"
-    """Folder of runs; this one is `out/name`. Relative to the working directory."""
+    """Folder of runs, relative to the working directory; the run's folder is `out/name`."""
     seed: int = 0
-    """Of everything that draws: tasks, sampling, initial weights."""
+    """Seed of tasks, sampling and initial weights."""
     num_threads: int | None = Field(None, ge=1)
-    """Threads of torch; null leaves torch's own choice."""
+    """Number of torch threads; null leaves the choice to torch."""
     plugins: list[str] = []
-    """Python files that are imported before anything is made, and register what they define."""
+    """Python files to import first, which register their plug-ins."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     env: NameOrObject | EnvConfig | list[NameOrObject | EnvConfig] | None = None
-    """An environment, or several, instead of `data`, `rollout.scheduler` and a reward: `textarena:GuessTheNumber-v0`."""
+    """One or several environments in place of `data`, `rollout.scheduler` and a reward: `textarena:GuessTheNumber-v0`."""
     policies: dict[str, PolicyConfig] = {}
-    """Further policies, which speak and are not trained: a name of one stands for a player, a simulated user or a judge."""
+    """Further policies, which sample and are not trained; their names can be used for players, simulated users and
+    judges."""
     rollout: RolloutConfig = RolloutConfig()
     engine: AnyEngineOptions = EmbeddedOptions()
-    """The engine that samples the completions: embedded in this process, or servers. Its `kind` says which keys it has."""
+    """The engine that samples completions: embedded in this process, or servers. Its keys depend on `kind`."""
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warm_start: SftOptions = SftOptions()
@@ -96,12 +97,12 @@ class RunConfig(Section):
     dump: DumpConfig = DumpConfig()
     store: StoreSettings = StoreSettings()
     tracking: list[NameOrObject | TrackerConfig] = []
-    """Trackers beside metrics.jsonl: names, or {name: wandb, project: …} with keys of the tracker's own."""
+    """Trackers besides metrics.jsonl: names, or {name: wandb, project: …} with the tracker's arguments."""
     compat: CompatConfig = CompatConfig()
 
     @property
     def deadline_s(self) -> float:
-        """The longest deadline of a plug-in's call."""
+        """The longest deadline of a plug-in's call, in seconds."""
         rollout, engine = self.rollout, self.engine
         of_engine = engine.timeout_s if isinstance(engine, OwnEngineOptions) else 0.0
         return max(
@@ -115,15 +116,15 @@ class RunConfig(Section):
     @field_validator("out")
     @classmethod
     def _of_the_user(cls, out: str) -> str:
-        return os.path.expanduser(out)  # a shell leaves the ~ of out=~/runs as it is
+        return os.path.expanduser(out)  # a shell does not expand the ~ of out=~/runs
 
     @field_validator("name")
     @classmethod
     def _stays_below_out(cls, name: str) -> str:
         if {"", ".", ".."} & set(name.split("/")):
-            raise ValueError("a run's folder is out/name and lies below `out`; set out to the folder that it belongs in")
+            raise ValueError("a run's folder is out/name, inside `out`; set out to the parent folder")
         if any(len(part.encode()) > MAX_NAME for part in name.split("/")):
-            raise ValueError(f"a run's folder has this name, and {MAX_NAME} bytes are room enough for one")
+            raise ValueError(f"a run's folder has this name, which may have at most {MAX_NAME} bytes")
         return name
 
     @field_validator("policies")
@@ -131,25 +132,25 @@ class RunConfig(Section):
     def _names(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
         for name in policies:
             if name in TAKEN or not re.fullmatch(r"[A-Za-z_][\w-]*", name):
-                what = "means something else where players are named" if name in TAKEN else "is not a name"
-                raise ValueError(f"a policy is called {name!r}, which {what}; call it something like 'opponent'")
+                what = "has another meaning in lists of players" if name in TAKEN else "is not a valid name"
+                raise ValueError(f"a policy is named {name!r}, which {what}; choose a name such as 'opponent'")
         return policies
 
     @model_validator(mode="after")
     def _promises(self) -> RunConfig:
         train = self.train
         if isinstance(self.data.sampler, MixOptions) and train.epochs is not None:
-            raise ValueError("the sampler mix decides the order of tasks and has no epochs; drop train.epochs (set steps)")
+            raise ValueError("the sampler mix has no epochs; set train.steps instead of train.epochs")
         if self.evaluation.before_warm_start and self.cluster.address is not None:
             raise ValueError(
-                f"evaluation.before_warm_start is true and cluster.address is {self.cluster.address!r}: the untouched model "
-                "is evaluated by the process that starts a run; leave it out, and run polyturn eval beside it"
+                f"evaluation.before_warm_start is true and cluster.address is {self.cluster.address!r}: the process "
+                "that starts a run would have to evaluate the untouched model; remove it, and use polyturn eval"
             )
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():
             if is_deterministic(self.engine) and value:
                 raise ValueError(
-                    f"engine.deterministic promises equal bits, and with {name} {value:g} what is trained on depends on how "
-                    f"long episodes take; set {name} to 0, or engine.deterministic to false"
+                    f"engine.deterministic promises equal bits, and with {name} {value:g} the trained groups depend on "
+                    f"how long episodes take; set {name} to 0, or engine.deterministic to false"
                 )
         return self
