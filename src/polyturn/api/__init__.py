@@ -1,6 +1,6 @@
-"""The front door: `polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`, from Python and from the command line.
+"""The public functions `polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`, and the runs that they and the CLI start.
 
-front.py        the functions                      given.py      what they are given, as a configuration
-training.py     a training run, start to end       run.py        what comes back
-event_loop.py     an event loop that runs already    console.py, folders.py, ranks.py, signals.py   around a run
+front.py        the functions                      given.py      their arguments, as a configuration
+training.py     a training run, start to end       run.py        their result
+event_loop.py     inside a running event loop        console.py, folders.py, ranks.py, signals.py   helpers of a run
 """

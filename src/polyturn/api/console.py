@@ -1,4 +1,4 @@
-"""The log of a run: its lines on the console of stderr, as the command line does, and in a file; quiet libraries."""
+"""The log of a run: on stderr, like the command line, and in a file; and the log levels of libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def log_to_console(level: str) -> None:
-    """Send the library's records of at least `level`, and warnings of everything else, to the console."""
+    """Send polyturn's log records of at least `level`, and warnings of other libraries, to the console."""
     root = logging.getLogger()
     if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
         handler = ConsoleHandler()
@@ -35,7 +35,7 @@ def log_to_console(level: str) -> None:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Append the log's lines, tracebacks included, to a file while the block runs; secrets are hidden as in the console."""
+    """Also append log records, with tracebacks, to a file within the context; secrets are masked as on the console."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(HideSecrets(os.environ))
@@ -48,11 +48,11 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Silence transformers while it loads and builds models; downloads keep their bars."""
+    """Silence transformers while it loads and builds models; download bars stay."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").handlers.clear()  # its lines reach the console once, like all others
+    logging.getLogger("huggingface_hub").handlers.clear()  # its records reach the console through the root logger
     enable_progress_bars()

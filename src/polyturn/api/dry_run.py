@@ -1,4 +1,4 @@
-"""The dry run: everything a run would start from, shown before any time is spent on it.
+"""The dry run: check a training run and report its settings, first task and estimates, without starting it.
 
 report = polyturn.train(..., dry_run=True)     report.settings, report.first_task, report.estimates, report.verdict
 polyturn train CONFIG --dry-run                 prints str(report)
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 async def shown_first(context: RolloutContext, task: Task) -> Task:
-    """Return a task with the prompt that an episode of it shows first, where its environment writes that.
+    """Return a task with the first prompt of its episode, if its environment writes that prompt.
 
     Raises:
-        SchedulerError: the environment cannot be made or begun.
+        SchedulerError: the environment cannot be made or started.
     """
     episode, scheduler = Episode(context, task, id="dry-run"), context.scheduler_for_episode()
     episode.resources.bridge.enter()
@@ -51,25 +51,25 @@ async def shown_first(context: RolloutContext, task: Task) -> Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunReport:
-    """What a training run would start from. `str(report)` is what `polyturn train --dry-run` prints."""
+    """The report of a dry run. `polyturn train --dry-run` prints `str(report)`."""
 
     config: Mapping[str, Any]
-    """All settings of the run, secrets masked."""
+    """All settings of the run, with secrets masked."""
     settings: Mapping[str, Any]
-    """Those of them that differ from the defaults."""
+    """The settings that differ from the defaults."""
     first_task: Task
     prompt_ids: tuple[int, ...]
-    """Tokens of the first task's prompt."""
+    """Token ids of the first task's prompt."""
     prompt: str
-    """The same as text, as the model reads it."""
+    """Text of the first task's prompt, as the model reads it."""
     facts: tuple[str, ...]
-    """The template's strategy, further policies, and the numbers of tasks, a line each."""
+    """Lines about the template's strategy, further policies, and the numbers of tasks."""
     estimates: Mapping[str, str]
-    """Upper estimates of memory and time, by name."""
+    """Name -> upper estimate of memory or time."""
     verdict: MemoryVerdict | None
-    """Whether the run fits into the memory that is here; None if it would run elsewhere."""
+    """Whether the run fits into this machine's memory; None if it would run on other machines."""
     obstacles: tuple[str, ...] = ()
-    """Why the run would not start on this machine."""
+    """Reasons why the run would not start on this machine."""
 
     def __str__(self) -> str:
         return self.text()
@@ -92,7 +92,7 @@ class DryRunReport:
         return "\n".join(lines)
 
     def require_start(self) -> None:
-        """Refuse a run that would not start on this machine.
+        """Raise if the run would not start on this machine.
 
         Raises:
             ConfigError: with the first reason.
@@ -102,7 +102,7 @@ class DryRunReport:
 
 
 def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, Any]) -> DryRunReport:
-    """The changes of the config, the first task as the engine will see it, and estimates of memory and time."""
+    """Return the changed settings, the first task as the engine sees it, and estimates of memory and time."""
     task = tasks.train[0]
     if parts.source.config.env is not None:
         task = run_loop(shown_first(parts.context, task))
@@ -133,11 +133,11 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
 
 
 def _who(one: PolicyConfig) -> str:
-    """Say whose words a further policy's are."""
+    """Describe the model of a further policy."""
     if one.model == SELF:
         when = "when training starts" if one.refresh_every is None else f"every {one.refresh_every} steps"
-        return f"a copy of the policy that is trained, taken {when}"
-    return str(one.checkpoint or (one.model if isinstance(one.model, str) else "a model with settings of its own"))
+        return f"a copy of the trained policy, made {when}"
+    return str(one.checkpoint or (one.model if isinstance(one.model, str) else "a model with separate settings"))
 
 
 def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,13 +163,12 @@ def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model
 
 
 def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[str, str], MemoryVerdict | None]:
-    """Return upper estimates of what each rank and a step need, in words, and whether there is so much memory here.
+    """Return upper estimates for each rank and a step, as text, and whether this machine has enough memory.
 
-    Lengths are the limits, so real runs need less.
+    The estimates assume that all lengths reach their limits, so real runs need less.
 
-    Memory counts what a rank holds at the moment when it holds most (`training.memory`), and the engine's KV cache. The
-    time of a step is measured: a forward and a backward pass over some tokens of this model on this machine, times the
-    tokens of a step, of which generation reads each once more.
+    Memory is a rank's peak (`training.memory`) plus the engine's KV cache. The time of a step is extrapolated from a
+    measured forward and backward pass over some tokens on this machine, with one more forward pass per token for generation.
     """
     import torch
 
@@ -192,28 +191,28 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     out = {"model": parameters_of(size)}
     out |= device_plan(config)
     out |= {f"each rank: {name}": _mib(num) for name, num in bytes_by_part.items() if num}
-    out["each rank: in all, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
+    out["each rank: total, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
     if layout.servers:
         out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in demand.server(layout.width).items()}
     if layout.is_shared:
         out |= {title: _mib(sum(parts_of_one.values())) for title, parts_of_one in demand.tables(layout).items()}
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
-    out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in all"
+    out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in total"
     out["tokens a step, at most"] = f"{longest * episodes}"
     if parts.model.device.type == "meta":
-        out["time of a step"] = "not measured: the weights of so large a model are not read for a plan"
+        out["time of a step"] = "not measured, because a dry run does not read the weights of such a large model"
         return out, verdict
     probe = _probe(parts.model)
     seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
     out["time of a step, at most"] = (
         f"about {seconds:.1f} s of computation (measured here on {probe.tokens} tokens: forward {probe.forward_s:.3f} s, "
-        f"backward {probe.backward_s:.3f} s; tools, users and waiting are not in it)"
+        f"backward {probe.backward_s:.3f} s; without tools, users and waiting)"
     )
     return out, verdict
 
 
 def device_plan(config: RunConfig) -> dict[str, str]:
-    """Return which GPU each rank and each server that this run starts is on, which of them share one, and its workers.
+    """Return the GPU of each rank and started server, shared GPUs, and the rollout workers.
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
@@ -223,7 +222,7 @@ def device_plan(config: RunConfig) -> dict[str, str]:
         return cluster_plan(config)
     workers = config.cluster.workers.count
     beside = (
-        {f"{workers} rollout workers": "processes beside this one; tokenizer and config, no weights"} if workers > 1 else {}
+        {f"{workers} rollout workers": "processes on this machine; tokenizer and config, no weights"} if workers > 1 else {}
     )
     if ranks <= 1 and launch is None:
         return beside
@@ -240,15 +239,15 @@ def device_plan(config: RunConfig) -> dict[str, str]:
 
 
 def cluster_plan(config: RunConfig) -> dict[str, str]:
-    """Return which processes a run on a cluster places, what each of them occupies and holds.
+    """Return the processes of a run on a cluster, with their resources and contents.
 
-    {"driver": "…", "pool": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes where there is room; …"}
+    {"driver": "…", "pool": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes if possible; …"}
     """
     cluster, engine = config.cluster, config.engine
-    apart = "on different nodes where there is room"
+    apart = "on different nodes if possible"
     plan = {
         "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
-        "pool": "beside the driver: the queue of all requests; no weights",
+        "pool": "with the driver: the queue of all requests; no weights",
     }
     if isinstance(engine, ServerOptions) and engine.urls:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"
@@ -257,13 +256,13 @@ def cluster_plan(config: RunConfig) -> dict[str, str]:
         engines = f"{dict(cluster.engines.resources)} each, {apart}; the model's weights and the KV cache"
         plan[f"{cluster.engines.count} {kind}"] = engines
     ranks, workers = max(1, config.train.distributed.ranks), cluster.workers
-    plan[f"{ranks} trainer ranks"] = f"{dict(cluster.rank_resources)} each, on as few nodes as have room; a shard"
+    plan[f"{ranks} trainer ranks"] = f"{dict(cluster.rank_resources)} each, on as few nodes as possible; a shard"
     plan[f"{workers.count} rollout workers"] = f"{dict(workers.resources)} each, {apart}; tokenizer and config, no weights"
     return plan
 
 
 class Probe(NamedTuple):
-    """The duration of one pass over a few tokens."""
+    """The duration of a forward and a backward pass over a few tokens."""
 
     tokens: int
     forward_s: float
@@ -271,7 +270,7 @@ class Probe(NamedTuple):
 
 
 def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
-    """Measure a forward and a backward pass; the second of two, because the first one also warms up."""
+    """Measure a forward and a backward pass, after one pass to warm up."""
     import torch
 
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=next(model.parameters()).device)
@@ -289,7 +288,7 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
 
 
 def _wait(total: torch.Tensor) -> None:
-    """Wait until the device has done what it was asked."""
+    """Wait for the device."""
     import torch
 
     total.detach().item()
@@ -302,7 +301,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:
-    """Return the bytes of the KV cache, which has room in every slot for the longest conversation so far."""
+    """Return the bytes of the KV cache if every slot has the longest conversation."""
     engine = parts.source.config.engine
-    assert isinstance(engine, EmbeddedOptions)  # no other one shares the weights
+    assert isinstance(engine, EmbeddedOptions)  # no other engine shares the weights
     return server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]

@@ -1,7 +1,7 @@
-"""An evaluation from its configuration to its reports: of weights, or of whatever an endpoint serves.
+"""Run an evaluation, of weights or of a served model.
 
-A run folder of its own holds the trajectories, the resolved config and report.json: for each set the report's numbers and,
-under "statistics", means with intervals, pass@k, maj@k and success by turn budget, for all tasks and by data source.
+A new run folder contains the trajectories, the resolved config and report.json: for each set the report and, under
+"statistics", means with intervals, pass@k, maj@k and success by turn budget, for all tasks and by data source.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polyturn.rollout.pool import RolloutPool
 from polyturn.training.observer import RunObserver
 
 UNTOUCHED = "untouched"
-"""Begins the names of the sets that were evaluated before a warm start."""
+"""Prefix of the names of sets that are evaluated before a warm start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class EvaluatedSet:
     statistics: Mapping[str, Statistics]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as data for JSON."""
+        """Return the result as data for JSON."""
         return {**dataclasses.asdict(self.report), "statistics": {k: s.to_json() for k, s in self.statistics.items()}}
 
 
@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_sets(source: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
-    """Run the evaluation sets of a configuration; leave the trajectories and a report.json in a run folder of their own."""
+    """Run the evaluation sets of a configuration; write the trajectories and report.json to a new run folder."""
     sets = _sets(source)
     check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
     check = functools.partial(build.check_first_tasks, source, {"evaluation.data": sets[0].tasks})
@@ -72,7 +72,7 @@ def evaluate_sets(source: build.ConfigSource, resolved: Mapping[str, Any], *, ch
 
 
 def evaluate_endpoint(source: build.ConfigSource, resolved: Mapping[str, Any], endpoint: Endpoint) -> Evaluation:
-    """Run them on a model that is served elsewhere; nothing of training needs to be installed."""
+    """Run the evaluation sets on a served model; the packages for training are not needed."""
     sets = [build.for_endpoint(one) for one in _sets(source)]
     check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
     context, engine = build.build_endpoint_context(source, endpoint)
@@ -101,9 +101,7 @@ def _reported(folder: Path, evaluated: dict[str, EvaluatedSet]) -> Evaluation:
 def _sets(source: build.ConfigSource) -> list[EvalSet]:
     sets = build.build_eval_sets(source)
     if not sets:
-        raise ConfigError(
-            "evaluation.data is not set: there are no tasks to evaluate on; name them there (in Python: tasks=rows)"
-        )
+        raise ConfigError("evaluation.data is not set: there are no tasks to evaluate on; set it (in Python: tasks=rows)")
     return sets
 
 
@@ -116,9 +114,9 @@ def _new_folder(source: build.ConfigSource, resolved: Mapping[str, Any]) -> Path
 def evaluate_untouched(
     source: build.ConfigSource, sets: Sequence[EvalSet], observer: RunObserver
 ) -> Coroutine[Any, Any, dict[str, EvaluatedSet]]:
-    """Evaluate the model as it is loaded, in the records of a run that is about to train it, as sets `untouched NAME`.
+    """Evaluate the model before a run trains it, as sets `untouched NAME` in the run's records.
 
-    The parts are its own, because plug-ins belong to the event loop that first calls them.
+    It builds separate parts, because plug-ins belong to the event loop that first calls them.
     """
     source = dataclasses.replace(build.untrained(source), reads_parts=False, adapters={})
     parts = build.with_workers(build.build_parts(source))
@@ -134,7 +132,7 @@ async def evaluate_all(
     *,
     finish: Callable[[TrajectoryGroup], TrajectoryGroup] | None = None,
 ) -> dict[str, EvaluatedSet]:
-    """Evaluate the sets one after the other, and close the pool."""
+    """Evaluate the sets one after another, and close the pool."""
     out = {}
     observer.watch(pool.context.running)
     try:

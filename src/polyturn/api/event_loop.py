@@ -1,9 +1,9 @@
-"""Running coroutines from synchronous code: in this thread, or beside the event loop that this thread already runs.
+"""Run coroutines from synchronous code: in this thread, or in another one if this thread already runs an event loop.
 
     a script      this thread                  SIGINT cancels the work, which leaves a checkpoint
-    a notebook    a thread of its own          the same, through the thread that waits for it
+    a notebook    another thread               the same, passed on by the waiting thread
 
-A notebook runs its cells inside an event loop, in which no second loop can run; SIGINT interrupts a long cell.
+A notebook runs its cells inside an event loop, and a thread cannot run a second one. SIGINT interrupts a long cell.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
-    """Return the result of `work`, which gets a function that makes the `Signals` of its run.
+    """Return the result of `work`, called with a function that makes the run's `Signals`.
 
     Raises:
-        KeyboardInterrupt: it was interrupted inside a running loop; without one the process exits, as a command does.
+        KeyboardInterrupt: the work was interrupted inside a running loop. Without a loop the process exits, like a command.
     """
     if not _loop_runs():
         return work(Signals)
@@ -43,7 +43,7 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
 
 
 def _loop_runs() -> bool:
-    """Return whether this thread runs an event loop; what asks is over before anything else can fail."""
+    """Return whether this thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -52,7 +52,7 @@ def _loop_runs() -> bool:
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a new thread with the context variables of this one."""
+    """Run `work` in a new thread with this thread's context variables."""
     result: Future[T] = Future()
     context = contextvars.copy_context()
 
@@ -67,7 +67,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def wait_for(result: Future[T], *, on_interrupt: Callable[[], object]) -> T:
-    """Wait for a result; the first interrupt is passed on and the work ends by itself, a second one abandons it."""
+    """Wait for a result. The first interrupt is passed on, so that the work ends by itself; a second one abandons it."""
     try:
         return result.result()
     except KeyboardInterrupt:

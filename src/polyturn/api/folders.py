@@ -1,4 +1,4 @@
-"""Shared by several commands: opening a config, the folder of a run."""
+"""Open configurations and choose the folders of runs, for several commands."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.infra.writable import cannot_be_made
 
-ANOTHER_FOLDER = "set out=FOLDER to one that can be, or another name=NAME"
-"""The advice where a run's folder cannot be made."""
+ANOTHER_FOLDER = "set out=FOLDER to a writable one, or another name=NAME"
+"""Advice if a run's folder cannot be made."""
 
 
 def open_source(
     path: Path, overrides: Sequence[str], *, resume: bool | Literal["auto"] | None = None
 ) -> tuple[ConfigSource, dict[str, Any]]:
-    """Read a config, or that of a run's folder.
+    """Load a configuration file, or that of a run's folder.
 
     Args:
-        path: The config, or the folder.
-        overrides: Changes of it, `section.key=value`.
-        resume: Whether the run that it trains goes on; None where nothing is trained.
+        path: The configuration file or the run's folder.
+        overrides: Overrides, `section.key=value`.
+        resume: Whether training resumes; None for commands without training.
 
     Returns:
-        It with the folder its paths start from, and as resolved data that is safe to write.
+        The configuration with the folder of its paths, and the resolved data, safe to write.
     """
     loaded = load_config(RunConfig, path, overrides)
     if resume is not None:
@@ -40,10 +40,10 @@ def open_source(
 
 
 def new_run_folder(wanted: Path) -> Path:
-    """Make and return the run's folder: `wanted`, or `wanted-2` and so on, so that no earlier run is overwritten.
+    """Make and return the run's folder: `wanted`, or `wanted-2` and so on if it exists.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be made.
     """
     for folder in _numbered(wanted):
         try:
@@ -56,7 +56,7 @@ def new_run_folder(wanted: Path) -> Path:
 
 
 def later_run(folder: Path) -> Path | None:
-    """Return the last of the runs that were given the same name after `folder`; None without any."""
+    """Return the latest run of the same name after `folder`; None without any."""
     later = list(itertools.takewhile(Path.is_dir, itertools.islice(_numbered(folder), 1, None)))
     return later[-1] if later else None
 
@@ -68,17 +68,17 @@ def _numbered(wanted: Path) -> Iterator[Path]:
 
 
 def name_of(folder: Path, out: str) -> str:
-    """Return the name that leads to a run's folder: the one that was asked for, or with its number."""
+    """Return the name for a run's folder, including its number if it has one."""
     return os.path.relpath(folder, out)
 
 
 def keep_tokenizer(parts: Parts, folder: Path) -> None:
-    """Put the tokenizer beside the records of a run, so that its tokens can be read whatever becomes of the model.
+    """Save the tokenizer in a run's folder, so that its tokens can be read without the model.
 
     Raises:
-        ConfigError: it cannot be written, for instance on a full disk.
+        ConfigError: the tokenizer cannot be written, for instance on a full disk.
     """
     try:
         parts.tokenizer.save_pretrained(folder / "tokenizer")
-    except Exception as problem:  # the library that writes it raises no other class
+    except Exception as problem:  # the tokenizer library raises bare exceptions
         raise cannot_be_made(folder, problem, instead=ANOTHER_FOLDER) from problem

@@ -1,9 +1,9 @@
-"""`polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`: a run from Python, with objects in the place of names.
+"""`polyturn.train`, `polyturn.evaluate`, `polyturn.rollout`: runs from Python, with objects in place of names.
 
     run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, max_turns=4)
 
-Underneath is the configuration that a YAML file would hold, and the run that the command line would start: `run.config` says
-which. Nothing heavy is imported before a function is called.
+The arguments become the same configuration as a YAML file (`run.config`), and the same run as on the command line. Heavy
+modules are imported only when a function is called.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 P = ParamSpec("P")
 R = TypeVar("R")
 _OF_TRAINING = ("train", "algorithm", "warm_start")
-"""Sections that a run reads which trains."""
+"""Sections that only training reads."""
 
 
 def _in_a_sentence(function: Callable[P, R]) -> Callable[P, R]:
-    """Let an error of the library end at the caller's line, with only what code of the caller's raised behind it.
+    """Shorten the traceback of a polyturn error to the caller's line and the caller's own code.
 
-    Its whole traceback is logged at the level DEBUG.
+    The whole traceback is logged at DEBUG.
     """
 
     @functools.wraps(function)
     def shortly(*args: P.args, **kwargs: P.kwargs) -> R:
         if len(args) > 2:
             raise ConfigError(
-                f"polyturn.{function.__name__} takes the model and the tasks by position, and {len(args)} were given; name "
-                "what follows: reward=right, tools=[price]"
+                f"polyturn.{function.__name__} takes only the model and the tasks by position, and got {len(args)} "
+                "arguments; name the others: reward=right, tools=[price]"
             )
         try:
             return function(*args, **kwargs)
@@ -81,39 +81,39 @@ def train(
     dry_run: bool = False,
     **overrides: Any,
 ) -> Run | DryRunReport:
-    """Train a model, and return the run: its metrics, its trajectories, its model.
+    """Train a model, and return the run with its metrics, trajectories and model.
 
         run = polyturn.train(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], reward=right, steps=100, group_size=8)
 
-    On a machine without a CUDA GPU a step has 4 groups, not 32, and a turn at most 128 tokens, not 512, unless
-    `groups_per_step` and `max_tokens_per_turn` say otherwise.
+    Without a CUDA GPU the defaults are smaller: 4 groups per step instead of 32 (`groups_per_step`), and 128 tokens per turn
+    instead of 512 (`max_tokens_per_turn`).
 
-    Works in a script, in a notebook, under torchrun (every rank returns the run) and on a Ray cluster. In a notebook, or
-    wherever an event loop runs, training takes place in a thread of its own; an interrupt leaves a checkpoint either way.
+    This works in scripts, in notebooks, under torchrun (every rank returns the run) and on a Ray cluster. Inside a running
+    event loop, as in a notebook, training runs in another thread. An interrupt always leaves a checkpoint.
 
     Args:
-        model: A name on the hub, a folder, a run or its folder (which mean its newest checkpoint), the section `model` as a
-            dict, or a causal language model of transformers, which is trained in place. A YAML file here is `config`.
-        tasks: What to train on: a list of rows (dicts with a `prompt`), of texts or of `polyturn.Task`; a data set of
-            Hugging Face; the path of a jsonl or Parquet file, or several; a function that returns one of these.
-        tools: What the model may call: functions with annotations and a docstring, or tools; or the path of a tools file.
-        interaction: Who answers where no tool does: a subclass of `polyturn.BaseInteraction` or an object of one, or
-            several by name. A single one answers every task that does not name one.
-        reward: What a trajectory is worth: a function of the trajectory, or of (data_source, solution_str, ground_truth).
-        eval_tasks: Tasks to evaluate on before and after, given as `tasks` are.
-        config: A YAML file, or the same as a dict; everything above and below goes before it.
-        resume: Go on from the newest checkpoint of the run of this name; "auto": where there is one.
-        on_step: Called as `on_step(step, metrics)` once each step is taken and recorded; what it raises ends the run.
-        dry_run: Check everything, print what the run would start from, as `polyturn train --dry-run` does, and return that
-            in place of a run.
+        model: A name on the hub, a folder, a run or its folder (its newest checkpoint), the section `model` as a dict, or a
+            causal language model of transformers, which is trained in place. A YAML file is taken as `config`.
+        tasks: The tasks to train on: a list of rows (dicts with a `prompt`), of texts or of `polyturn.Task`; a Hugging Face
+            dataset; the path of a jsonl or Parquet file, or several; a function that returns one of these.
+        tools: The tools for the model: functions with annotations and a docstring, or tool objects; or the path of a tools
+            file.
+        interaction: Answers turns without a tool call: a subclass or instance of `polyturn.BaseInteraction`, or several by
+            name. A single one answers every task without an interaction.
+        reward: A function of the trajectory, or of (data_source, solution_str, ground_truth).
+        eval_tasks: Tasks to evaluate on before and after training, in the forms of `tasks`.
+        config: A YAML file, or the same as a dict; all other arguments override it.
+        resume: Resume from the newest checkpoint of the run of this name; "auto": if there is one.
+        on_step: Called as `on_step(step, metrics)` after each step is recorded; an exception ends the run.
+        dry_run: Check everything without training, print the report like `polyturn train --dry-run`, and return it in place
+            of a run.
         overrides: Further keys of the configuration: a whole section (`train={"steps": 100}`), the last part of a key
             (`steps=100`, `lr=1e-5`, `max_turns=4`, `temperature=0.8`, `name="mine"`), or a whole key
-            (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may stand where YAML has an import path,
-            and a number may be its text, as it comes from the environment (`steps=os.environ["STEPS"]`).
-            Of these, `scheduler` is a subclass of `polyturn.MultiTurnScheduler`, an object of one, or the name of one;
-            `engine` is "embedded" (the default), "vllm" or "sglang", or the section `engine` as a dict; `tokenizer` is a
-            tokenizer of transformers, its folder or its name, the model's own by default; and `ray` is the address of a
-            Ray cluster, or "auto".
+            (`**{"rollout.tools.timeout_s": 5}`). Functions, classes and objects may replace import paths, and texts may
+            replace numbers (`steps=os.environ["STEPS"]`). Among these, `scheduler` is a subclass or instance of
+            `polyturn.MultiTurnScheduler`, or a name; `engine` is "embedded" (the default), "vllm" or "sglang", or the
+            section `engine` as a dict; `tokenizer` is a transformers tokenizer, its folder or its name, by default the
+            model's; and `ray` is the address of a Ray cluster, or "auto".
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
@@ -136,14 +136,14 @@ def evaluate(
     config: Any = None,
     **overrides: Any,
 ) -> Run:
-    """Evaluate a model on tasks, and return the run: `run.reports`, `run.trajectories`.
+    """Evaluate a model on tasks, and return the run with `run.reports` and `run.trajectories`.
 
         run = polyturn.evaluate(model="runs/mine/checkpoints/step-100/model", tasks="held_out.jsonl", reward=right)
 
     Args:
-        model: As for `train`.
-        tasks: What to evaluate on; `evaluation.data` of the configuration by default.
-        tools, interaction, reward, config, overrides: As for `train`.
+        model: As in `train`.
+        tasks: The tasks to evaluate on; by default `evaluation.data` of the configuration.
+        tools, interaction, reward, config, overrides: As in `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
@@ -174,14 +174,14 @@ def rollout(
     group_size: int = 1,
     **overrides: Any,
 ) -> Run:
-    """Let a model run episodes without training it, and return the run with their trajectories.
+    """Run episodes without training, and return the run with their trajectories.
 
         for trajectory in polyturn.rollout(model="Qwen/Qwen3-0.6B", tasks=rows, reward=right).trajectories: …
 
     Args:
-        model, tasks, tools, interaction, reward, config, overrides: As for `train`.
-        num_tasks: How many of the tasks; None is all of them.
-        group_size: How many episodes of each task.
+        model, tasks, tools, interaction, reward, config, overrides: As in `train`.
+        num_tasks: Number of tasks to run; None runs all.
+        group_size: Number of episodes per task.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
@@ -213,17 +213,17 @@ def steps(
     resume: bool | Literal["auto"] = False,
     **overrides: Any,
 ) -> Steps:
-    """Train a step at a time, with the groups, samples, advantages and metrics of each in hand before it is taken.
+    """Train step by step, with access to the groups, samples, advantages and metrics of each step before its update.
 
         for step in polyturn.steps("config.yaml", steps=100):
             step.advantages = [a.clip(-2, 2) for a in step.advantages]
             print(step.number, len(step.trajectories), step.update()["loss/total"])
 
-    What the body sets is what is trained: `step.groups` (credited again), `step.samples`, `step.advantages`. The step is
-    taken by `step.update()`, or when the loop asks for the next one; leaving the loop ends the run with a checkpoint.
+    The loop body may replace `step.groups` (advantages are then computed again), `step.samples` or `step.advantages`. The
+    update runs in `step.update()`, or when the loop continues. Leaving the loop ends the run with a checkpoint.
 
     Args:
-        model, tasks, tools, interaction, reward, eval_tasks, config, resume, overrides: As for `train`.
+        model, tasks, tools, interaction, reward, eval_tasks, config, resume, overrides: As in `train`.
 
     Raises:
         PolyturnError: something cannot work; one sentence says what, and what to write.
@@ -264,15 +264,15 @@ def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
         run = _run_of(finished, arguments, source, on_step=on_step)
         if not isinstance(finished, Path):  # which a rank gets that follows another
-            logger.info("look at it: run.show(), or in a shell: polyturn view %s", run.folder)
+            logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
 
 def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> DryRunReport:
-    """Check what a run would start from, print it, and return it.
+    """Make the report of a dry run, print it, and return it.
 
     Raises:
-        ConfigError: the run would not start on this machine; what it would start from is printed before.
+        ConfigError: the run would not start on this machine; raised after printing the report.
     """
     with _begun(arguments, resume=resume) as (source, resolved):
         from polyturn.api.dry_run import report_of
@@ -286,17 +286,17 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
         )
         run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
     if not reports:
-        raise SystemExit(0)  # on a rank that follows another one, which has printed the report
+        raise SystemExit(0)  # on a follower rank; the leader has printed the report
     make_console().print(str(reports[0]), soft_wrap=True)
     reports[0].require_start()
     return reports[0]
 
 
 def _called_each_step(on_step: OnStep | None) -> OnStep:
-    """Return `on_step` with what it raises as one sentence.
+    """Return `on_step` wrapped to raise errors as one sentence.
 
     Raises:
-        ConfigError: it cannot be called with a step and its metrics, or nothing would await it.
+        ConfigError: it is async, or cannot be called with a step and its metrics.
     """
     from polyturn.core.errors import TrainingError, told_in_a_sentence
     from polyturn.core.plugin_shape import CallShape, check_function
@@ -304,24 +304,24 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
     if on_step is None:
         return lambda step, metrics: None
     if inspect.iscoroutinefunction(on_step):
-        raise ConfigError("on_step is async, and nothing awaits it here; write it as `def on_step(step, metrics)`")
+        raise ConfigError("on_step must not be async; write it as `def on_step(step, metrics)`")
     check_function(on_step, CallShape(num=2, write="def on_step(step, metrics)"), where="on_step")
 
     def call(step: int, metrics: Mapping[str, float]) -> None:
-        with told_in_a_sentence(f"on_step, called behind step {step},", TrainingError):
+        with told_in_a_sentence(f"on_step, called after step {step},", TrainingError):
             on_step(step, dict(metrics))
 
     return call
 
 
 def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
-    """Return the run that training left, as seen from this process."""
+    """Return the run for this process."""
     from polyturn.api.folders import name_of
     from polyturn.api.run import Run
     from polyturn.api.training import TrainedRun
 
     if finished is None:
-        raise SystemExit(0)  # the run went on in processes that this one started, which have done what is left to do
+        raise SystemExit(0)  # the run continued in processes that this one started, which have finished all work
     folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
     @_in_a_sentence
@@ -335,12 +335,12 @@ def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | Non
 def _begun(
     arguments: GivenArguments, *, reads: Collection[str] = (), resume: bool | Literal["auto"] | None = None
 ) -> Iterator[tuple[ConfigSource, dict[str, Any]]]:
-    """Read what was given, and show the lines of the run that begins.
+    """Load the configuration from `arguments`, and show the run's log lines within the context.
 
     Args:
-        arguments: What was given.
-        reads: Of the keywords of training, those that a run without training reads too.
-        resume: Whether the run that it trains goes on; None where nothing is trained.
+        arguments: The arguments of the call.
+        reads: Keywords of training that a run without training reads too.
+        resume: Whether training resumes; None for runs without training.
     """
     from polyturn.api.given import read
     from polyturn.api.keywords import path_of
@@ -350,8 +350,8 @@ def _begun(
         _announce(source)
         idle = [n for n in arguments.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
         if idle:
-            instead = "; how often a task is answered: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
-            logger.warning("nothing is trained here, so %s has no effect%s", ", ".join(idle), instead)
+            instead = "; to sample a task several times: sets={'greedy': {'samples': 8}}" if "group_size" in idle else ""
+            logger.warning("this run does not train, so %s has no effect%s", ", ".join(idle), instead)
         yield source, resolved
 
 
@@ -365,7 +365,7 @@ def _announce(source: ConfigSource) -> None:
 
 @contextlib.contextmanager
 def _shown() -> Iterator[None]:
-    """Show a run's log lines unless the program configured logging; otherwise an imported library stays silent."""
+    """Show a run's log lines, unless the program configured logging."""
     from polyturn.api.console import ConsoleHandler
 
     ours = logging.getLogger("polyturn")

@@ -1,10 +1,10 @@
-"""A program's arguments as the configuration that YAML would hold, with objects in it and short names as whole keys.
+"""Convert a program's arguments to a configuration, with objects in it and short names expanded to full keys.
 
     read(model="Qwen/Qwen3-0.6B", tasks=rows, tools=[price], overrides={"steps": 100, "lr": 1e-5})
       ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": LiveObject(rows)}},
            "rollout": {"tools": {"functions": [LiveObject(price)]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
 
-Separate from `config`, which reads files: here are the mistakes of a notebook, each one sentence with the right call in it.
+Mistakes that are typical in notebooks become one sentence with the correct call.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from polyturn.tools.function import FunctionTool
 FILES = (".jsonl", ".ndjson", ".parquet")
 _YAML = (".yaml", ".yml")
 _OF_TASKS = {("data", "train"): "train", ("evaluation", "data"): "eval"}
-"""Keys that take tasks, and the split that they are."""
+"""Keys for tasks -> split."""
 _CONVERSATIONS = ("warm_start", "conversations")
 _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenArguments:
-    """Arguments of a run that a program gives; None leaves one to the configuration."""
+    """The arguments of a run from a program; None leaves an argument to the configuration."""
 
     model: Any = None
     tokenizer: Any = None
@@ -63,38 +63,38 @@ class GivenArguments:
     config: Any = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     evaluates: bool = False
-    """Whether what its caller names `tasks` stands in `eval_tasks`."""
+    """Whether `eval_tasks` came from the caller's argument `tasks`."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
-        """Return the arguments of a call: the function's own parameters, and further keywords, some of which are ours too.
+        """Return the arguments of a call: the function's parameters, and further keywords, some of which are fields too.
 
-        A YAML file that stands first is the configuration.
+        A YAML file as the first argument is the configuration.
 
         Raises:
             ConfigError: a keyword belongs to another function.
         """
         if "on_step" in keywords:
-            raise ConfigError("'on_step' is for polyturn.train; with polyturn.steps, write what it does into the loop")
+            raise ConfigError("'on_step' is for polyturn.train; with polyturn.steps, put its code into the loop")
         if "dry_run" in keywords:
-            raise ConfigError("'dry_run' is for polyturn.train, which shows what a run would start from; leave it out here")
+            raise ConfigError("'dry_run' is for polyturn.train; remove it")
         if strange := [name for name in keywords if name in own or name == "resume"]:
-            raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; leave it out here")
+            raise ConfigError(f"{strange[0]!r} is for polyturn.train and polyturn.steps; remove it")
         if isinstance(own["model"], str | Path) and own["config"] is None and Path(own["model"]).suffix in _YAML:
             own |= {"model": None, "config": own["model"]}
         ours = _own(keywords)
         return cls(**own, **ours, overrides={name: value for name, value in keywords.items() if name not in ours})
 
     def changed(self, changes: Mapping[str, Any], *, name: str) -> GivenArguments:
-        """Return these with others in their place, for the run of a name to go on with.
+        """Return the arguments with changes, to resume the run `name`.
 
         Raises:
-            ConfigError: one would make it another run.
+            ConfigError: a change would make it another run.
         """
         if fixed := [key for key in ("name", "out", "resume", "config") if key in changes]:
             raise ConfigError(
-                f"run.resume goes on in the folder of its run and with its configuration, so {fixed[0]!r} cannot change; "
-                f"leave it out, or begin another run: polyturn.train(…, {fixed[0]}=…)"
+                f"run.resume continues in the folder of the run with its configuration, so {fixed[0]!r} cannot change; "
+                f"remove it, or start another run: polyturn.train(…, {fixed[0]}=…)"
             )
         ours = _own(changes)
         rest = {key: value for key, value in changes.items() if key not in ours}
@@ -102,20 +102,20 @@ class GivenArguments:
 
 
 def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that are arguments of their own, and no keys of the configuration."""
+    """Return the keywords that are fields of `GivenArguments`, not keys of the configuration."""
     fields = GivenArguments.__dataclass_fields__.keys() - {"overrides", "evaluates"}
     return {name: value for name, value in keywords.items() if name in fields}
 
 
 def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
-    """Return the configuration that was given, with its objects, and as resolved data that is safe to write.
+    """Return the configuration with its objects, and the resolved data, safe to write.
 
     Args:
         arguments: What was given.
-        resume: Whether the run that it trains goes on; None where nothing is trained.
+        resume: Whether training resumes; None for runs without training.
 
     Raises:
-        ConfigError, DataError: something cannot be what it was given as.
+        ConfigError, DataError: an argument is invalid.
     """
     reader = _Reader()
     values: dict[str, Any] = {}
@@ -125,7 +125,9 @@ def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = N
     elif isinstance(arguments.config, str | Path):
         path = Path(arguments.config)
         if path.suffix not in (*_YAML, ".json") and not path.exists():
-            raise ConfigError(f"config is {str(path)!r}, and there is no such file; a model is given as model={str(path)!r}")
+            raise ConfigError(
+                f"config is {str(path)!r}, and there is no such file; to pass a model, write model={str(path)!r}"
+            )
     elif arguments.config is not None:
         raise ConfigError(f"config is {brief(arguments.config)}; give the path of a YAML file, or the same as a dict")
     for part in (
@@ -155,10 +157,10 @@ class _Reader:
 
     def __init__(self) -> None:
         self.partner: str | None = None
-        """The interaction of tasks that name none."""
+        """Name of the default interaction."""
 
     def plain(self, value: Any) -> Any:
-        """Return a value as YAML could hold it, but for the objects in it."""
+        """Convert a value to plain data, except for objects in it."""
         if isinstance(value, Mapping):
             return {str(key): self.plain(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -173,7 +175,7 @@ class _Reader:
         return LiveObject(value)
 
     def with_rows(self, path: tuple[str, ...], value: Any) -> Any:
-        """Return the value of a key with rows in it, where a file could stand, as the section or the object for them."""
+        """Convert rows in place of a file to the section or object for them."""
         if path in _OF_TASKS and value is not None:
             return value if isinstance(value, Mapping) else self._tasks(value, ".".join(path), split=_OF_TASKS[path])
         if path == _CONVERSATIONS and not isinstance(value, str | Path) and hasattr(value, "__iter__"):
@@ -189,14 +191,16 @@ class _Reader:
         return value
 
     def model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Return the section `model`: of a name, a folder, a run, a section, or a model of transformers."""
+        """Return the section `model` for a name, a folder, a run, a section, or a transformers model."""
         named = _tokenizer_name(tokenizer)
         of_tokenizer = {} if tokenizer is None else {"tokenizer": named or LiveObject(tokenizer, name=_kind(tokenizer))}
         nothing = {"init": None, "tokenizer": None}
         if model is None:
             return {"model": of_tokenizer} if of_tokenizer else {}
         if isinstance(model, Mapping) and any(hasattr(value, "dtype") for value in model.values()):
-            raise ConfigError("model is a dict of weights; load them into a model, and give that: model.load_state_dict(…)")
+            raise ConfigError(
+                "model is a dict of weights; load them into a model with model.load_state_dict(…), and give the model"
+            )
         if isinstance(model, Mapping):
             return {"model": {**self.plain(model), **of_tokenizer}}
         if isinstance(model, StoredRun):
@@ -215,23 +219,23 @@ class _Reader:
             )
         if (heads := getattr(model, "get_output_embeddings", None)) is not None and heads() is None:
             raise ConfigError(
-                f"model is a {type(model).__name__}, which predicts no tokens; load the causal language model of it: "
+                f"model is a {type(model).__name__}, which does not predict tokens; load the causal language model: "
                 "AutoModelForCausalLM.from_pretrained('…')"
             )
         name = str(getattr(model.config, "_name_or_path", "") or "")
         if not of_tokenizer and not name:
             raise ConfigError(
-                f"model is a {type(model).__name__} that was not loaded by a name, so its tokenizer is not known; give it: "
+                f"model is a {type(model).__name__} that was not loaded by name, so its tokenizer is unknown; give it: "
                 "polyturn.train(model=model, tokenizer=tokenizer, …)"
             )
         dtype = str(model.dtype).removeprefix("torch.")
         if dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"model has parameters in {dtype}; train it in one of two: model.bfloat16(), or model.float()")
+            raise ConfigError(f"model has parameters in {dtype}; convert it first: model.bfloat16() or model.float()")
         path = LiveObject(model, name=_kind(model))
         return {"model": {"path": path, "dtype": dtype, **nothing, "tokenizer": name, **of_tokenizer}}
 
     def tasks(self, value: Any, what: str, *, is_eval: bool = False) -> dict[str, Any]:
-        """Return the source of tasks, under the key that `tasks` or `eval_tasks` stands for."""
+        """Return the source of tasks, under the key for `tasks` or `eval_tasks`."""
         if value is None:
             return {}
         split = "eval" if is_eval else "train"
@@ -261,7 +265,7 @@ class _Reader:
         return {**nothing, "generator": LiveObject(make, name=f"{_kind(value)} of {len(rows)}")}
 
     def tools(self, value: Any) -> dict[str, Any]:
-        """Return the section `rollout.tools`: of functions, tools, names of them, or the path of a file that lists them."""
+        """Return the section `rollout.tools` for functions, tools, names, or the path of a tools file."""
         if value is None:
             return {}
         if isinstance(value, str | Path) and str(value).endswith((".yaml", ".yml", ".json")):
@@ -270,7 +274,7 @@ class _Reader:
             raise ConfigError(f"tools is a dict; give a list of the functions: tools=[{', '.join(map(str, value))}]")
         items = list(value) if isinstance(value, list | tuple | set | Iterator) else [value]
         if isinstance(value, Iterator) and not items:
-            raise ConfigError("tools is a generator that is used up, and gives its items once; give a list: tools=[…]")
+            raise ConfigError("tools is a generator, which can be read only once; give a list: tools=[…]")
         names = [self._tool(item, f"tools[{number}]") for number, item in enumerate(items)]
         return {"rollout": {"tools": {"file": None, "functions": names}}}
 
@@ -297,11 +301,11 @@ class _Reader:
                     f"{where} is {brief(tool)}, which is not a function; write a function with annotations and a docstring, "
                     "and give it: tools=[price]"
                 )
-            FunctionTool(tool)  # reports now what its signature or docstring lacks
+            FunctionTool(tool)  # raises now if signature or docstring are incomplete
         return LiveObject(tool)
 
     def interaction(self, value: Any) -> dict[str, Any]:
-        """Return `rollout.interactions`, and the default interaction if there is only one."""
+        """Return `rollout.interactions`; if there is only one interaction, it becomes the default."""
         if value is None:
             return {}
         if isinstance(value, str | Path) and str(value).endswith((".yaml", ".yml", ".json")):
@@ -326,19 +330,19 @@ class _Reader:
         if inspect.isroutine(value) or not isinstance(value, type | BaseInteraction):
             raise ConfigError(
                 f"interaction is {brief(value)}; give a class with `async def generate_response(self, instance_id, "
-                "messages, **kwargs)` that inherits polyturn.BaseInteraction: interaction=Customer"
+                "messages, **kwargs)` that inherits from polyturn.BaseInteraction: interaction=Customer"
             )
         check_interaction(cls, where="interaction")
         asks = [one for one in required(value) if one not in ("base", "policies")] if isinstance(value, type) else []
         if asks and not (len(asks) == 1 and re.search("conf|cfg", asks[0])):
             raise ConfigError(
-                f"interaction is the class {cls.__name__}, which takes ({', '.join(asks)}) and would get a config alone; "
-                f"give an object: interaction={cls.__name__}(…)"
+                f"interaction is the class {cls.__name__}, which requires ({', '.join(asks)}), but would only get a "
+                f"config; give an object: interaction={cls.__name__}(…)"
             )
         return {"name": name or default_name(cls.__name__), "class_name": LiveObject(value)}
 
     def reward(self, value: Any) -> dict[str, Any]:
-        """Return the section `reward`: of a function, its name, or the section with functions in it."""
+        """Return the section `reward` for a function, a name, or a section with functions."""
         if value is None:
             return {}
         refuse_coroutine(value, "reward")
@@ -347,24 +351,24 @@ class _Reader:
         if isinstance(value, list | tuple):
             names = ", ".join(getattr(one, "__name__", "…") + "(trajectory)" for one in value)
             raise ConfigError(
-                f"reward is a list of {len(value)}; a run has one function, which may add others up: "
-                f"reward=lambda trajectory: sum([{names}])"
+                f"reward is a list of {len(value)}; give one function, which may sum the others: reward=lambda trajectory: "
+                f"sum([{names}])"
             )
         if isinstance(value, type):
-            raise ConfigError(f"reward is the class {value.__name__}; give what can be called: reward={value.__name__}(…)")
+            raise ConfigError(f"reward is the class {value.__name__}; give a callable: reward={value.__name__}(…)")
         if not isinstance(value, str) and not callable(value):
             raise ConfigError(f"reward is {brief(value)}; give a function of a trajectory: reward=lambda trajectory: 1.0")
         return {"reward": {"function": self.plain(value)}}
 
     def scheduler(self, value: Any) -> dict[str, Any]:
-        """Return `rollout.scheduler`: of a class, an object or a name."""
+        """Return `rollout.scheduler` for a class, an object or a name."""
         if value is None:
             return {}
         refuse_coroutine(value, "scheduler")
         if inspect.isfunction(value):
             raise ConfigError(
                 f"scheduler is the function {value.__name__}; write it as `step(self, episode, turn)` of a class that "
-                "inherits polyturn.MultiTurnScheduler, and give that: scheduler=MyScheduler"
+                "inherits from polyturn.MultiTurnScheduler, and give the class: scheduler=MyScheduler"
             )
         if not isinstance(value, str | type | MultiTurnScheduler):
             raise ConfigError(f"scheduler is {brief(value)}; give a MultiTurnScheduler, its class, or the name of one")
@@ -372,14 +376,14 @@ class _Reader:
         return {"rollout": {"scheduler": self.plain(value), **kwargs}}
 
     def overrides(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keywords as configuration: sections, whole keys, and keys by their last name.
+        """Convert keywords (sections, full keys, keys by their last name) to configuration.
 
         Raises:
-            ConfigError: no key has that name, or several have.
+            ConfigError: no key, or several keys, match a name.
         """
         values: dict[str, Any] = {}
         paths = paths_of(arguments)
-        for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # the name of a part before its options
+        for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # a part's name before its options
             tree = self.plain(self.with_rows(tuple(path), arguments[name]))
             for part in reversed(path):
                 tree = {part: tree}
@@ -396,14 +400,16 @@ def _engine(engine: Any) -> Any:
 
 
 def _path_of_code(value: str, what: str, write: str) -> str:
-    """Return an import path as it is; refuse another text, which is a name in quotes or what a function returned."""
+    """Return an import path; raise for another text, which may be a quoted name or the result of a function."""
     if not {":", "."} & set(value):
-        raise ConfigError(f"{what} is the text {value!r:.60}; give the code itself, without quotes and not called: {write}")
+        raise ConfigError(
+            f"{what} is the text {value!r:.60}; give the object itself, without quotes and without a call: {write}"
+        )
     return value
 
 
 def _here(path: str | Path) -> str:
-    """Return the whole path of what is there, seen from the working directory; a name of something else as it is."""
+    """Return the absolute path of an existing file or folder; return other names unchanged."""
     folder = Path(path).expanduser()
     is_file = str(path).endswith(FILES) or isinstance(path, Path)
     return str(folder.absolute()) if is_file or folder.exists() else str(path)
@@ -421,6 +427,6 @@ def _tokenizer_name(tokenizer: Any) -> str | None:
         raise ConfigError(f"tokenizer is the class {name}; give a tokenizer: {name}.from_pretrained('…')")
     if tokenizer is not None and not hasattr(tokenizer, "apply_chat_template"):
         raise ConfigError(
-            f"tokenizer is {brief(tokenizer)}; give a tokenizer of transformers, its folder, or its name on the hub"
+            f"tokenizer is {brief(tokenizer)}; give a transformers tokenizer, its folder, or its name on the hub"
         )
     return None

@@ -1,8 +1,8 @@
-"""Rows that a program gives: the forms that are accepted, and the error for each that is not.
+"""Convert and check rows from a program.
 
-    rows_of(frame, "tasks")  ->  a sequence of dicts that can be read again
+    rows_of(frame, "tasks")  ->  a sequence of dicts that can be read several times
 
-Separate from `given`, which puts them into the configuration.
+`given.py` puts the rows into the configuration.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import QUESTIONS, advice_for
 
 PROMPTS = {"prompt", "messages"}
-"""The columns of which a row has one."""
+"""Columns of which a row needs one."""
 
 
 def refuse_coroutine(value: Any, what: str) -> None:
-    """Refuse a coroutine that an async function returned without being awaited.
+    """Raise for a coroutine from an async function that was not awaited.
 
     Raises:
-        ConfigError: it is that.
+        ConfigError: the value is a coroutine.
     """
     if inspect.iscoroutine(value):
         name = value.__name__
@@ -38,10 +38,10 @@ def refuse_coroutine(value: Any, what: str) -> None:
 
 
 def checked(value: Any, what: str) -> Any:
-    """Return tasks in the form in which they are given, one row as a list of it.
+    """Check the form of tasks, and return them; a single row becomes a list.
 
     Raises:
-        ConfigError, DataError: it is of a kind that holds no rows.
+        ConfigError, DataError: the value does not contain rows.
     """
     refuse_coroutine(value, what)
     if isinstance(value, Mapping) and not hasattr(value, "column_names"):
@@ -52,16 +52,16 @@ def checked(value: Any, what: str) -> Any:
             raise DataError(f"{what} is a dict of columns; give rows: {what}=datasets.Dataset.from_dict({what})")
         return [value]
     if isinstance(value, type):
-        raise ConfigError(f"{what} is the class {value.__name__}; give what it makes: {what}={value.__name__}(…)")
+        raise ConfigError(f"{what} is the class {value.__name__}; give an instance: {what}={value.__name__}(…)")
     if inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value) or hasattr(value, "__aiter__"):
         name = getattr(value, "__name__", type(value).__name__)
-        raise ConfigError(f"{what} is async, and nothing awaits it here; give its rows: {what}=await {name}(…)")
+        raise ConfigError(f"{what} is async; give its result: {what}=await {name}(…)")
     if isinstance(value, str) and len(value.split()) not in (1, 2):
         raise DataError(f"{what} is a text, {value!r:.60}; give a list of them: {what}=[…]")
     if isinstance(value, str | Path) and str(value).endswith((".json", ".csv", ".tsv")):
         read = "json" if str(value).endswith(".json") else "csv"
         raise DataError(
-            f"{what} is {str(value)!r}; files of rows are jsonl or parquet, and others are read first: "
+            f"{what} is {str(value)!r}; files must be jsonl or parquet; read it first: "
             f"{what}=pandas.read_{read}({str(value)!r})"
         )
     return value
@@ -80,7 +80,7 @@ def called(function: Any, what: str, name: str) -> Any:
 
 
 def rows_of(value: Any, what: str) -> Sequence[Any]:
-    """Return rows that have a length and can be read again."""
+    """Return rows as a sequence that can be read several times."""
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
         return list(value.to_dict("records"))  # a pandas frame
     if hasattr(value, "to_pylist"):
@@ -89,31 +89,30 @@ def rows_of(value: Any, what: str) -> Sequence[Any]:
         rows = list(value)
         if not rows:
             raise DataError(
-                f"{what} is a generator that is used up: it gives its rows once; make a list of them first, rows = list(…), "
-                f"and give {what}=rows"
+                f"{what} is a generator, which can be read only once; make a list, rows = list(…), and give {what}=rows"
             )
         return rows
     if hasattr(value, "keys"):
         names = ", ".join(map(str, value))
         raise DataError(f"{what} has the splits {names}; give one: {what}=dataset[{next(iter(value), 'train')!r}]")
     if isinstance(value, set | frozenset):
-        raise DataError(f"{what} is a set, whose order is another one each time; give a list: {what}=sorted({what})")
+        raise DataError(f"{what} is a set, which has no fixed order; give a list: {what}=sorted({what})")
     if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         if hasattr(value, "__iter__"):
             write = f"{what}=list(itertools.islice({what}, 1000))"
             raise DataError(f"{what} is a {type(value).__name__}, which has no length; give a list: {write}")
-        raise DataError(f"{what} is {brief(value)}; give rows, the path of a jsonl or parquet file, or a data set")
+        raise DataError(f"{what} is {brief(value)}; give rows, the path of a jsonl or parquet file, or a dataset")
     return value  # type: ignore[no-any-return]
 
 
 def check_first(row: Any, what: str, *, has_columns: bool) -> None:
-    """Refuse rows that are none, and rows without a prompt."""
+    """Raise if the first row is not a dict or has no prompt."""
     if isinstance(row, Task):
         return
     if isinstance(row, list) and row and isinstance(row[0], Mapping):
-        raise DataError(f"{what} has conversations for rows; write {what}=[{{'prompt': messages}} for messages in {what}]")
+        raise DataError(f"{what} has conversations as rows; write {what}=[{{'prompt': messages}} for messages in {what}]")
     if not isinstance(row, Mapping):
-        raise DataError(f"{what} has a first row {brief(row)}; a row is a dict: {{'prompt': 'What is 2 + 2?'}}")
+        raise DataError(f"the first row of {what} is {brief(row)}; a row must be a dict: {{'prompt': 'What is 2 + 2?'}}")
     if "prompt" in row or "messages" in row:
         return
     if "conversations" in row and (advice := advice_for(row)):
@@ -127,11 +126,11 @@ def check_first(row: Any, what: str, *, has_columns: bool) -> None:
         if has_columns
         else f"{what}=[{{**row, 'prompt': row[{column!r}]}} for row in {what}]"
     )
-    raise DataError(f"{what} has the columns {columns[:8]} and none of them is 'prompt'; write {write}")
+    raise DataError(f"{what} has the columns {columns[:8]}, without 'prompt'; write {write}")
 
 
 def tasks_of(rows: Sequence[Any], *, split: str, name: str) -> Sequence[Task]:
-    """Return rows as tasks, each made when it is looked at; is called where the tasks are needed."""
+    """Return rows as lazily made tasks."""
     if isinstance(rows[0], Task):
         return rows
     return TaskDataset.of(rows, split=split, name=name)

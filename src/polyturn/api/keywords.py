@@ -1,8 +1,8 @@
-"""Keywords that name a key of the configuration: its last name, its whole name, or what another trainer calls it.
+"""Map keywords to keys of the configuration: by last name, by full name, or by another trainer's name.
 
     path_of("lr")  ->  ["train", "optim", "lr"]          path_of("learning_rate", 1e-5)  ->  ConfigError: … write lr=1e-05
 
-Separate from `given`, which knows what may stand for a key's value.
+`given.py` converts the values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from polyturn.config.well_known import WELL_KNOWN, call_for
 from polyturn.core.errors import ConfigError, did_you_mean
 
 FIRST = ("", "train")
-"""Sections whose keys have their last name to themselves, where other sections have one of that name too."""
+"""Sections whose keys win if another section has a key of the same last name."""
 INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling")
-"""Sections within sections whose keys go by their last name; those of others are written whole."""
+"""Nested sections whose keys can be named by their last name; other nested keys need the full name."""
 PARTS = ("algorithm.advantage", "algorithm.loss")
-"""Of these, the arguments whose names no other key has."""
+"""Parts whose arguments can be named by their last name, if it is unique."""
 
 
 @functools.cache
 def _keys() -> Mapping[str, tuple[str, ...]]:
-    """Return the keys of a run by their last names; sections go by their whole name alone."""
+    """Return last name -> key of the run's configuration; sections have only their full name."""
     spellings: dict[str, list[str]] = {}
     of_parts: dict[str, list[str]] = {}
     for row in schema_table(RunConfig):
@@ -46,14 +46,14 @@ OWN = (
     *("model", "tokenizer", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine"),
     *("config", "resume", "ray"),
 )
-"""Keywords of the functions themselves, for the nearest one to a misspelt keyword."""
+"""Keywords of the functions themselves, for suggestions for misspelt keywords."""
 
 
 def paths_of(keywords: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the keys that keywords name.
+    """Return keyword -> path of its key.
 
     Raises:
-        ConfigError: some name none, or one of several; one line each, so that a call is not corrected a keyword at a time.
+        ConfigError: keywords match no key or several; one line for each.
     """
     paths, problems = {}, []
     for name, value in keywords.items():
@@ -67,17 +67,17 @@ def paths_of(keywords: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def path_of(name: str, value: Any = None) -> list[str]:
-    """Return the key that a keyword names; `value` is repeated in what is suggested for one that names none.
+    """Return the path of a keyword's key; `value` appears in suggestions.
 
     Raises:
-        ConfigError: no key has that name, or several may be meant.
+        ConfigError: no key, or several keys, match the keyword.
     """
     if "." in name:
         return name.split(".")
     keys, theirs = _keys().get(name, ()), WELL_KNOWN.get(name)
     if theirs is not None and len(theirs.keys) > 1:
         candidates = call_for(name, value, keyword_of=_keyword_of)
-        raise ConfigError(f"the keyword {name!r} may be any of {', '.join(theirs.keys)}; write one of them: {candidates}")
+        raise ConfigError(f"the keyword {name!r} may mean {', '.join(theirs.keys)}; write one of them: {candidates}")
     if not keys and theirs is not None:
         raise ConfigError(f"there is no keyword {name!r}; write {call_for(name, value, keyword_of=_keyword_of)}")
     if not keys:
@@ -91,20 +91,20 @@ def path_of(name: str, value: Any = None) -> list[str]:
         chosen = [key for section in FIRST for key in keys if key.rpartition(".")[0] == section]
         if not chosen:
             whole = ", ".join(f"**{{{key!r}: …}}" for key in keys[:4])
-            raise ConfigError(f"the keyword {name!r} may be any of {', '.join(keys)}; write the whole key: {whole}")
+            raise ConfigError(f"the keyword {name!r} may mean {', '.join(keys)}; write the full key: {whole}")
         return chosen[0].split(".")
     return keys[0].split(".")
 
 
 def _keyword_of(key: str) -> str | None:
-    """Return the last name of a key, where that is a keyword for it."""
+    """Return the last name of a key, if that is a keyword for the key; None otherwise."""
     last = key.rpartition(".")[2]
     is_ambiguous = last in WELL_KNOWN and len(WELL_KNOWN[last].keys) > 1
     return last if not is_ambiguous and last in _keys() and path_of(last) == key.split(".") else None
 
 
 def _near(name: str, value: Any) -> str:
-    """Suggest a keyword, another trainer's name, or a whole key, whichever is nearest to a misspelt keyword."""
+    """Suggest the keyword, another trainer's name, or full key that is nearest to a misspelt keyword."""
     known = [*OWN, *(one for one in _keys() if one not in WELL_KNOWN)]
     whole = nearest_keys(name, (row.key for row in schema_table(RunConfig) if not {"<", "["} & set(row.key)))
     for cutoff in (CLOSE, 0.6):

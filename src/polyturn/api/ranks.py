@@ -1,4 +1,4 @@
-"""Which rank this process is, where torchrun started it: what it reads is torchrun's environment.
+"""Read the rank of this process from torchrun's environment.
 
 torchrun --nproc-per-node 4 -m polyturn train run.yaml     rank 0 leads the run; ranks 1 to 3 follow
 polyturn train run.yaml --nproc 4                          this process leads, and starts four ranks (`cluster`)
@@ -18,19 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class RankPlace(NamedTuple):
-    """Which of how many processes this one is."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int
     size: int
     local: int
-    """The rank among those on this machine: the number of its GPU."""
+    """The rank among those on this machine, which is the index of its GPU."""
 
 
 def this_rank() -> RankPlace | None:
-    """Return which rank this process is; None where no launcher said so.
+    """Return the rank of this process; None without a launcher.
 
     Raises:
-        ConfigError: the launcher's environment makes no sense.
+        ConfigError: the launcher's environment is invalid.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -43,25 +43,25 @@ def this_rank() -> RankPlace | None:
     if missing or not 0 <= rank < size:
         wrong = f"and {missing[0]} is not set" if missing else "which are not a rank and a number of ranks"
         raise ConfigError(
-            f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}, {wrong}; begin with "
-            "torchrun --nproc-per-node 2 FILE, which sets all of them, or unset RANK for one process"
+            f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}, {wrong}; start "
+            "with torchrun --nproc-per-node 2 FILE, which sets all of them, or unset RANK for one process"
         )
     return RankPlace(rank, size, local)
 
 
 def tell_start(name: str) -> None:
-    """Say for all ranks that a run begins."""
+    """Log the start of a run, on the leader only."""
     this = this_rank()
     if this is None or this.rank == 0:
         logger.info("%s: checking the configuration, then loading PyTorch and the model", name)
 
 
 def keep_serving() -> None:
-    """Leave signals to the leader, who needs this rank for its last checkpoint and then lets it end."""
+    """Ignore signals: the leader handles them, needs this rank for its last checkpoint, and then ends it."""
     for number in (signal.SIGINT, signal.SIGTERM) if _may_set_signals() else ():
         signal.signal(number, signal.SIG_IGN)
 
 
 def _may_set_signals() -> bool:
-    """Return whether this is the main thread: in another one, as of `polyturn.steps`, signals are the program's."""
+    """Return whether this is the main thread; in another one, as with `polyturn.steps`, the program handles signals."""
     return threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Episodes without training, from a configuration to recorded trajectories."""
+"""Run and record episodes without training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RolledOut(NamedTuple):
 
 
 def some_of(tasks: Sequence[Task], num: int, *, of_each: bool) -> Sequence[Task]:
-    """Return the first `num` tasks; with `of_each` the first of every environment, then the second of every one, …"""
+    """Return the first `num` tasks; with `of_each`, alternating between environments."""
     if not of_each:
         return tasks[:num]
     by_source: dict[str | None, list[Task]] = {}
@@ -44,20 +44,20 @@ def some_of(tasks: Sequence[Task], num: int, *, of_each: bool) -> Sequence[Task]
 
 
 def _count(num_tasks: Any) -> int:
-    """Return a number of tasks, given as numbers of the configuration may be: 3, np.int64(3), "3"."""
+    """Convert a number of tasks: 3, np.int64(3), "3"."""
     try:
         count = int(num_tasks) if isinstance(num_tasks, str) else operator.index(num_tasks)
     except (TypeError, ValueError):
         count = 0
     if count < 1 or isinstance(num_tasks, bool):
-        raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of tasks from 1 on, or leave it out for all of them")
+        raise ConfigError(f"num_tasks is {num_tasks!r}; give a number of at least 1, or remove it to run all tasks")
     return count
 
 
 def roll_out(
     source: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
 ) -> RolledOut:
-    """Run `num_tasks` groups of `train.group_size` members, or one for every task, and record them."""
+    """Run and record groups of `train.group_size` members for `num_tasks` tasks, or for all tasks."""
     num_tasks = None if num_tasks is None else _count(num_tasks)
     config = source.config
     folder = Path(config.out) / f"{config.name}-rollout"
@@ -68,7 +68,7 @@ def roll_out(
     parts = build.with_workers(parts)
     tasks = build.fitting(parts, tasks, name="data.train")
     if num_tasks is not None and num_tasks > len(tasks):
-        logger.warning("data.train has %d tasks, fewer than the %d asked for: each of them runs once", len(tasks), num_tasks)
+        logger.warning("data.train has %d tasks, fewer than the requested %d; each runs once", len(tasks), num_tasks)
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(folder)

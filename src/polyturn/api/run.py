@@ -1,10 +1,10 @@
 """Run: the result of `polyturn.train`, `polyturn.evaluate` and `polyturn.rollout`, and a view of any run's folder.
 
 run = polyturn.train(…)  or  polyturn.Run("runs/mine")
-run.metrics                     a table, one row a step          run.config      what YAML would say
-run.trajectories                to iterate, or look one up       run.model()     the trained model
-run.filter("reward < 1")        some of them                     run.resume(steps=200)
-run.show("g5/2")                one of them
+run.metrics                     a table, one row a step          run.config      the configuration
+run.trajectories                an iterable, or look one up      run.model()     the trained model
+run.filter("reward < 1")        some trajectories                run.resume(steps=200)
+run.show("g5/2")                one trajectory
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Run(StoredRun):
-    """A run's folder: metrics, recorded trajectories, configuration and weights, while it goes on (`refresh`) and after."""
+    """A run's folder with metrics, trajectories, configuration and weights, during the run (`refresh`) and afterwards."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class Run(StoredRun):
 
         Args:
             folder: The folder.
-            model: The model that was trained, where it is still in this process.
-            again: Goes on with the run, with keywords that change it; None where only its folder is known.
-            reports: What an evaluation showed, by evaluation set.
+            model: The trained model, if it is in this process.
+            again: Resumes the run with changed keywords; None if only the folder is known.
+            reports: Evaluation set -> result.
         """
         if not isinstance(folder, str | Path):
-            raise DataError(f"folder is {brief(folder)}; name the folder of a run, for instance polyturn.Run('runs/NAME')")
+            raise DataError(f"folder is {brief(folder)}; give the folder of a run, for instance polyturn.Run('runs/NAME')")
         folder = Path(folder)
         if not (folder / "config.yaml").is_file() and not (folder / FOLDER).is_dir():
-            raise DataError(f"there is no run in {str(folder)!r}; name the folder of one, for instance runs/NAME")
+            raise DataError(f"there is no run in {str(folder)!r}; give the folder of a run, for instance runs/NAME")
         super().__init__(folder)
         self._model = model
         self._again = again
@@ -57,16 +57,16 @@ class Run(StoredRun):
         """The results of an evaluation, by evaluation set: `run.reports["greedy"].report.success`."""
 
     def __await__(self) -> Generator[Any, None, Run]:
-        """Return the run itself: `await polyturn.train(…)`, though nothing is awaited there, loses no training."""
+        """Return the run, so that an unneeded `await polyturn.train(…)` does not lose it."""
         yield from ()
         return self
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration as YAML would say it; an object of the program that started it is `<live module:name>`.
+        """The configuration as plain data; an object from the program is `<live module:name>`.
 
         Raises:
-            DataError: its file is not there, or cannot be read.
+            DataError: the file is missing or cannot be read.
         """
         path = self.folder / "config.yaml"
         try:
@@ -76,10 +76,10 @@ class Run(StoredRun):
         return loaded
 
     def model(self) -> PreTrainedModel:
-        """Return the trained model, ready to generate: the one in memory, else that of the newest checkpoint.
+        """Return the trained model, ready to generate: from memory, otherwise from the newest checkpoint.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no checkpoint.
         """
         if self._model is None:
             from polyturn.build import model_folder
@@ -91,42 +91,43 @@ class Run(StoredRun):
         return self._model.eval()
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, with the chat template that the run used.
+        """Return the tokenizer with the run's chat template.
 
         Raises:
-            DataError: the run kept none.
+            DataError: the run's folder has no tokenizer.
         """
         from transformers import AutoTokenizer
 
         if not (self.folder / "tokenizer").is_dir():
-            raise DataError(f"the run in {str(self.folder)!r} has no tokenizer beside it; give the one of its model instead")
+            raise DataError(f"the run in {str(self.folder)!r} has no tokenizer; use that of its model")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             self.folder / "tokenizer", trust_remote_code=False
         )
         return tokenizer
 
     def resume(self, **changes: Any) -> Run:
-        """Go on from the newest checkpoint, with the same objects; keywords of `polyturn.train` change it: `steps=200`.
+        """Resume from the newest checkpoint with the same objects; `changes` are keywords of `polyturn.train`: `steps=200`.
 
         Raises:
-            ConfigError: the run was opened from its folder, is not a training run, or would become another one (`name`).
+            ConfigError: the run was opened from its folder, is not a training run, or would become another run (`name`).
         """
         if self._again is None:
             raise ConfigError(
-                f"the run in {str(self.folder)!r} has no objects to go on with; write polyturn.train(config="
-                f"{str(self.folder / 'config.yaml')!r}, resume=True, …) with the arguments that started it"
+                f"the run in {str(self.folder)!r} was opened without the objects that started it; write "
+                f"polyturn.train(config={str(self.folder / 'config.yaml')!r}, resume=True, …) with the arguments that "
+                "started it"
             )
-        self._model = None  # what goes on builds its own
+        self._model = None  # the resumed run builds a new model
         return self._again(changes)
 
     def show(self, trajectory: str | None = None) -> None:
-        """Print the run, or one of its trajectories as a conversation; in a notebook, show it there."""
+        """Print the run, or one of its trajectories as a conversation; in a notebook, display it."""
         from polyturn.api.show import show
 
         show(self, trajectory)
 
     def text(self) -> str:
-        """Return the summary that `show` prints: its folder, metrics, trajectories."""
+        """Return the summary that `show` prints: folder, metrics, trajectories."""
         return f"{self!r}\n{self.metrics!r}"
 
     def __repr__(self) -> str:

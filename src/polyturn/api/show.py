@@ -1,4 +1,4 @@
-"""A run, or one of its trajectories, shown where the program runs: in a terminal, or in the notebook that is open."""
+"""Show a run or one of its trajectories, in a terminal or in a notebook."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {"system": "gray", "user": "teal", "tool": "olive", "assistant": "gree
 
 
 def show(run: Run, trajectory: str | None) -> None:
-    """Show a run, or the trajectory that has an id."""
+    """Show a run, or its trajectory with this id."""
     picture: Any = run if trajectory is None else TrajectoryPicture(run.trajectories[trajectory])
     if _is_notebook():
         from IPython.display import display
@@ -45,7 +45,7 @@ class TrajectoryPicture:
         self._trajectory = trajectory
 
     def text(self) -> str:
-        """Return it as lines."""
+        """Return the trajectory as lines."""
         lines = [f"{message.role}: {message_text(message)}" for message in self._trajectory.messages]
         return "\n".join([*lines, self._end()])
 

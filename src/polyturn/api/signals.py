@@ -1,4 +1,4 @@
-"""Signals that end a command with a checkpoint, not with an exception in the middle of a step."""
+"""Handle signals that end a command with a checkpoint instead of an exception in the middle of a step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP instead of ending; a second one of the same kind does what it always does.
+    """Records SIGINT, SIGTERM and SIGHUP instead of ending the process; a second one of the same kind has its usual effect.
 
-    One that is ignored, as by `nohup`, stays so. They are noted in the middle of Python code, so also while a plug-in holds
-    the event loop. Only the main thread hears them; in another one they come from `note`.
+    Ignored signals, as with `nohup`, stay ignored. Signals are recorded in the middle of Python code, so even while a
+    plug-in blocks the event loop. Only the main thread receives them; other threads call `note`.
     """
 
     def __init__(self) -> None:
         self.on_signal: Callable[[], object] = lambda: None
-        """Is called for each signal that is noted."""
+        """Called for each recorded signal."""
         self.received: list[int] = []
         self._former: dict[int, Any] = {}
         self._on_terminal = [fd for fd in (1, 2) if os.isatty(fd)]
@@ -43,15 +43,15 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, self._former[number])
-        if number == signal.SIGHUP:  # the terminal is gone, and writing to it would raise
+        if number == signal.SIGHUP:  # the terminal is gone, so writing to it would raise
             with open(os.devnull, "wb") as nowhere:
                 for fd in self._on_terminal:
                     os.dup2(nowhere.fileno(), fd)
         self.note(number)
 
     def note(self, number: int) -> None:
-        """Take a signal as received."""
+        """Record a signal."""
         self.received.append(number)
-        # By a thread: this one may be in the middle of writing another line to the same file, which cannot be entered twice.
+        # From a thread, because this code may interrupt a write to the same file, which is not reentrant.
         _thread.start_new_thread(logger.warning, ("interrupted; a checkpoint is being written",))
         self.on_signal()

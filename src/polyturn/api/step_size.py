@@ -1,10 +1,10 @@
-"""The size of a training step that the configuration does not set: smaller on a CPU than on a GPU.
+"""Set the size of a training step if the configuration does not: smaller on a CPU than on a GPU.
 
     with_step_size(loaded, resume=False)  ->  on a CPU train.groups_per_step 4, not 32; group_size 8; 128 tokens a turn
     with_step_size(loaded, resume=True)   ->  the numbers in the config.yaml of the run's folder, on any machine
 
-The numbers are chosen once, before anything reads them, and written into the run's config.yaml. Only training asks: what an
-evaluation measures does not depend on the machine.
+The numbers are chosen once, before they are used, and written to the run's config.yaml. Only training uses this, because the
+result of an evaluation must not depend on the machine.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ ON_CPU: Mapping[KeyPath, int] = {
     ("train", "group_size"): 8,
     ("rollout", "limits", "max_tokens_per_turn"): 128,
 }
-"""The keys of a step's size, and their defaults on a machine without a GPU."""
+"""Keys of a step's size -> default without a GPU."""
 
 
 def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"]) -> Loaded[RunConfig]:
-    """Return a configuration with the keys of a step's size that it does not set.
+    """Return the configuration with the missing keys of a step's size filled in.
 
     Args:
         loaded: The configuration.
-        resume: Whether the run goes on, with the numbers that it began with.
+        resume: Whether training resumes, with the numbers that it started with.
     """
     config = loaded.config
     former = _former(Path(config.out) / config.name / "config.yaml") if resume else {}
     unset = [path for path in ON_CPU if path not in loaded.written]
     if former:
         sizes = {path: value for path, value in leaves(former, ()) if path in unset}
-        why = "as the run began"
+        why = "as at the start of the run"
     elif _is_on_cpu(config):
         sizes = {path: ON_CPU[path] for path in unset}
-        why = "smaller by default on a CPU; set them for another size"
+        why = "the default on a CPU is smaller; set them to change it"
     else:
         return loaded
     sizes = {path: value for path, value in sizes.items() if value != value_at(loaded.resolved, path)}
@@ -72,7 +72,7 @@ def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"])
 
 
 def _former(path: Path) -> dict[str, Any]:
-    """Return the settings of a run that began; none if there is no such file, or a damaged one, of which resuming warns."""
+    """Return the settings of an earlier run; empty if the file is missing or damaged, about which resuming warns."""
     try:
         return read_yaml(path) if path.is_file() else {}
     except ConfigError:
@@ -80,7 +80,7 @@ def _former(path: Path) -> dict[str, Any]:
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
-    """Return whether the run trains on a CPU: not on a cluster, whose GPUs are elsewhere, nor on GPUs that it names."""
+    """Return whether the run trains on a CPU: not on a cluster, and not on configured GPUs."""
     launch = config.engine.launch if isinstance(config.engine, ServerOptions) else None
     return config.cluster.address is None and not (launch is not None and launch.devices) and not has_cuda()
 

@@ -1,9 +1,9 @@
-"""A training run, one step at a time: `for step in polyturn.steps(…)` gets a step's samples before the update.
+"""Train step by step: `for step in polyturn.steps(…)` yields each step's samples before the update.
 
     the training thread   rollout -> samples, advantages -> waits -> loss, optimizer, weights -> the next rollout
     the caller's thread              the body of the `for`    ^
 
-The caller may change the samples. Everything else, checkpoints and records included, is as in every other run.
+The caller may change the samples. Checkpoints, records and all else are as in other runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStep:
-    """One step that is about to be taken. What is set here is what is trained."""
+    """A training step before its update. Setting its attributes changes what is trained."""
 
     __slots__ = (
         "_changed",
@@ -42,7 +42,7 @@ class TrainingStep:
         "_vocab_size",
         "metrics",
         "number",
-    )  # a misspelt name sets nothing
+    )  # so that a misspelt attribute raises
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class TrainingStep:
         vocab_size: int,
     ) -> None:
         self.number = number
-        """Counts from 1."""
+        """Number of the step, from 1 on."""
         self.metrics: dict[str, float] = dict(metrics)
-        """Of rollout and samples; of the loss and the rest as well once `update` has returned."""
+        """Metrics of rollout and samples; after `update`, all metrics of the step."""
         self._groups, self._samples, self._vocab_size = groups, samples, vocab_size
         self._changed: str | None = None
         self._go, self._done = threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ class TrainingStep:
 
     @property
     def groups(self) -> Sequence[TrajectoryGroup]:
-        """The groups of trajectories. Others, for instance with other rewards, are credited again by the algorithm."""
+        """The groups of trajectories. If you set others, for instance with other rewards, advantages are computed again."""
         return tuple(self._groups)
 
     @groups.setter
@@ -87,7 +87,7 @@ class TrainingStep:
 
     @property
     def samples(self) -> Sequence[TrainSample]:
-        """The training samples: ids, weights and advantages of each segment of a group that has something to learn from."""
+        """The training samples: ids, weights and advantages of the segments of all groups that can teach."""
         return tuple(self._samples)
 
     @samples.setter
@@ -102,7 +102,7 @@ class TrainingStep:
 
     @property
     def advantages(self) -> Sequence[Any]:
-        """The advantages of each sample, one for each of its tokens; set others in the same shape."""
+        """For each sample [T] the advantage of each token; set arrays of the same shapes."""
         return tuple(sample.advantages for sample in self._samples)
 
     @advantages.setter
@@ -125,7 +125,7 @@ class TrainingStep:
         self.samples = [sample.replace(advantages=values) for sample, values in pairs]
 
     def update(self) -> dict[str, float]:
-        """Take the step now, and return all of its metrics; else it is taken when the loop asks for the next one."""
+        """Run the update now, and return all metrics of the step. Without this call it runs when the loop continues."""
         self._go.set()
         self._done.wait()
         return self.metrics
@@ -135,15 +135,15 @@ class TrainingStep:
             raise ConfigError(f"step {self.number} is taken; set step.{what} before step.update()")
         if self._changed not in (None, what):
             raise ConfigError(
-                f"step {self.number} has other {self._changed} already, and {what} would take their place; samples are made "
-                "of groups, so set one of the two"
+                f"step {self.number} has new {self._changed} already, which new {what} would replace; samples are made "
+                "from groups, so set only one of the two"
             )
         self._changed = what
 
     def _check_ids(self, what: str, ids: Ids) -> None:
         if (outside := ids[(ids < 0) | (ids >= self._vocab_size)]).size:
             raise ConfigError(
-                f"{what} has the token id {outside[0]}, which the model does not know; give ids from 0 to "
+                f"{what} has the token id {outside[0]}, which is outside the vocabulary; give ids from 0 to "
                 f"{self._vocab_size - 1}"
             )
 
@@ -161,22 +161,24 @@ def _check_list(what: str, value: Any, of: type, *, write: str) -> None:
 
 
 class Steps:
-    """The steps of a run, each once; `run` is the run when they are over."""
+    """The steps of a run, to iterate over once; afterwards `run` is the run."""
 
     def __init__(self, work: Callable[[StepHooks], Run]) -> None:
-        """Take what runs the training, given the hooks through which its steps come here."""
+        """Iterate over the steps of `work`, which runs the training with the given hooks."""
         self._work = work
         self._result: Future[Run] | None = None
 
     def __iter__(self) -> Iterator[TrainingStep]:
-        """Train, and yield each step before it is taken. To leave the loop ends the run behind the step in hand.
+        """Train, and yield each step before its update. Leaving the loop ends the run after the current step.
 
         Raises:
-            ConfigError: they were iterated over before.
+            ConfigError: the steps were iterated over before.
             PolyturnError: training cannot go on.
         """
         if self._result is not None:
-            raise ConfigError("these steps were taken already; make new ones: for step in polyturn.steps(…, resume=True)")
+            raise ConfigError(
+                "these steps have been iterated over; make new ones: for step in polyturn.steps(…, resume=True)"
+            )
         hooks = StepHooks()
         self._result = in_thread(lambda: self._work(hooks))
         self._result.add_done_callback(hooks.end)
@@ -188,22 +190,22 @@ class Steps:
         finally:
             if not self._result.done():
                 hooks.stop()
-                self._result.exception()  # it ends with a checkpoint
+                self._result.exception()  # wait: the run ends with a checkpoint
 
     @property
     def run(self) -> Run:
-        """The run, once its steps are over.
+        """The finished run.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the run is not finished.
         """
         if self._result is None or not self._result.done() or self._result.exception() is not None:
-            raise ConfigError("the run is not over; iterate over its steps first: for step in steps: …")
+            raise ConfigError("the run is not finished; iterate over its steps first: for step in steps: …")
         return self._result.result()
 
 
 class StepHooks:
-    """Hooks by which the training thread hands steps over."""
+    """Passes steps from the training thread to the caller's thread."""
 
     def __init__(self) -> None:
         self.steps: queue.SimpleQueue[TrainingStep | None] = queue.SimpleQueue()
@@ -212,12 +214,12 @@ class StepHooks:
         self._is_over = False
 
     def signals(self) -> Signals:
-        """Make what notes that the loop was left."""
+        """Make the signal handler, which also ends the run when the loop is left."""
         self._signals.append(Signals())
         return self._signals[-1]
 
     def revise(self, vocab_size: int) -> Revise:
-        """Return the function that hands over the steps of a model of `vocab_size` ids; called in the training thread."""
+        """Return the function, called in the training thread, that passes steps to the caller."""
 
         def hand_over(
             taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]
@@ -231,13 +233,13 @@ class StepHooks:
         return hand_over
 
     def on_step(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Give a step that was taken its metrics."""
+        """Set the metrics of a finished step."""
         if self._now is not None:
             self._now.metrics.update(metrics)
             self._now._done.set()
 
     def stop(self) -> None:
-        """End the run behind the step in hand."""
+        """End the run after the current step."""
         self._is_over = True
         for noted in self._signals[-1:]:
             noted.note(signal.SIGTERM)
@@ -245,7 +247,7 @@ class StepHooks:
             self._now._go.set()
 
     def end(self, result: Future[Any]) -> None:
-        """Say that no step follows."""
+        """Signal that no step follows."""
         if self._now is not None:
             self._now._done.set()
         self.steps.put(None)

@@ -1,9 +1,9 @@
-"""A training run from its configuration to its end: folder, parts, checks, warm start, the loop, and what it came to.
+"""A training run from start to end: folder, parts, checks, warm start, loop, result.
 
     run_training(source, resolved, …)  ->  TrainedRun(folder=runs/quickstart, steps=30, …)
 
-Both front doors lead here: `polyturn train` in a process of its own, and `polyturn.train` in whatever process calls it.
-Errors that need no PyTorch are raised before it is imported, which takes seconds.
+Used by the command `polyturn train` and by the function `polyturn.train`. Errors that need no PyTorch are raised before
+importing it, which takes seconds.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LOOK_S = 0.5
-"""Seconds between two looks whether all ranks live."""
+"""Seconds between two checks whether all ranks are alive."""
 DryRun = Callable[[build.Parts, build.RunTasks], object]
-"""Is shown what a run would start from, in place of training."""
+"""Called with parts and tasks in place of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,69 +78,68 @@ class TrainedRun:
     generating_s: float
     training_s: float
     curve: Path | str
-    """The learning curve, or why there is none."""
+    """The picture of the learning curve, or the reason why there is none."""
     latest: Path | None
     """The newest checkpoint."""
     best: Path | None
-    """The best one, where it is another."""
+    """The best checkpoint, if it is not the newest."""
     model: PreTrainedModel | None
-    """None where ranks have it; then the newest checkpoint does."""
+    """The trained model; None if it is on ranks (load the newest checkpoint)."""
     tokenizer: PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run that its configuration does not hold."""
+    """Options of a run outside its configuration."""
 
     again: Callable[[str], str]
-    """Returns what to write to go on with the run of a name."""
+    """Returns the command or call that resumes the run of a name."""
     resume: bool | Literal["auto"] = False
-    """Whether it goes on from the latest checkpoint of its folder; "auto" where there is one."""
+    """Whether to resume from the latest checkpoint of the run's folder; "auto": if there is one."""
     dry_run: DryRun | None = None
-    """Check everything, show it, and stop."""
+    """If set, only check everything and call this."""
     signals: Callable[[], Signals] = Signals
     """Makes the handler that records an interruption."""
     on_folder: Callable[[Path], object] = lambda folder: None
-    """Called with the run's folder, once it is chosen."""
+    """Called with the run's folder when it is chosen."""
     revise: Callable[[int], Revise] | None = None
-    """Given the number of token ids that the model knows, makes what may change each step."""
+    """Makes, from the size of the vocabulary, the function that may change each step."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
     """Called with the metrics of each step."""
 
     def __post_init__(self) -> None:
         if self.resume not in (True, False, "auto"):
             raise ConfigError(
-                f"resume is {self.resume!r:.80}; write resume=True to go on from the newest checkpoint of the run that "
-                "name=… names, or resume='auto' where there may be none"
+                f"resume is {self.resume!r:.80}; write resume=True to resume from the newest checkpoint of the run "
+                "name=…, or resume='auto' if there may be none"
             )
 
 
 def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | Path | None:
-    """Train a run, with as many ranks as its configuration or torchrun says.
+    """Train a run, with the number of ranks from its configuration or from torchrun.
 
     Args:
-        source: Its configuration.
-        resolved: The same as plain data that is safe to write.
+        source: The configuration.
+        resolved: The configuration as plain data, safe to write.
         options: The caller's options.
 
     Returns:
-        What it came to. On a rank that torchrun started and that follows another one, the run's folder. None for a dry
-        run.
+        The result; on a follower rank of torchrun, the run's folder; None for a dry run.
     """
     config = source.config
     this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
     num_ranks = max(this.size, config.train.distributed.ranks)
     build.check_ranks(config, num_ranks)
     if num_ranks == 1 and config.train.distributed.gradient_sync == "last":
-        logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank: it sums over ranks")
+        logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank")
     if this.rank > 0:
         return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
     attempt = _Attempt(source=source, resume=options.resume)
     restarts = 0 if options.dry_run is not None else config.cluster.restarts
     if restarts and this.size > 1:
         logger.warning(
-            "cluster.restarts is %d, and ranks of torchrun are not started again: the run ends with one of them. Let this "
-            "command start them (--nproc), place them on Ray (--ray), or go on with --resume",
+            "cluster.restarts is %d, but ranks of torchrun cannot be restarted: the run ends with one of them. Let "
+            "this command start the ranks (--nproc), use Ray (--ray), or continue with --resume",
             restarts,
         )
         restarts = 0
@@ -152,7 +151,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
             if not left:
                 raise
             logger.warning(
-                "%s\nThe run goes on from its latest checkpoint; restarts left after this one: %d", problem, left - 1
+                "%s\nThe run restarts from its latest checkpoint; restarts left after this one: %d", problem, left - 1
             )
             named = config.model_copy(update={"name": attempt.name})
             attempt = _Attempt(source=replace(source, config=named), resume="auto")
@@ -161,38 +160,38 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
 
 @dataclass(slots=True)
 class _Attempt:
-    """One try to train a run to its end."""
+    """One attempt to train a run to its end."""
 
     source: build.ConfigSource
     resume: bool | Literal["auto"]
     name: str = ""
-    """The name that leads to its folder, once that is chosen."""
+    """Name for the run's folder; "" before it is chosen."""
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Resources released at its end: the folder, for others to train into."""
+    """Released at the end of the attempt: the lock of the folder."""
 
 
 class _Prepared(NamedTuple):
-    """A run that is about to begin, or to go on."""
+    """A run that is ready to start or resume."""
 
     parts: build.Parts
     tasks: build.RunTasks
     folder: Path
     latest: Path | None
-    """The checkpoint that it goes on from."""
+    """The checkpoint to resume from; None to start."""
 
 
 def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> _Prepared | None:
-    """Build and check everything that a run needs, and choose its folder; None for a dry run, which ends there.
+    """Build and check all parts of a run, and choose its folder; None for a dry run.
 
     Raises:
-        CheckpointError: there is nothing to resume from.
+        CheckpointError: there is no checkpoint to resume from.
         ConfigError, DataError: the run cannot work.
     """
     source, resume = replace(attempt.source, is_plan=options.dry_run is not None), attempt.resume
     config = source.config
     folder = Path(config.out) / config.name
     if config.train.steps == 0 and config.train.epochs is None:
-        instead = "" if config.warm_start.steps else "; polyturn eval, or polyturn.evaluate, evaluates a model alone"
+        instead = "" if config.warm_start.steps else "; use polyturn eval or polyturn.evaluate to only evaluate a model"
         logger.warning("train.steps is 0, so no training step is taken%s", instead)
     check_writable(folder if resume else folder.parent, instead=ANOTHER_FOLDER)
     build.check_plugins(source)
@@ -200,7 +199,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
     tasks = build.build_run_tasks(source)
     latest, before = None, {}
     if resume:
-        # A folder that another process makes while this one loads PyTorch is that one's: it is looked for once.
+        # Checked once: a folder that appears while this process loads PyTorch belongs to another process.
         is_there = folder.is_dir()
         if is_there and options.dry_run is None:
             attempt.locks.enter_context(hold_folder(folder))
@@ -209,15 +208,15 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
         latest, former = _checkpoints_of(folder, config) if is_there else (None, None)
         if former is None and resume != "auto":
             raise CheckpointError(
-                f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or name "
-                "another run with name=…"
+                f"there is no checkpoint under {folder / 'checkpoints'} to resume from; train without resume, or set "
+                "name=… to another run"
             )
         if former is None:
             resume = False
-            attempt.locks.close()  # the run gets a folder of its own
+            attempt.locks.close()  # the run gets a new folder
         if resume and (later := later_run(folder)) is not None:
             logger.warning(
-                "this goes on with %s; a later run of that name is in %s (name=%s)",
+                "resuming %s; a later run of that name is in %s (name=%s)",
                 folder,
                 later,
                 name_of(later, config.out),
@@ -244,7 +243,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
             from polyturn.build.memory_check import require_memory  # imports PyTorch
 
             require_memory(source)
-            if num_ranks > 1 and this.size == 1:  # before the model is loaded here, for the ranks take as long to start
+            if num_ranks > 1 and this.size == 1:  # before loading the model here, because the ranks start as slowly
                 rank_group = attempt.locks.enter_context(contextlib.closing(build.start_ranks(source, num_ranks)))
 
         parts = build.build_parts(source, check=check)
@@ -275,26 +274,26 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPla
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a run's folder whose parts are links out of it, which a run that goes on would read and write through.
+    """Raise if parts of a run's folder are links to outside, through which a resumed run would read and write.
 
     Raises:
-        CheckpointError: one of them is.
+        CheckpointError: a part is such a link.
     """
     for name in ("checkpoints", "trajectories", "warm_start", "journal"):
         try:
             contained(folder, name)
         except DataError as problem:
             raise CheckpointError(
-                f"{folder / name} is a symbolic link out of the run's folder, which a resumed run would read and write "
-                "through; move what it leads to into the folder, or put the whole run there (out=…)"
+                f"{folder / name} is a symbolic link out of the run's folder, through which a resumed run would read "
+                "and write; move its target into the folder, or move the whole run there (out=…)"
             ) from problem
 
 
 def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path | None]:
-    """Return the newest checkpoint of training in a run's folder, and the newest one of training or of its warm start.
+    """Return the newest checkpoint of training in a run's folder, and the newest of training or warm start.
 
     Raises:
-        CheckpointError: it has adapters of another shape than those that are configured.
+        CheckpointError: the checkpoint's adapter has another shape than the configured one.
     """
     from polyturn.api.warm_starting import warm_checkpoints
     from polyturn.training.checkpoint import MODEL, Checkpoints
@@ -318,7 +317,7 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
     parts, tasks, folder, latest = prepared
     config = parts.source.config
     line = options.again(attempt.name)
-    # Not before the checkpoint is loaded, so that one that is refused leaves the settings that the run had.
+    # Only after loading the checkpoint, so that a failure keeps the run's former settings.
     keep_settings = functools.partial(_keep_settings, parts, folder, resolved)
     also = replace(build.build_records(parts, tasks.eval_sets, environ=os.environ), on_step=options.on_step)
     rank_group = contextlib.nullcontext() if parts.rank_group is None else contextlib.closing(parts.rank_group)
@@ -342,10 +341,10 @@ def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace
             trainer.resume(latest)
             keep_settings()
             observer.resume(trainer.state.step)
-            logger.info("resumed in %.2f s beside loading the model", time.monotonic() - loading)
+            logger.info("resumed in %.2f s, without loading the model", time.monotonic() - loading)
             if trainer.state.step >= config.train.steps:
                 logger.warning(
-                    "the run is complete: it has taken %d steps, and train.steps is %d; give more of them to train on",
+                    "the run is complete: it has taken %d steps, and train.steps is %d; raise train.steps to continue",
                     trainer.state.step,
                     config.train.steps,
                 )
@@ -380,26 +379,26 @@ def _curve(folder: Path, *, title: str) -> Path | str:
 
 
 def tell_changes(former: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
-    """Log the settings of a resumed run that differ from those that it had."""
+    """Log the settings of a resumed run that differ from its former ones."""
     for line in changed_settings(former, masked(resolved)) if former else ():
         logger.warning("resumed with another setting: %s", line)
 
 
 def former_settings(path: Path) -> dict[str, Any]:
-    """The settings that a run's folder holds in the file `path`; empty with a warning if it cannot be read."""
+    """Return the settings in the file `path` of a run's folder; if it cannot be read, warn and return none."""
     try:
         former = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as problem:
-        logger.warning("the former settings of this run cannot be read, so changes of them are not listed (%s)", problem)
+        logger.warning("the former settings of this run cannot be read, so changes are not listed (%s)", problem)
         return {}
     return former if isinstance(former, dict) else {}
 
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep what was imported and built, which lives as long as the run, from the collector: each walk takes 0.3 s.
+    """Exclude existing objects, which live as long as the run, from garbage collection: each pass would take 0.3 s.
 
-    A program that has frozen objects of its own decides for itself, for `gc.unfreeze` would give back those too.
+    If the program has frozen objects, do nothing, because `gc.unfreeze` would unfreeze those too.
     """
     if gc.get_freeze_count():
         yield
@@ -415,7 +414,7 @@ def _frozen() -> Iterator[None]:
 def _untouched(
     parts: build.Parts, tasks: build.RunTasks, observer: RunObserver, signals: Signals, *, folder: Path
 ) -> dict[str, dict[str, float]]:
-    """Evaluate the model before its warm start, where that is configured, and return the numbers of each set."""
+    """Evaluate the model before its warm start, if configured, and return the metrics of each set."""
     from polyturn.api.evaluating import UNTOUCHED, evaluate_untouched
     from polyturn.api.warm_starting import warm_checkpoints
 
@@ -425,11 +424,12 @@ def _untouched(
     if not config.evaluation.before_warm_start:
         if config.evaluation.before:
             logger.info(
-                "the first evaluation follows the warm start; set evaluation.before_warm_start for the untouched model too"
+                "the first evaluation is after the warm start; set evaluation.before_warm_start to also evaluate the "
+                "untouched model"
             )
         return {}
     work = evaluate_untouched(parts.source, tasks.eval_sets, observer)
-    untouched = run_loop(_until_done(work, signals, message=lambda: "interrupted before the warm start; begin again"))
+    untouched = run_loop(_until_done(work, signals, message=lambda: "interrupted before the warm start; start again"))
     return {name.removeprefix(f"{UNTOUCHED} "): dataclasses.asdict(one.report) for name, one in untouched.items()}
 
 
@@ -439,7 +439,7 @@ async def _trained(trainer: Trainer, parts: build.Parts, signals: Signals, *, ag
         return await _until_done(
             trainer.run(),
             signals,
-            message=lambda: f"interrupted at step {trainer.state.step}; go on with: {again}",
+            message=lambda: f"interrupted at step {trainer.state.step}; resume with: {again}",
             lost=(lambda: None) if parts.rank_group is None else parts.rank_group.lost,
         )
     finally:
@@ -453,19 +453,19 @@ async def _until_done(
     message: Callable[[], str],
     lost: Callable[[], str | None] = lambda: None,
 ) -> T:
-    """Await `work`; SIGINT and SIGTERM cancel it, and end with 128 + their number, and with the line `message`.
+    """Await `work`. SIGINT and SIGTERM cancel it, log `message`, and exit with 128 + the signal's number.
 
-    A second signal of the same kind ends the process at once; the checkpoint before is whole.
+    A second signal of the same kind ends the process at once; the previous checkpoint stays intact.
 
     Raises:
-        RankLostError: `lost` says that a rank is gone, which also cancels the work: a rollout may take long.
+        RankLostError: `lost` reports that a rank is gone, which also cancels the work, because a rollout may take long.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     watching = asyncio.create_task(_cancel_when_lost(task, lost), name="trainer ranks")
     signals.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
     if signals.received:
-        loop.call_soon(task.cancel)  # once it has begun, so that it leaves a checkpoint
+        loop.call_soon(task.cancel)  # after it has started, so that it writes a checkpoint
     try:
         return await task
     except asyncio.CancelledError:

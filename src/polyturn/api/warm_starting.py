@@ -1,8 +1,8 @@
-"""A warm start: training on given conversations before reinforcement learning, resumable on its own.
+"""A warm start: supervised training on conversations before reinforcement learning, with its own checkpoints.
 
     warm_start(parts, observer, signals, folder=…)  ->  Spent(steps=200, train_s=31.5)
 
-Both a run that begins with one and `polyturn sft`, which is one alone, call this.
+Used by training runs and by `polyturn sft`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Spent(NamedTuple):
 
     steps: int = 0
     train_s: float = 0.0
-    """Seconds in forward and backward."""
+    """Seconds in forward and backward passes."""
 
 
 def warm_checkpoints(folder: Path) -> Checkpoints:
-    """Return the checkpoint of a warm start that is under way; the first one of training takes its place."""
+    """Return the checkpoints of a warm start; the first checkpoint of training replaces them."""
     return Checkpoints(folder / WARM_START, keep=1)
 
 
@@ -46,20 +46,20 @@ def warm_start(
     again: str,
     on_resume: Callable[[], object],
 ) -> Spent:
-    """Train on the conversations of `warm_start`, if any; go on where a run that ended in the middle of it left off.
+    """Train on the conversations of `warm_start`, if any; resume an interrupted warm start.
 
-    A signal ends it after the step under way with a checkpoint, and the process with 128 + its number.
+    A signal ends it after the current step with a checkpoint, and ends the process with 128 + the signal's number.
 
     Args:
-        parts: Of the run.
+        parts: The parts of the run.
         observer: Records every step.
-        signals: What notes an interruption.
-        folder: The run's.
-        again: The command that goes on with it.
-        on_resume: Is called once the checkpoint is loaded that it goes on from, if there is one.
+        signals: Records interruptions.
+        folder: The run's folder.
+        again: The command that resumes the run.
+        on_resume: Called after a checkpoint is loaded.
 
     Raises:
-        CheckpointError: there is one that it cannot go on from.
+        CheckpointError: the checkpoint cannot be resumed.
     """
     sft = parts.source.config.warm_start
     checkpoints = warm_checkpoints(folder)
@@ -94,7 +94,7 @@ def warm_start(
         policy.backend.gather()  # training starts from the whole weights
     if signals.received:
         save(steps)
-        logger.warning("interrupted at step %d of the warm start; go on with: %s", steps, again)
+        logger.warning("interrupted at step %d of the warm start; resume with: %s", steps, again)
         raise SystemExit(128 + signals.received[0])
     return Spent(steps, policy.train_seconds)
 
@@ -108,20 +108,20 @@ def _policy_to_warm(
     if latest is not None:
         policy.load(latest / "policy")
         on_resume()
-        logger.info("warm start: going on at step %d", first_step)
+        logger.info("warm start: resuming at step %d", first_step)
     return policy
 
 
 def _first_step(checkpoints: Checkpoints, latest: Path, *, num_steps: int) -> int:
-    """Return the step that a warm start of so many steps goes on at.
+    """Return the step at which a warm start of `num_steps` resumes.
 
     Raises:
-        CheckpointError: that is behind its end.
+        CheckpointError: the checkpoint is past the last step.
     """
     first = int(checkpoints.load(latest)["step"])
     if first > num_steps:
         raise CheckpointError(
-            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {num_steps}; give as "
-            "many steps at least, or start a new run"
+            f"the checkpoint {latest} is of step {first} of the warm start, and warm_start.steps is {num_steps}; set "
+            "at least as many steps, or start a new run"
         )
     return first

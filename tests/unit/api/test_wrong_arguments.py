@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "class for a tool": ({"tools": [NoTool]}, ["tools[0]", "NoTool(config, tool_schema)"]),
     "tool without a docstring": ({"tools": [undescribed]}, ["'undescribed'", "docstring"]),
     "partial for a tool": ({"tools": [functools.partial(of_split, "train")]}, ["not a function", "tools=[price]"]),
-    "name for a tool": ({"tools": "price"}, ["'price'", "without quotes and not called: tools=[price]"]),
+    "name for a tool": ({"tools": "price"}, ["'price'", "without quotes and without a call: tools=[price]"]),
     "object for a tool": ({"tools": [Game()]}, ["a Game", "tools=[it.guess]"]),
     "class with methods for a tool": ({"tools": [Game]}, ["class Game", "tools=[it.guess]"]),
     "method of a class for a tool": ({"tools": [Game.guess]}, ["method of a class", "tools=[it.guess]"]),
@@ -174,7 +174,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "function for a scheduler": ({"scheduler": undescribed}, ["scheduler", "scheduler=MyScheduler"]),
     "object for an environment": ({"env": Game()}, ["object of Game"]),
     "class that is not an environment": ({"env": Game}, ["`guess`", "`reset`"]),
-    "async callback": ({"on_step": load}, ["on_step is async", "def on_step(step, metrics)"]),
+    "async callback": ({"on_step": load}, ["on_step must not be async", "def on_step(step, metrics)"]),
     "callback without arguments": ({"on_step": lambda: None}, ["on_step", "def on_step(step, metrics)"]),
     "text for a callback": ({"on_step": "print"}, ["on_step is 'print'"]),
     "no conversation": ({"warm_start": {"conversations": []}}, ["warm_start.conversations has no row"]),
@@ -205,14 +205,14 @@ def test_wrong_argument_is_one_sentence_with_the_right_call(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: polyturn.rollout("tiny", ROWS, num_tasks="few"), "num_tasks is 'few'; give a number of tasks from 1 on"),
-        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=True), "num_tasks is True; give a number of tasks from 1 on"),
-        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=0), "num_tasks is 0; give a number of tasks from 1 on"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks="few"), "num_tasks is 'few'; give a number of at least 1"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=True), "num_tasks is True; give a number of at least 1"),
+        (lambda: polyturn.rollout("tiny", ROWS, num_tasks=0), "num_tasks is 0; give a number of at least 1"),
         (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny"), "evaluation.data is not set.*tasks=rows"),
         (lambda: polyturn.evaluate("tiny", [1]), r"^tasks has a first row 1; a row is a dict"),
-        (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "a model is given as model='Qwen/Qwen3-0.6B'"),
+        (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "to pass a model, write model='Qwen/Qwen3-0.6B'"),
         (lambda: polyturn.steps("nowhere.yaml"), "nowhere.yaml"),
         (lambda: polyturn.train("tiny", ROWS, Score()), r"^polyturn\.train takes .* by position, and 3 were given; name"),
     ],
@@ -411,7 +411,7 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
     [
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a and WORLD_SIZE=2, which are not a rank and a number of ranks"),
         ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=3 .*which are not a rank"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; begin with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; start with torchrun"),
     ],
 )
 def test_half_of_a_launcher_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
