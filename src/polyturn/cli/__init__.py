@@ -1,1 +1,1 @@
-"""The command line: reads arguments, calls the library, prints for people. Nothing else imports it."""
+"""The command line: parses arguments, calls the library, prints results. No other package imports it."""

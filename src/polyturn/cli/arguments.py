@@ -1,4 +1,4 @@
-"""The form of a command: `declare` makes one of a function. Also the arguments that several commands take.
+"""`declare`, which makes a command from a function, and the arguments that several commands share.
 
 @declare("show")
 def main(folder: Path, limit: Annotated[int, typer.Option("-n", min=1, help="How many …")] = 20) -> None: …
@@ -25,13 +25,13 @@ EMBED_TOKEN_VARIABLE = "POLYTURN_EMBED_TOKEN"
 
 
 class Command(TyperCommand):
-    """A command of the command line: no option of it is dropped because the same one follows."""
+    """A command that raises if an option is given twice."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments.
+        """Parse the arguments.
 
         Raises:
-            ConfigError: an option that has one value is given twice, or a key is written as an option.
+            ConfigError: an option with a single value is given twice, or a key is written as an option.
         """
         self._refuse_keys_as_options(args)
         _, _, rest = self.make_parser(ctx).parse_args(args=list(args))
@@ -45,12 +45,12 @@ class Command(TyperCommand):
 
             from polyturn.infra.expected import expected
 
-            if isinstance(problem.__cause__, ValidationError):  # so typer converts values
+            if isinstance(problem.__cause__, ValidationError):  # raised by typer's conversion of values
                 problem.message = expected(problem.__cause__.errors()[0])
             raise
 
     def _refuse_keys_as_options(self, args: Sequence[str]) -> None:
-        """Refuse `--steps 5` with `train.steps=5`, in a command that takes overrides."""
+        """Raise for `--steps 5` in a command with overrides, and suggest `train.steps=5`."""
         if not any(param.name == "overrides" for param in self.params):
             return
         known = {option for param in self.params for option in (*param.opts, *param.secondary_opts)}
@@ -60,20 +60,20 @@ class Command(TyperCommand):
                 continue
             following = args[position + 1] if position + 1 < len(args) and not args[position + 1].startswith("-") else "…"
             if key := _key_of(option.removeprefix("--"), value if equals else following):
-                raise ConfigError(f"there is no option {option}; keys of a configuration follow without dashes: {key}")
+                raise ConfigError(f"there is no option {option}; write configuration keys without dashes: {key}")
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; typer ends an interrupted one without a word.
+        """Run the command; typer ends an interrupted one silently.
 
         Raises:
-            PolyturnError: code of a plug-in wanted to end the process.
+            PolyturnError: the code of a plug-in raised SystemExit.
         """
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, SystemExit) as problem:
             if ends_for_a_plugin(problem):
                 raise PolyturnError(
-                    f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which ends nothing"
+                    f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which does not end the process"
                 ) from problem
             if isinstance(problem, KeyboardInterrupt):
                 print("polyturn: interrupted", file=sys.stderr)
@@ -83,7 +83,8 @@ class Command(TyperCommand):
 def declare(
     name: str, *, cls: type[Command] = Command, takes_unknown_options: bool = False
 ) -> Callable[[Callable[..., None]], TyperCommand]:
-    """Return a decorator that makes a command of a function: its parameters are the arguments, its docstring the help."""
+    """Return a decorator that makes a command from a function, with its parameters as arguments and its docstring as
+    help."""
 
     def decorate(function: Callable[..., None]) -> TyperCommand:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -96,7 +97,7 @@ def declare(
 
 
 def _key_of(option: str, value: str) -> str:
-    """Return the override that an option's name stands for; "" where it names no key."""
+    """Return the override for an option's name; "" if the name is not a key."""
     from polyturn.api.keywords import path_of
     from polyturn.config.well_known import suggestion
 
@@ -111,25 +112,25 @@ def _key_of(option: str, value: str) -> str:
 
 
 def new_folder(folder: Path) -> Path:
-    """Return the folder that a command is to write; refused first where it could not be.
+    """Return the output folder of a command, after checking that it can be made and written.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     check_writable(folder)
     return folder
 
 
 def new_optional_folder(folder: Path | None) -> Path | None:
-    """As `new_folder`, where the option can be left out."""
+    """Check an optional output folder; see `new_folder`."""
     return None if folder is None else new_folder(folder)
 
 
 def new_file(file: Path | None) -> Path | None:
-    """Return the file that a command is to write, if it is to write one; refused first where it could not be.
+    """Return the output file of a command, if given, after checking that it can be written.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     if file is not None:
         check_file_writable(file)
@@ -137,15 +138,15 @@ def new_file(file: Path | None) -> Path | None:
 
 
 def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -> None:
-    """Refuse what was given on the command line and has no meaning beside what else was.
+    """Raise for given options that have no effect in combination with others.
 
     Args:
-        context: The command's.
-        used: The names of its parameters that have one.
-        here: What was given beside it, for the message.
+        context: The command's context.
+        used: Names of the parameters that have an effect.
+        here: Description of the combination, for the message.
 
     Raises:
-        ConfigError: the first one that has none.
+        ConfigError: for the first option without effect.
     """
     for parameter in context.command.params:
         name = str(parameter.name)
@@ -154,14 +155,14 @@ def refuse_unused(context: typer.Context, used: Collection[str], *, here: str) -
             written = (
                 " ".join(context.params[name]) if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
             )
-            raise ConfigError(f"{written} means nothing {here}; leave it out")
+            raise ConfigError(f"{written} has no effect {here}; remove it")
 
 
 def embedder_config(embed: str | None, model: str | None) -> Any:
     """Return `--embed` and `--embed-model` as the config of an embedder; the token comes from the environment.
 
     Raises:
-        ConfigError: a URL has no model, or a model no URL.
+        ConfigError: there is a URL without a model, or a model without a URL.
     """
     is_url = embed is not None and embed.startswith(("http://", "https://"))
     if is_url != (model is not None):

@@ -71,10 +71,10 @@ def main(
 
 
 def _tokenizer_of(model: str) -> str:
-    """Return the folder of the tokenizer that lies in a run's folder or in a checkpoint; else what was given.
+    """Return the tokenizer's folder in a run's folder or checkpoint; return other names unchanged.
 
     Raises:
-        ConfigError: it is a file, or the folder of a run that kept no tokenizer.
+        ConfigError: the path is a file, or the folder of a run without a tokenizer.
     """
     folder = Path(model).expanduser()
     if folder.is_file():
@@ -92,7 +92,7 @@ def _tokenizer_of(model: str) -> str:
 
 
 def _refuse(name: str, error: str, *, as_json: bool) -> None:
-    """Print why there is no safe strategy."""
+    """Print the reason why there is no safe strategy."""
     if as_json:
         none = dict.fromkeys(("strategy", "inference_strategy", "parser"), "none")
         row = {"template": name, **none, "reason": error, "error": error, "violations": [error]}
@@ -106,7 +106,7 @@ def _refuse(name: str, error: str, *, as_json: bool) -> None:
 
 
 def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
-    """Return the codec to look at, and the markers that its tokenizer lacked."""
+    """Return the codec to check, and the markers that were added to its tokenizer."""
     if template is None:
         return load_codec(model), ()
     source = template_source(template, base=Path(), key="--template")

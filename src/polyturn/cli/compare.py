@@ -50,7 +50,7 @@ def main(
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return a comparison's result in one sentence."""
+    """Return the result of a comparison as a sentence."""
     paired = comparison.table["all"]["success"]
     delta = paired.difference
     moved = f"{delta.mean * 100:+.1f} points [{delta.low * 100:+.1f}, {delta.high * 100:+.1f}], p = {paired.p:.3g}"
@@ -82,7 +82,7 @@ def _common(store_a: StoredRun, store_b: StoredRun, a: Path, b: Path) -> list[st
     of_a, of_b = _splits(store_a), _splits(store_b)
     common = sorted(s for s in of_a & of_b if s.startswith("eval/"))
     if not common:
-        raise DataError(f"{a} and {b} have no evaluation in common; {a} has {sorted(of_a)} and {b} has {sorted(of_b)}")
+        raise DataError(f"{a} and {b} have no common evaluation; {a} has {sorted(of_a)} and {b} has {sorted(of_b)}")
     return common
 
 

@@ -17,10 +17,10 @@ from polyturn.cli.arguments import Command, Overrides, new_file
 
 
 class DefaultGroup(TyperGroup):
-    """A group whose arguments go to its command "print" unless they name another one of its commands."""
+    """A group with the default command "print"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert the default command if none was given."""
+        """Insert the default command if there is none."""
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
             args = ["print", *args]
         return super().parse_args(ctx, args)

@@ -1,4 +1,4 @@
-"""The commands' output: results to stdout, and commands in a form that can be pasted into a shell."""
+"""The output of commands: results on stdout, and commands that can be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.table import Table
 from polyturn.infra.console import make_console
 
 PLAIN_WIDTH = 160
-"""Columns of a table that does not go to a terminal, because the reader's width is unknown there."""
+"""Width of tables that are not printed to a terminal, in columns."""
 
 
 def program() -> list[str]:
-    """Return the words that start this program again: `polyturn` where the shell finds this one, else its path."""
+    """Return the words that start this program: `polyturn` if the shell finds this one, otherwise its path."""
     own = Path(sys.executable).with_name("polyturn")
     path = shutil.which("polyturn")
     if not own.is_file():
@@ -27,12 +27,12 @@ def program() -> list[str]:
 
 
 def command(*words: object) -> str:
-    """Return a command of this program as it can be pasted into a shell: command("show", "my run", "g0/0")."""
+    """Return a command of this program in a form that can be pasted into a shell: command("show", "my run", "g0/0")."""
     return shlex.join([*program(), *map(str, words)])
 
 
 class Output:
-    """Results on stdout."""
+    """Prints results on stdout."""
 
     def __init__(self) -> None:
         self.console = make_console()
@@ -44,10 +44,10 @@ class Output:
         self.console.print(table)
 
     def text(self, text: str, *, style: str | None = None) -> None:
-        """Print text as it is, on as many lines as it has."""
+        """Print text unchanged."""
         self.console.print(text, style=style, soft_wrap=True)
 
     def fact(self, name: str, value: object) -> None:
-        """Print one name with its value, for instance where something was left."""
+        """Print a name with its value, for instance the path of an output."""
         path = str(value) + "/" if isinstance(value, Path) and value.is_dir() else str(value)
         self.text(f"{name:<15}{path}")

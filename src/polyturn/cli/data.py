@@ -2,7 +2,7 @@
 
     polyturn data gsm8k | geo3k | search | index | harbor
 
-Each but `harbor` writes files and prints where they are.
+All except `harbor` write files and print their paths.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def data() -> None:
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[None]:
-    """Remove what a command that fails has made: files in `out` that were not there, and folders that it made for them."""
+    """If the command fails, remove the new files in `out` and the folders made for them."""
     before = set(out.rglob("*")) if out.is_dir() else set()
     missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         yield
     except BaseException:
-        new_files = sorted(set(out.rglob("*")) - before if out.is_dir() else (), reverse=True)  # what is inside comes first
+        new_files = sorted(set(out.rglob("*")) - before if out.is_dir() else (), reverse=True)  # contents before folders
         for path in [*new_files, *missing]:
-            with suppress(OSError):  # a folder that something else was put into stays
+            with suppress(OSError):  # a folder with other contents stays
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         raise
 
@@ -197,7 +197,7 @@ def harbor(
 
 
 def _needs(task: HarborTask) -> list[str]:
-    """The needs of a task: its steps, image, limits and deadlines in seconds."""
+    """Describe the needs of a task: steps, image, limits, and deadlines in seconds."""
     wanted, has_dockerfile = task.file.environment, (task.folder / "environment/Dockerfile").exists()
     memory = f"{wanted.memory_mb} MB" if wanted.memory_mb else wanted.memory or "-"
     agents, verifiers = [step.agent.timeout_sec for step in task.steps], [step.verifier.timeout_sec for step in task.steps]

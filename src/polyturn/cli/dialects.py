@@ -1,4 +1,4 @@
-"""Configs in the keys of another library: which there are, which one a file is written in.
+"""Configurations with the keys of another library: find the dialects, and detect that of a file.
 
 polyturn train --other CONFIG     is     polyturn train --dialect other CONFIG
 """
@@ -21,11 +21,11 @@ GROUP = "polyturn.config_dialects"
 
 
 def find_dialect(name: str) -> ConfigDialect:
-    """Return a dialect by its name.
+    """Return the dialect of this name.
 
     Raises:
-        UnknownNameError: there is none.
-        ConfigError: the package that registers it registers something else.
+        UnknownNameError: there is no such dialect.
+        ConfigError: the package registers an object that is not a dialect.
     """
     if name not in offered(GROUP):
         raise UnknownNameError(f"--dialect: there is no {name!r}.{did_you_mean(name, offered(GROUP))}")
@@ -36,7 +36,7 @@ def find_dialect(name: str) -> ConfigDialect:
 
 
 def spelled_out(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of a command with `--NAME` of a dialect as `--dialect NAME`; those behind `--` stay."""
+    """Yield the arguments with `--NAME` of a dialect replaced by `--dialect NAME`; arguments after `--` stay."""
     flags = {f"--{name}": name for name in offered(GROUP)}
     rest = iter(arguments)
     for one in rest:
@@ -49,17 +49,18 @@ def spelled_out(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def described() -> str:
-    """Return the flags of all dialects and whose keys they are, for the help of a command."""
+    """Return the flags of all dialects with their libraries, for the help text."""
     return ", ".join(f"--{name} ({one.title})" for name, one in load_each(GROUP, ConfigDialect))
 
 
 def load_native(
     path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, tells: bool = True
 ) -> Loaded[RunConfig]:
-    """Read a config in polyturn's keys, as `load_config` does. The error for another library's config says how to run it.
+    """Load a configuration with polyturn's keys, like `load_config`. The error for another library's file contains the
+    command to run it.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be loaded.
     """
     from polyturn.cli.console import command
     from polyturn.config.load import load_config
@@ -72,28 +73,28 @@ def load_native(
             raise
         dialect, flag = find_dialect(name), f"--{name}"
         raise ConfigError(
-            f"{path} is written in the keys of {dialect.title}, not in polyturn's; add {flag}: "
+            f"{path} has the keys of {dialect.title}, not polyturn's; add {flag}: "
             f"{command('train', path, *overrides, flag)}"
             + (
                 ""
                 if dialect.migrate is None
-                else f". For every other command, write it in polyturn's keys: {command('config', 'migrate', path)}"
+                else f". For other commands, convert it to polyturn's keys: {command('config', 'migrate', path)}"
             )
         ) from problem
 
 
 def begin(path: Path, overrides: Sequence[str]) -> None:
-    """Check a config before anything slow is imported, and say that its run begins."""
+    """Check a configuration before slow imports, and log the start of the run."""
     from polyturn.api.ranks import tell_start
 
     tell_start(load_native(path, overrides, tells=False).config.name)
 
 
 def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
-    """Train what a file describes in the keys of a dialect; of a file in polyturn's own it is said that it is one.
+    """Train from a file in a dialect; raise with advice if the file has polyturn's keys.
 
     Raises:
-        ConfigError: there is no such dialect, or the file cannot be trained.
+        ConfigError: there is no such dialect, or the file cannot be used.
     """
     from polyturn.cli.console import command
 
@@ -103,13 +104,13 @@ def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume:
         if dialect_of(path) is not None or not _is_native(path, overrides):
             raise
         raise ConfigError(
-            f"{path} is written in polyturn's own keys, not in those of {find_dialect(name).title}; leave out --{name}: "
+            f"{path} has polyturn's keys, not those of {find_dialect(name).title}; remove --{name}: "
             f"{command('train', path, *overrides)}"
         ) from problem
 
 
 def dialect_of(path: Path) -> str | None:
-    """Return the name of the dialect that a file seems to be written in; None where it looks like one of ours."""
+    """Return the name of the dialect that a file seems to use; None for polyturn's keys."""
     from polyturn.config.models import RunConfig
     from polyturn.infra.yaml_file import read_yaml
 
@@ -126,11 +127,11 @@ def dialect_of(path: Path) -> str | None:
 
 
 def to_migrate(path: Path) -> MigrateDialect:
-    """Return the function that writes a file as a native configuration: of its dialect or, if none is seen, of the only one
-    that can.
+    """Return the function that converts a file to polyturn's keys: that of its dialect, or if none is detected, of the only
+    dialect that can.
 
     Raises:
-        ConfigError: no dialect can, or the file is a native configuration already.
+        ConfigError: no dialect can convert it, or the file already has polyturn's keys.
     """
     from polyturn.cli.console import command
 
@@ -138,14 +139,14 @@ def to_migrate(path: Path) -> MigrateDialect:
     name = dialect_of(path)
     if name is not None and name not in able:
         raise ConfigError(
-            f"{path} is written in the keys of {find_dialect(name).title}, of which there is no translation; train it as it "
-            f"is: {command('train', path, f'--{name}')}"
+            f"{path} has the keys of {find_dialect(name).title}, which cannot be converted; train from it directly: "
+            f"{command('train', path, f'--{name}')}"
         )
     if name is None and _is_native(path):
-        raise ConfigError(f"{path} is written in polyturn's keys already; use it as it is: {command('train', path)}")
+        raise ConfigError(f"{path} already has polyturn's keys; use it directly: {command('train', path)}")
     if name is None and len(able) != 1:
         known = ", ".join(find_dialect(one).title for one in able) or "no library"
-        raise ConfigError(f"{path} is not known as a config of {known}")
+        raise ConfigError(f"{path} is not recognised as a configuration of {known}")
     return able[name or next(iter(able))]
 
 

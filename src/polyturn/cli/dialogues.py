@@ -1,4 +1,4 @@
-"""The same evaluation tasks before and after training, side by side: what the first policy said, and what the last one says.
+"""Evaluation dialogues before and after training, side by side.
 
 task eval-3           before: reward 0             after: reward 1
 user                  What is 21 + 18? ...         What is 21 + 18? ...
@@ -20,19 +20,19 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.store.stored_run import StoredRun
 
 MAX_CHARS = 240
-"""Characters of a message that a column shows."""
+"""Largest number of characters of a message in a column."""
 
 
 def dialogues(folder: Path, split: str, *, limit: int = 2) -> list[Table]:
-    """Tables of tasks that the last evaluation solves and the first one failed, with both dialogues.
+    """Return tables of tasks that the last evaluation solved and the first one failed, with both dialogues.
 
-    Tasks that the last policy solves after feedback come before those that it solves in the first turn, one of each where
-    there are both. Without a task that improved, the first tasks of the evaluation are shown as they are.
+    Tasks that the last policy solved after feedback precede those solved in the first turn, with one of each if possible. If
+    no task improved, the first tasks of the evaluation are shown.
 
     Args:
         folder: The run's folder.
         split: The evaluation, for instance `eval/greedy`.
-        limit: How many tasks at most.
+        limit: Largest number of tasks.
     """
     run = StoredRun(folder).select(split=split)
     if not len(run):
@@ -70,7 +70,7 @@ def _side_by_side(before: Trajectory, after: Trajectory, *, task: str) -> Table:
         roles = [one.messages[number].role for one in (before, after) if number < len(one.messages)]
         cells = [_cell(one, number) for one in (before, after)]
         if not any(cell.plain for cell in cells):
-            continue  # the answer of an interaction that ended the episode without a word
+            continue  # the empty answer of an interaction that ended the episode
         table.add_row("/".join(dict.fromkeys(roles)), cells[0], cells[1] if number >= shared else Text("the same", "dim"))
     return table
 

@@ -1,7 +1,7 @@
-"""`polyturn doctor`: the installed features, the missing ones, and the dependencies that those lack.
+"""`polyturn doctor`: the installed and missing features, and the missing dependencies.
 
-Reads package metadata only, so that it also runs where an installation is broken; torch is imported in a process of its own,
-because a broken one can take the process with it.
+It only reads package metadata, so that it works with a broken installation. torch is imported in a separate process, because
+a broken torch can crash the process.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ FEATURES = {
     "trackio": "curves and samples in trackio",
     "otel": "spans of episodes, turns and tool calls",
 }
-"""Extra -> what it is for; an extra that is not named here is shown without."""
+"""Extra -> purpose; other extras are shown without a purpose."""
 _DEVELOPMENT = ("dev", "browser", "docs")
 PROGRAMS = {"bwrap": "the sandbox for model-written code", "nvidia-smi": "GPUs", "git": "the version in a run's records"}
 SERVERS = {"vllm": "launching vLLM servers", "sglang": "launching SGLang servers"}
-"""Package -> what it is for. They often live in an environment of their own, beside this one."""
+"""Package -> purpose. They are often in a separate environment."""
 _PROBE = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -61,7 +61,7 @@ print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()
 
 
 class Extra(NamedTuple):
-    """One extra of the package: what it brings and what of that is not installed."""
+    """An extra of the package, with its installed and missing dependencies."""
 
     name: str
     installed: list[str]
@@ -118,7 +118,7 @@ def _explain(project: Path, *, as_json: bool) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the machine, the interpreter and the packages that everything stands on, as text."""
+    """Describe the machine, the interpreter and the basic packages."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     facts = {
         "polyturn": _version("polyturn"),
@@ -133,7 +133,7 @@ def environment() -> dict[str, str]:
 
 
 def extras() -> Iterator[Extra]:
-    """Yield each extra of the installed package, with what of it is there."""
+    """Yield each extra of the installed package with its installed dependencies."""
     wanted: dict[str, list[str]] = {}
     for line in metadata.requires("polyturn") or []:
         requirement, _, marker = line.partition(";")
@@ -162,7 +162,7 @@ def _torch() -> dict[str, str]:
     done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {"torch": f"{_version('torch')}, and it cannot be imported: {reason}"}
+        return {"torch": f"{_version('torch')}, which cannot be imported: {reason}"}
     facts = json.loads(done.stdout.splitlines()[-1])
     gpus = ", ".join(facts["gpus"]) or "none"
     return {

@@ -1,8 +1,8 @@
-"""The end of a process of the command line, whatever threads, tasks and exit handlers plug-ins left behind.
+"""End a command's process despite threads, tasks and exit handlers that plug-ins left running.
 
-Python ends a process only after every thread that is not a daemon and after every exit handler, and then closes coroutines
-that still wait, which runs their code once more. Only a plug-in's author can end what the plug-in began, so here threads
-and handlers get `GRACE_S` and are then named, and objects are not taken down one by one.
+Python ends a process only after all non-daemon threads and exit handlers, and then closes waiting coroutines, which runs
+their code again. Threads and handlers of plug-ins get `GRACE_S` and are then logged and abandoned; objects are not
+finalised.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from polyturn.core.code_origin import place_of
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""Seconds that threads and exit handlers may take once a command is done."""
+"""Seconds for threads and exit handlers after a command is done."""
 
 
 def end_process(run: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end the process with its exit code as Python would, within `GRACE_S`."""
+    """Call `run`, and end the process with its exit code within `GRACE_S`."""
     code = 1
-    atexit.register(lambda: _leave(code))  # handlers run in reverse order, so this one follows those of plug-ins
+    atexit.register(lambda: _leave(code))  # handlers run in reverse order, so this one runs after those of plug-ins
     try:
         run()
         sys.exit(0)
@@ -42,7 +42,7 @@ def end_process(run: Callable[[], object]) -> NoReturn:
 
 
 def _end_anyway(code: int) -> None:
-    """Run in a thread: end the process although something keeps it."""
+    """End the process although threads or handlers are still running; runs in a thread."""
     time.sleep(GRACE_S)
     frames = sys._current_frames()
     left = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread() and t.ident in frames]

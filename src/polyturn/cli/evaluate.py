@@ -1,6 +1,6 @@
 """`polyturn eval`: the evaluation sets of a config, on any weights or any served model, without training.
 
-It prints tables, and leaves the trajectories and a report.json in a run folder of their own.
+It prints tables, and writes the trajectories and report.json to a new run folder.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
 
 
 def _cell(number: float, name: str) -> str:
-    if math.isnan(number):  # nothing that it could be measured on, such as calls where there are no tools
+    if math.isnan(number):  # undefined, such as the share of valid calls without tools
         return "-"
     return f"{number:.0f}" if name.startswith("num_") else f"{number:.3f}"
 
 
 def statistics_table(name: str, statistics: Mapping[str, Statistics]) -> Table:
-    """Return a column for each data source and a row for each number, with its 95 % interval over tasks."""
+    """Return a table with a column per data source and a row per statistic, with 95 % intervals over tasks."""
     table = Table(f"{name}, 95 % intervals", *statistics)
     table.add_row("tasks / samples", *(f"{s.num_tasks} / {s.num_samples}" for s in statistics.values()))
     table.add_row("success", *(str(s.success) for s in statistics.values()))

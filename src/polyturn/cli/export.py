@@ -1,9 +1,9 @@
-"""`polyturn export`: a run's model as a Hugging Face folder that anything else loads.
+"""`polyturn export`: write a run's model as a Hugging Face folder.
 
     RUN, or one of its checkpoints  ->  config.json, weights, tokenizer, chat template
 
-A checkpoint holds whole weights, however many ranks trained them, so most of this is a copy. An adapter is merged into its
-base model, which the run's config names.
+A checkpoint contains whole weights for any number of ranks, so they are copied. An adapter is merged into its base model,
+which the run's config names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(
 ) -> None:
     """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise ConfigError(f"{out} is there already; name a new folder, or remove it")
+        raise ConfigError(f"{out} already exists; choose a new folder, or remove it")
     model = build.model_folder(source)
     assert model is not None
     hub = None if push_to is None else _sign_in(push_to)
@@ -81,10 +81,10 @@ def main(
 
 
 def _sign_in(name: str) -> HfApi:
-    """Return the hub's client, once it knows who the user is, so that nothing is written before.
+    """Sign in and return the hub's client, before any file is written.
 
     Raises:
-        ConfigError: there is no token, it is not valid, or the hub cannot be reached.
+        ConfigError: there is no token, the token is invalid, or the hub cannot be reached.
     """
     import huggingface_hub
 
@@ -119,14 +119,14 @@ def _hub_errors(name: str) -> Iterator[None]:
 
 
 def _dtype_of_origin(source: Path) -> str | None:
-    """Return the dtype of the model that the run of `source` started from; None where that is not found here."""
+    """Return the dtype of the model that the run of `source` started from; None if unknown."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         path, base = _config_of(source), base_of(_config_of(source))
         origin = read_yaml(path).get("model", {}).get("path")
-    except ConfigError:  # a folder that belongs to no run
+    except ConfigError:  # a folder outside a run
         return None
     if not isinstance(origin, str):
         return None
@@ -135,13 +135,13 @@ def _dtype_of_origin(source: Path) -> str | None:
         return _dtype_of(folder)
     try:
         cached = try_to_load_from_cache(origin, "config.json")
-    except HFValidationError:  # a model that a program gave
+    except HFValidationError:  # a model object from a program
         return None
     return _dtype_of(Path(cached).parent) if isinstance(cached, str) else None
 
 
 def _dtype_of(model: Path) -> str | None:
-    """Return the dtype that a model's config names; None where it names none."""
+    """Return the dtype in a model's config; None without one."""
     config = model / "config.json"
     if not config.is_file():
         return None
@@ -151,7 +151,7 @@ def _dtype_of(model: Path) -> str | None:
 
 
 def _cast(model: Path, dtype: str) -> None:
-    """Write the weights of a folder anew where they are of another floating dtype, file by file."""
+    """Convert the weights of a folder to a floating dtype, file by file."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -162,7 +162,7 @@ def _cast(model: Path, dtype: str) -> None:
         num_bytes += sum(t.numel() * t.element_size() for t in cast.values())
         if any(cast[name].dtype != t.dtype for name, t in tensors.items()):
             is_changed = True
-            draft = file.with_suffix(".draft")  # the tensors that were read are a map of the file
+            draft = file.with_suffix(".draft")  # the loaded tensors are memory-mapped from the file
             save_file(cast, draft, metadata={"format": "pt"})
             draft.replace(file)
     if not is_changed:
@@ -178,7 +178,7 @@ def _cast(model: Path, dtype: str) -> None:
 
 
 def _require_weights(model: Path) -> None:
-    """Refuse a folder without weights, or with some that are cut: a header says how long its file is."""
+    """Raise for a folder without weights, or with truncated files, by the lengths in their headers."""
     files = [file for kind in ("safetensors", "bin") for file in sorted(model.glob(f"*.{kind}"))]
     if not files:
         raise CheckpointError(f"there are no weights in {model}")
@@ -192,7 +192,7 @@ def _require_weights(model: Path) -> None:
 
 
 def _copy(model: Path, out: Path) -> None:
-    """Copy so that `out` is whole or not there."""
+    """Copy atomically: `out` is either complete or absent."""
     draft = out.with_name(f".{out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -211,7 +211,7 @@ def _merge(model: Path, out: Path, *, config: Path) -> None:
 
     source, _ = open_source(config, [])
     own = source.config.model
-    # The config in a run's folder says paths as they were beside the original one; the adapter has its base as it was found.
+    # Paths in a run's config are relative to the original config; the adapter has the resolved path of its base model.
     base = json.loads((model / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if own.path is not None and base and not (source.base / str(own.path)).is_dir() and Path(base).is_dir():
         source = replace(source, config=source.config.model_copy(update={"model": own.model_copy(update={"path": base})}))
@@ -225,5 +225,6 @@ def _config_of(source: Path) -> Path:
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"
     raise ConfigError(
-        f"{source} holds an adapter, and no config.yaml above it names the base model; give the run's config with --config"
+        f"{source} contains an adapter, and no config.yaml above it names the base model; give the run's config with "
+        "--config"
     )

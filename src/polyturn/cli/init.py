@@ -1,7 +1,7 @@
-"""`polyturn init`: a folder with tasks, a plug-in, a config and tests that pass, to begin a project from.
+"""`polyturn init`: create a project with tasks, a plug-in, a config and passing tests.
 
-What it writes is in `templates/`: `common` for every project, and a folder for each kind. Nothing is downloaded: the model
-is a published one in small, with random weights.
+The files are in `templates/`: `common` for every project, and a folder per kind. Nothing is downloaded: the model is a small
+version of a published one, with random weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = {
     "env": "an environment that it acts on",
     "agent": "an agent with a loop of its own, behind OpenAI's API",
 }
-"""Kind of project -> what its author writes."""
+"""Kind of project -> the plug-in that the user writes."""
 MODEL = "Qwen/Qwen3-0.6B"
 
 
@@ -41,7 +41,7 @@ def main(
         raise ConfigError(f"there is no kind of project {kind!r}.{did_you_mean(kind, KINDS)}")
     check_writable(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{str(folder)!r} is there already; name a new folder, so that nothing of yours is overwritten")
+        raise ConfigError(f"{str(folder)!r} already exists; choose a new folder, so that no file is overwritten")
     from polyturn.testing import tiny
 
     tiny(MODEL, folder / "model")
@@ -68,5 +68,5 @@ def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:
             if file not in written:
                 written.add(file)
                 lines = environment.get_template(f"{part}/{template.name}").render(name=name).splitlines(keepends=True)
-                # A block that a kind leaves empty leaves a blank line; in a config those mean nothing.
+                # An empty block of a kind leaves a blank line; remove blank lines from configs.
                 yield file, "".join(line for line in lines if file != "config.yaml" or line.strip())

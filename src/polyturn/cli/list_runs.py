@@ -1,4 +1,4 @@
-"""`polyturn show FOLDER`: the runs of a folder, one line each."""
+"""`polyturn show FOLDER`: list the runs of a folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from polyturn.tracking.jsonl import read_metrics
 
 
 def run(folder: Path) -> None:
-    """Print the runs inside `folder`, the newest first.
+    """Print the runs inside `folder`, newest first.
 
     Raises:
-        DataError: there is none.
+        DataError: the folder has no runs.
     """
     table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
     for path in find_runs([folder]):

@@ -1,7 +1,7 @@
-"""Listening of the commands that serve over HTTP: for programs (a model, tools), for people (the viewer, the desk).
+"""Listen for HTTP requests: of programs (to a model, tools), or of people (to the viewer, the desk).
 
-Separate because what is served differs and this does not: the port that is free, who may ask, the line that says where. A
-page for people makes its own token where others could reach it, and the link that is printed has it.
+This module chooses the port, sets the access rules, and logs the address. A page for people that others can reach gets a
+token, which is part of the printed link.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ TOKEN_VARIABLE = "POLYTURN_TOKEN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of the server itself, not of its episodes."""
+    """Options of a server, not of its episodes."""
 
     host: str = "127.0.0.1"
     port: int | None = None
-    """The port that was asked for, and no other; None takes the first free one from `first_port` on."""
+    """The port; None takes the first free one from `first_port` on."""
     first_port: int = 8000
     token: str | None = None
-    """The token itself; else it is in `token_file`."""
+    """The token; None reads `token_file`."""
     token_file: Path | None = None
-    """File with the token; else the environment variable POLYTURN_TOKEN."""
+    """File with the token; None reads the environment variable POLYTURN_TOKEN."""
     grace_s: float = 30.0
     deadline_s: float | None = None
     rate_limit: str | None = None
-    """The rate at which one client may ask, as `ClientRateLimit.parse` reads it; None is as often as it likes."""
+    """Rate limit per client, in the format of `ClientRateLimit.parse`; None sets no limit."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names under which the server is reached."""
+    """Further host names of the server."""
 
     def bind(self) -> socket.socket:
-        """Return a socket that listens.
+        """Return a listening socket.
 
         Raises:
-            ConfigError: the address is not one of this machine's, or the port is in use.
+            ConfigError: the address is not on this machine, or the port is in use.
         """
         from polyturn.serving.listen import bind
 
         return bind(self.host, self.first_port if self.port is None else self.port, is_only=self.port is not None)
 
     def check_port(self) -> None:
-        """Refuse a port that was asked for and is in use, before a model is loaded for it.
+        """Raise if the configured port is in use, before a model is loaded.
 
         Raises:
-            ConfigError: as `bind` does.
+            ConfigError: as `bind`.
         """
         if self.port is not None:
             self.bind().close()
 
     def rules(self, **changes: Any) -> ServerRules:
-        """Return the rules for requests of programs; `changes` are fields of `ServerRules`.
+        """Return the access rules for programs; `changes` are fields of `ServerRules`.
 
         Raises:
-            ConfigError: the address would be open to others without a token, or a value cannot work.
+            ConfigError: the address would be open to others without a token, or a value is invalid.
         """
         token = self.token
         if token is None:
@@ -78,7 +78,7 @@ class ServeOptions:
         return self.rules_of(token, **changes)
 
     def rules_of(self, token: str | None, **changes: Any) -> ServerRules:
-        """Return the rules with this token; raises what `rules` raises."""
+        """Return the rules with this token; raises like `rules`."""
         from polyturn.serving.auth import ServerRules, is_loopback
         from polyturn.serving.listen import check_exposure
         from polyturn.serving.rate_limit import ClientRateLimit
@@ -109,29 +109,29 @@ def read_token(path: Path) -> str:
 
 @contextmanager
 def needing(extra: str, *, what: str) -> Iterator[None]:
-    """Import inside what `what` needs; `extra` of this package brings it.
+    """Context for the imports of `what`, whose dependencies are in the package's `extra`.
 
     Raises:
-        ConfigError: something of it is not installed.
+        ConfigError: a dependency is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            f"{missing.name} is not installed; `pip install 'polyturn[{extra}]'` brings what {what} needs"
+            f"{missing.name} is not installed; `pip install 'polyturn[{extra}]'` installs the dependencies of {what}"
         ) from None
 
 
 def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, path: str, more: str = "") -> None:
-    """Serve an application to programs until a signal asks to stop.
+    """Serve an application to programs until a signal.
 
     Args:
-        app: The application, which is guarded.
-        options: Where it listens.
-        rules: What it is guarded with.
-        what: What is served, for the log.
-        path: Where programs ask.
-        more: What else the log says, behind the address.
+        app: The application; access rules are added.
+        options: Options of the server.
+        rules: The access rules.
+        what: Name of the service in the log.
+        path: Path for requests, for the log.
+        more: Text for the log after the address.
     """
     import uvicorn
 
@@ -148,10 +148,10 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     """Serve a page to people until interrupted.
 
     Args:
-        make: Returns the application under the rules.
-        options: Where it listens; without a token, one is made where others could reach it.
-        label: What the link is for.
-        max_body_bytes: The largest request that is read.
+        make: Makes the application with the rules.
+        options: Options of the server; if others can reach it and there is no token, one is made.
+        label: Label of the link.
+        max_body_bytes: Largest size of a request, in bytes.
 
     Raises:
         ConfigError: the address cannot be used.

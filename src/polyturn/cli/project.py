@@ -1,7 +1,6 @@
-"""`polyturn doctor PROJECT`: the parts of a project, and the mistakes in each.
+"""`polyturn doctor PROJECT`: check the parts of a project.
 
-Separate from `doctor.py`, which checks the machine. Each part is checked by itself, so that one mistake does not hide
-another; no weights are loaded.
+Each part is checked by itself, so that one mistake does not hide another. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from polyturn.tokens.hub import only_cached
 
 
 def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
-    """Yield (part, description or error, whether it is right) for each part of a project.
+    """Yield (part, description or error, whether the part is valid) for each part of a project.
 
     Raises:
-        ConfigError: there is no config, or it cannot be read.
+        ConfigError: there is no config, or it cannot be loaded.
     """
     file = config_of(path)
     loaded = with_step_size(load_native(file, ()), resume=False)
@@ -46,17 +45,17 @@ def explain(path: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def config_of(path: Path) -> Path:
-    """Return the config that a file or a project's folder means.
+    """Return the config for a path, which may be a project's folder.
 
     Raises:
-        ConfigError: there is none, or more than one and none of them is config.yaml.
+        ConfigError: there is no config, or there are several without config.yaml.
     """
     if not path.is_dir():
         return path
     configs = [path / "config.yaml"] if (path / "config.yaml").is_file() else sorted(path.glob("*.yaml"))
     if len(configs) != 1:
         has = f"the YAML files {', '.join(p.name for p in configs)}" if configs else "no YAML file"
-        raise ConfigError(f"{str(path)!r} has {has}, and no config.yaml; name the config, or begin with `polyturn init`")
+        raise ConfigError(f"{str(path)!r} has {has}, and no config.yaml; give the config, or start with `polyturn init`")
     return configs[0]
 
 
@@ -69,7 +68,7 @@ def _model(source: ConfigSource) -> str:
         return f"{where}, from the hub's cache" if only_cached(where) else f"{where}, fetched from the hub"
     file = Path(where) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{where!r} has no config.json; model.path names a folder in Hugging Face format, or a hub name")
+        raise ConfigError(f"{where!r} has no config.json; set model.path to a folder in Hugging Face format, or a hub name")
     fields = json.loads(file.read_text(encoding="utf-8"))
     sizes = f"{fields.get('num_hidden_layers')} layers of {fields.get('hidden_size')}"
     return f"{(fields.get('architectures') or ['?'])[0]} in {where}: {sizes}"

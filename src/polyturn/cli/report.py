@@ -30,13 +30,15 @@ def main(
     """Write a page about runs in one file, or plot their metrics."""
     if metric:
         if trajectories is not None:
-            raise ConfigError("-n counts trajectories of a page, and --metric draws a picture, which has none; drop one")
+            raise ConfigError(
+                "-n sets the number of trajectories of a page, and --metric draws a picture without any; remove one of them"
+            )
         from polyturn.tracking.plot import plot_metrics
 
         Output().fact("curve", plot_metrics(runs, metric, out or Path("curve.png")))
         return
     if out is not None and out.suffix.lower() not in ("", ".html", ".htm"):
-        raise ConfigError(f"--out is {out}, and a report is a page: name a .html file, or the metrics to draw with --metric")
+        raise ConfigError(f"--out is {out}, and a report is a page: give a .html file, or --metric to draw metrics")
     from polyturn.viewer.report import write_report
 
     num_trajectories = 10 if trajectories is None else trajectories

@@ -1,4 +1,4 @@
-"""`polyturn rescore`: recorded trajectories under another reward function, beside their recorded rewards."""
+"""`polyturn rescore`: score recorded trajectories with another reward function."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def main(
     out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
 ) -> None:
     """Score a run's trajectories again, with another reward. One row a trajectory says how its reward moved."""
-    folder = Path(os.path.realpath(run))  # whatever the function does to the working directory
+    folder = Path(os.path.realpath(run))  # resolved, because the function may change the working directory
     rescored = folder / "rescored"
     file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"
     out = Path(os.path.realpath(out or rescored / file))
     if out.is_relative_to(folder) and not out.is_relative_to(rescored):
-        raise ConfigError(f"{str(out)!r} is among the run's own files; name another --out, such as one in {rescored}")
+        raise ConfigError(f"{str(out)!r} is one of the run's files; choose another --out, such as one in {rescored}")
     check_file_writable(out, instead="name another --out")
     store = open_store(folder)
     if where is not None:
@@ -69,8 +69,8 @@ def _check_recorded(store: StoredRun, route: str) -> None:
     components = sorted({name for row in store.table(["components"])["components"].to_pylist() for name, _ in row or ()})
     if not any(name == route or (route == "tools" and name.startswith("tool/")) for name in components):
         raise DataError(
-            f"--reward {route}: none of the {len(store)} trajectories holds such a score, so that each would get 0; "
-            f"recorded are {', '.join(components) or 'no rewards'}; name a reward function, or another run"
+            f"--reward {route}: none of the {len(store)} trajectories has such a score, so each would get 0 (there are "
+            f"{', '.join(components) or 'no rewards'}); give a reward function, or another run"
         )
 
 

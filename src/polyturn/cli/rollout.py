@@ -1,4 +1,4 @@
-"""`polyturn rollout`: the episodes of a few training tasks, recorded in a run folder of their own."""
+"""`polyturn rollout`: run episodes of a few training tasks, and record them in a new run folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`polyturn run-as NAME -- COMMAND…`: run a command of another library's users, with polyturn in that library's place.
+"""`polyturn run-as NAME -- COMMAND…`: run a command for another library, with polyturn in place of that library.
 
-A folder with a package of that name goes to the front of PYTHONPATH, for the command and for every process it starts; its
-`sitecustomize` answers for that name, also in a checkout of that very library, which `python -m` puts before it.
+A folder with a package of that name is put at the front of PYTHONPATH, for the command and all processes that it starts. Its
+`sitecustomize` provides the name even in a checkout of that library, which `python -m` would put first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from polyturn.core.plugins import install_namespace
 from polyturn.core.stand_in import StandIn, stand_ins
 
 STANDS_IN = "POLYTURN_RUN_AS"
-"""The libraries whose place is taken, with commas between them; their shims read it."""
+"""Comma-separated names of the replaced libraries, for their shims."""
 DRY_RUN = "POLYTURN_DRY_RUN"
-"""Set for a command whose training programs only check and show what they would do."""
+"""Set if the command's training programs must only check and report."""
 OVERRIDES = "POLYTURN_OVERRIDES"
-"""Overrides, as a JSON list, behind those that the command gives its training programs."""
+"""Further overrides for the command's training programs, as a JSON list."""
 
 _PROGRAM = """#!/bin/sh
 shims={shims}
@@ -70,19 +70,19 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
     Args:
         name: The library.
         command: The command.
-        dry_run: Every training program that it starts checks everything, shows it, and stops.
-        overrides: What each of them appends to its overrides.
+        dry_run: Make its training programs only check and report.
+        overrides: Further overrides for its training programs.
 
     Raises:
-        ConfigError: there is nothing that stands in for `name`, or no such command.
+        ConfigError: there is no stand-in for `name`, or no such command.
     """
     environment = {**os.environ, **variables(name, os.environ)}
     if dry_run or overrides:
         if not find_stand_in(name).takes_overrides:
             readers = " or ".join(one.name for one in stand_ins() if one.takes_overrides)
-            raise ConfigError(f"--dry-run and --set are read by {readers}'s programs, not by {name!r}'s; leave them out")
+            raise ConfigError(f"--dry-run and --set work with {readers}'s programs, not with {name!r}'s; remove them")
         environment |= {OVERRIDES: json.dumps(list(overrides)), **({DRY_RUN: "1"} if dry_run else {})}
-    # `python` is the one that runs polyturn, also where its virtual environment is not activated
+    # `python` is the interpreter of polyturn, even if its virtual environment is not activated
     folders = [_programs(name), str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
     environment["PATH"] = os.pathsep.join(folders)
     if not command:
@@ -94,10 +94,10 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
 
 
 def variables(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that put polyturn in the place of `name`.
+    """Return the environment variables that replace `name` by polyturn.
 
     Raises:
-        ConfigError: there is nothing that stands in for it.
+        ConfigError: there is no stand-in for `name`.
     """
     shims = find_stand_in(name).shims
     former = environment.get("PYTHONPATH")
@@ -109,17 +109,17 @@ def find_stand_in(name: str) -> StandIn:
     """Return the stand-in for a library and its programs.
 
     Raises:
-        ConfigError: there is nothing that does.
+        ConfigError: there is no stand-in.
     """
     known = {one.name: one for one in stand_ins() if one.shims is not None}
     if name not in known:
-        raise ConfigError(f"nothing stands in for {name!r}.{did_you_mean(name, known)}")
+        raise ConfigError(f"there is no stand-in for {name!r}.{did_you_mean(name, known)}")
     return known[name]
 
 
 def _programs(name: str) -> str:
-    """Return a folder with the interpreter, which puts the stand-in on a PYTHONPATH that a script wrote anew, and with the
-    programs of the library, where it has some; scripts call them like any other."""
+    """Return a folder with the library's programs, if any, and a `python` that restores the stand-in if a script has
+    overwritten PYTHONPATH."""
     stand_in, folder, python = find_stand_in(name), Path(tempfile.mkdtemp(prefix="polyturn-")), shlex.quote(sys.executable)
     commands = {own: f"{python} -m {module}" for own, module in stand_in.programs.items()}
     for called, command in {"python": python, "python3": python, **commands}.items():
@@ -130,12 +130,13 @@ def _programs(name: str) -> str:
 
 
 def find_like(name: str) -> None:
-    """Let this process import as one that `run` starts: what stands in for `name` first, the working directory last."""
+    """Set up imports like in a process started by `run`: the stand-in for `name` first, the working directory last."""
     install_namespace(name)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
 
 def runtime_env(name: str, environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the same as a runtime environment of Ray: `ray.init(runtime_env=…)`, `ray job submit --runtime-env-json`."""
+    """Return the environment as a runtime environment of Ray: `ray.init(runtime_env=…)`, `ray job submit
+    --runtime-env-json`."""
     return {"env_vars": variables(name, environment)}

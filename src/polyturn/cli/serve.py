@@ -2,8 +2,8 @@
 
     polyturn serve [--openai | --sandbox | --search INDEX | --mcp TOOLS]
 
-Beyond this machine each of them demands a token. Without one of these options it is a rollout server, whose episodes a
-trainer elsewhere asks for; the others are in `serve_openai.py` and `serve_services.py`.
+All of them require a token for access from other machines. Without one of these options it serves rollouts to a remote
+trainer; the others are in `serve_openai.py` and `serve_services.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _USED = {
     "mcp": {*_PLACE, "idle", "deadline", "grace"},
     "openai": {*_PLACE, *_MODEL, "model_name", "record", "idle"},
 }
-"""The parameters that each kind of server reads, by the parameter that asks for it."""
+"""Parameter that selects a kind of server -> the parameters that it reads."""
 
 
 @declare("serve")
@@ -123,7 +123,7 @@ def main(
     if mcp is not None:
         return serve_services.serve_mcp(options, mcp, stdio=stdio, idle_s=idle)
     if config is None and model is None and not any(o.startswith("model.") for o in overrides or ()):
-        raise ConfigError("no model to serve is named; give --model FOLDER, or the config of a run: --config run.yaml")
+        raise ConfigError("there is no model to serve; give --model FOLDER, or the config of a run: --config run.yaml")
     flags = overrides_of(
         config=config, model=model, scheduler=scheduler, max_turns=max_turns, plugins=plugins or [], engine=engine
     )
@@ -138,10 +138,10 @@ def main(
 
 
 def _refuse_unused_here(context: typer.Context) -> None:
-    """Refuse a parameter of `serve` that this kind of server does not read."""
+    """Raise for a parameter that this kind of server does not read."""
     kind = next((name for name in _USED if context.params[name]), None)
     if kind == "stdio" and context.params["mcp"] is None:
-        raise ConfigError("--stdio goes with --mcp TOOLS; every other server is spoken to over HTTP")
+        raise ConfigError("--stdio works only with --mcp TOOLS; all other servers use HTTP")
     if kind is None:
         refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
     else:
@@ -169,7 +169,7 @@ def overrides_of(
 
 
 def _model(model: str, config: Path | None) -> str:
-    """Return the folder or the hub's name of a model; of a run's folder or a checkpoint's, the model in it.
+    """Return the folder or hub name of a model; for a run's or checkpoint's folder, the model in it.
 
     Raises:
         CheckpointError: there is no model in the folder.
@@ -180,11 +180,11 @@ def _model(model: str, config: Path | None) -> str:
 
     folder = build.model_folder(Path(model))
     assert folder is not None
-    return str(folder if config is None else folder.resolve())  # paths in a config start from its own folder
+    return str(folder if config is None else folder.resolve())  # paths in a config are relative to its folder
 
 
 def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
-    """Serve the scheduler of a configuration until a signal asks to stop."""
+    """Serve rollouts of a configuration until a signal."""
     with needing("serve", what="a server"):
         from polyturn.serving.server import serve
     rules = options.rules()
@@ -216,6 +216,6 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
 
 
 def warn_of_min_concurrent(config: RunConfig) -> None:
-    """Say that a server does not read `rollout.min_concurrent`."""
+    """Warn that a server does not read `rollout.min_concurrent`."""
     if config.rollout.min_concurrent is not None:
-        logger.warning("rollout.min_concurrent is not used: a server runs up to rollout.max_concurrent episodes")
+        logger.warning("rollout.min_concurrent has no effect: a server runs up to rollout.max_concurrent episodes")

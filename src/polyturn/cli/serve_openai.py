@@ -1,4 +1,4 @@
-"""`polyturn serve --openai`: a model behind OpenAI's and Anthropic's APIs, with episodes whose tokens are kept."""
+"""`polyturn serve --openai`: serve a model with OpenAI's and Anthropic's APIs, keeping the tokens of episodes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNTIMED = {"rollout": {"limits": {"timeout_s": None}}}
-"""Below what is configured: who asks may be a person, and silence ends an episode (`--idle`), not a time of its own."""
+"""Defaults: no time limit, because a client may be a person; inactivity (`--idle`) ends an episode."""
 _OPEN_LIMITS = {"rollout.limits.max_turns": "null", "rollout.limits.max_tokens_per_turn": "null"}
-"""Limits that an agent that owns its loop sets itself, unless a configuration says otherwise."""
+"""Defaults for limits that an agent with its own loop sets itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """Options of this way of serving alone."""
+    """Further options of `serve --openai`."""
 
     model_names: tuple[str, ...] = ()
     record: Path | None = None
@@ -37,10 +37,10 @@ class Hosted:
 
 
 def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, hosted: Hosted) -> None:
-    """Serve a model until a signal asks to stop.
+    """Serve a model until a signal.
 
     Raises:
-        ConfigError: the address would be open to others, or something in the configuration cannot work.
+        ConfigError: the address would be open to others, or the configuration cannot work.
     """
     from polyturn import build
     from polyturn.api.console import quiet_transformers
@@ -57,7 +57,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     loaded = load_native(config, [*opened, *overrides], defaults=UNTIMED)
     if unused := unused_keys(loaded.config):
         logger.warning(
-            "%s: not used here, for an agent brings its own tools and loop; polyturn serve --mcp TOOLS offers tools",
+            "%s: no effect, because an agent has its own tools and loop; to serve tools, use polyturn serve --mcp TOOLS",
             ", ".join(unused),
         )
     warn_of_min_concurrent(loaded.config)
@@ -103,7 +103,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
 
 
 def unused_keys(config: RunConfig) -> list[str]:
-    """Return the keys of episodes that are set, and that the agents behind the API decide instead."""
+    """Return the keys that are set but have no effect, because the agents behind the API decide."""
     rollout = config.rollout
     values = {
         "rollout.tools.functions": rollout.tools.functions,
@@ -115,7 +115,7 @@ def unused_keys(config: RunConfig) -> list[str]:
 
 
 def _names(config: Any) -> list[str]:
-    """Return the names that requests may call the model by: its path, the last part of it, and the run's name."""
+    """Return the model names that requests may use: its path, the last part of the path, and the run's name."""
     path = config.model.path
     names = [] if path is None else [str(path), Path(path).name]
     return list(dict.fromkeys([*names, config.name, "polyturn"]))

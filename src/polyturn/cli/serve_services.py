@@ -1,4 +1,4 @@
-"""`polyturn serve --mcp TOOLS | --sandbox | --search INDEX`: services beside a model, for any client of their protocols.
+"""`polyturn serve --mcp TOOLS | --sandbox | --search INDEX`: services for any client of their protocols.
 
 polyturn serve --mcp tools.yaml                      the tools of a tool file by MCP, http://127.0.0.1:8000/mcp
 polyturn serve --mcp tools.yaml --stdio              the same as a client's own process
@@ -22,12 +22,12 @@ MAX_MCP_BYTES = 8 << 20
 
 
 def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_s: float = 600.0) -> None:
-    """Serve tools until a signal asks to stop, or the client's end.
+    """Serve tools until a signal, or with stdio until the client ends.
 
     Args:
         options: Address and token.
         source: A tool file (YAML or JSON), or a Python file with decorated functions.
-        stdio: Whether to speak over standard input and output.
+        stdio: Whether to use standard input and output.
         idle_s: Seconds of silence after which a session is ended.
 
     Raises:
@@ -56,10 +56,10 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
 
 
 def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
-    """Run programs until a signal asks to stop.
+    """Serve a sandbox for programs until a signal.
 
     Raises:
-        ConfigError: the address would be open to others, or code cannot be isolated here.
+        ConfigError: the address would be open to others, or this machine cannot isolate code.
     """
     with needing("serve", what="a server"):
         from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
@@ -83,10 +83,10 @@ def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
 def serve_search(
     options: ServeOptions, index: Path, *, topk: int = 3, embed: str | None = None, model: str | None = None
 ) -> None:
-    """Search until a signal asks to stop.
+    """Serve a search index until a signal.
 
     Raises:
-        ConfigError: the address would be open to others, or there is no index that can be read.
+        ConfigError: the address would be open to others, or the index cannot be read.
     """
     with needing("serve", what="a server"):
         from polyturn.serving.search import MAX_BODY_BYTES, create_app

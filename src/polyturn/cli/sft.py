@@ -1,4 +1,4 @@
-"""`polyturn sft`: supervised training alone, through the same tokens and loss weights as everything else."""
+"""`polyturn sft`: supervised training only."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def main(config: ConfigArgument, overrides: Overrides = None, checkpoint: Checkp
 
     source, resolved = open_source(config, changes)
     if source.config.warm_start.steps == 0:
-        raise ConfigError("warm_start.steps is 0: there is nothing to train; set it, for instance warm_start.steps=200")
+        raise ConfigError("warm_start.steps is 0, so nothing would be trained; set it, for instance warm_start.steps=200")
     if checkpoint is None:
         check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
     build.check_plugins(source)
     build.check_warm_start(source)
     from polyturn.api.warm_starting import warm_checkpoints, warm_start  # imports PyTorch, which takes seconds
 
-    # The folder of such a run that was interrupted goes on.
+    # If --checkpoint is the folder of an interrupted run of this command, resume that run.
     interrupted = checkpoint if checkpoint is not None and warm_checkpoints(checkpoint).latest() is not None else None
     folder = interrupted or Path(source.config.out) / f"{source.config.name}-sft"
     check_writable(interrupted or folder.parent, instead=ANOTHER_FOLDER)

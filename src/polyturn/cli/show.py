@@ -1,10 +1,10 @@
-"""`polyturn show`: recorded trajectories in the terminal: a list, one as a conversation, or one as tokens.
+"""`polyturn show`: recorded trajectories in the terminal, as a list, a conversation, or tokens.
 
-    polyturn show RUN --where "reward < 1"     the newest, narrowed
+    polyturn show RUN --where "reward < 1"     the newest that match
     polyturn show RUN g5/2                     as a conversation
     polyturn show RUN g5/2 --tokens            token by token: sampled and trained, sampled and not, observation, prompt
 
-A run that is damaged, half written, empty or of an older version is shown as far as it goes, with a sentence about the rest.
+A run that is damaged, incomplete, empty or of an older version is shown as far as possible, with a message about the rest.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from polyturn.viewer.tokens import DROPPED, STOPPED, TokenTexts, why
 
 COLOURS = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green"}
 BAD = (("failed", "error", "error is not null"), ("with a tool call that failed", "num_tool_errors", "num_tool_errors > 0"))
-"""The counts beneath a list: the name, the column that tells, and the filter that lists these alone."""
+"""Counts below a list: (name, column, SQL condition)."""
 MAX_TRUTH = 200
-"""Characters of a ground truth that are shown; programs and their tests are longer."""
+"""Largest number of characters of a ground truth to show; programs and tests are longer."""
 TRAINED, UNTRAINED = "black on green", "green"
 TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
@@ -56,7 +56,7 @@ def main(
     """List the runs of a folder, or a run's trajectories, or show one."""
     trajectory = named or trajectory
     if tokens and trajectory is None:
-        raise ConfigError("--tokens shows one trajectory; name it, as `polyturn show RUN` lists them")
+        raise ConfigError("--tokens shows one trajectory; give its id from the list of `polyturn show RUN`")
     if trajectory is None and split is None and where is None and _holds_runs(folder):
         list_runs.run(folder)
         return
@@ -85,7 +85,7 @@ def _holds_runs(folder: Path) -> bool:
 
 
 def show_one(console: Console, trajectory: Trajectory) -> None:
-    """Print one trajectory as a conversation. Text of the environment is shown as text, whatever it contains."""
+    """Print a trajectory as a conversation. Text of the environment is printed without interpreting markup."""
     for message in trajectory.task.prompt:
         _say(console, message.role, _with_media(message))
     has_agents = len({trajectory.agent_of(turn) for turn in trajectory.turns} | {"assistant"}) > 1
@@ -117,11 +117,11 @@ def show_one(console: Console, trajectory: Trajectory) -> None:
         parts = "  ".join(f"{name} {value:g}" for name, value in reward.components.items())
         console.print(Text.assemble(("reward", "bold"), f" {reward.total:g}   {parts}"))
     if trajectory.metrics.get("text_only"):
-        console.print("text only: the ids are not the model's tokens, so nothing of it can be trained on", style="dim")
+        console.print("text only: the ids are not the model's tokens, so this trajectory cannot be trained on", style="dim")
 
 
 def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -> None:
-    """Print every token of a trajectory in the colour of what became of it, span by span with the reason."""
+    """Print every token of a trajectory, coloured by whether it was trained, with the reason for each span."""
     console.print(
         Text.assemble(
             ("sampled, trained", TRAINED), "  ", ("sampled, not trained (weight 0)", UNTRAINED), "  ",
@@ -173,7 +173,7 @@ def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split
 
 
 def _task(task: Task) -> str:
-    """Return the parts of a task that a reader needs to judge its episode."""
+    """Return the parts of a task that are needed to judge its episode."""
     parts = [task.id]
     if task.data_source is not None:
         parts.append(f"of {task.data_source}")
@@ -219,9 +219,9 @@ def _cell(value: object) -> str:
 
 def _nothing(folder: Path, stored: StoredRun, *, split: str | None, where: str | None) -> str:
     if stored.problems:
-        return f"{folder}: not one of its {len(stored.problems)} parts of trajectories can be read"
+        return f"{folder}: none of its {len(stored.problems)} parts of trajectories can be read"
     conditions = (f" of the split {split!r}" if split else "") + (f" where {where}" if where else "")
-    hint = "" if conditions else "; if it has just begun, they come with its first step"
+    hint = "" if conditions else "; if it has just started, they appear with its first step"
     if split is not None and where is None:
         hint = did_you_mean(split, {str(name) for name in stored.table(["split"])["split"].to_pylist()})
         hint = f".{hint}"
@@ -233,7 +233,7 @@ def _weights(span: Span) -> np.ndarray:
 
 
 def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
-    """Return [T] the weights that the loss used; those of the spans where the trajectory was not trained."""
+    """Return [T] the weights used in the loss; for an untrained trajectory, those of its spans."""
     weights = record.trajectory.segments[segment].loss_weights
     if record.trained.dropped is not None or record.trajectory.is_failed or not record.split.startswith("train"):
         return np.zeros_like(weights)
@@ -243,7 +243,7 @@ def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
 
 
 def _with_media(message: Message) -> str:
-    """Return the text of a message behind the names of what it shows."""
+    """Return the text of a message, preceded by the names of its media."""
     return "".join(f"[{medium.kind}] " for medium in message.media) + message.text
 
 

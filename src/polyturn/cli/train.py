@@ -1,4 +1,4 @@
-"""`polyturn train`: from a config to a trained model, with a before/after table and where everything was left."""
+"""`polyturn train`: train a model from a config, and print a before/after table and the paths of outputs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ROWS = {
 
 
 class TrainCommand(Command):
-    """The command `train`, which has a flag for each dialect that is installed."""
+    """The command `train`, with a flag for each installed dialect."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read `--NAME` of a dialect as `--dialect NAME`.
+        """Convert `--NAME` of a dialect to `--dialect NAME`.
 
         Raises:
-            ConfigError: `--resume` stands alone.
+            ConfigError: `--resume` is the only argument.
         """
         if "--resume" in args and all(arg.startswith("-") for arg in args):
             example = command("train", "runs/NAME", "--resume")
@@ -77,9 +77,9 @@ def main(
     """Train: warm start if configured, evaluation, RL, evaluation."""
     names, changes = sorted(set(dialect or ())), overrides or []
     if ids and (names or not dry_run):
-        raise ConfigError("--ids belongs to --dry-run of a native config; leave it out, or add --dry-run")
+        raise ConfigError("--ids works only with --dry-run of a native config; remove it, or add --dry-run")
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; a config is written in one of them")
+        raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; choose the one of the config")
     if (nproc is not None or ray is not None) and names:
         raise ConfigError("--nproc and --ray are for native configs; migrate this one first (polyturn config migrate)")
     if names:
@@ -94,12 +94,12 @@ def main(
 
 
 def _check_resumed(config: Path, overrides: Sequence[str]) -> None:
-    """Refuse `--resume` with a run that is not there, or with a run's folder behind it."""
+    """Raise for `--resume` with a run that does not exist, or followed by a run's folder."""
     for override in overrides:
         if "=" not in override and not override.endswith((".yaml", ".yml")):
             raise ConfigError(
-                f"--resume takes no value, and {override!r} is not KEY=VALUE; to go on with the run of a folder, name it in "
-                f"place of the config: {command('train', override, '--resume')}"
+                f"--resume has no value, and {override!r} is not KEY=VALUE; to resume the run of a folder, give the "
+                f"folder in place of the config: {command('train', override, '--resume')}"
             )
     if not config.exists():
         raise ConfigError(
@@ -108,7 +108,7 @@ def _check_resumed(config: Path, overrides: Sequence[str]) -> None:
 
 
 def run(path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, with_ids: bool = False) -> None:
-    """Train the run that `path` describes."""
+    """Train the run of the configuration `path`."""
     from polyturn.api.folders import open_source
 
     source, resolved = open_source(path, overrides, resume=resume)
@@ -129,15 +129,15 @@ def train(
     dry_run: bool,
     with_ids: bool = False,
 ) -> None:
-    """Train a run, and say what it came to.
+    """Train a run, and print the result.
 
     Args:
-        source: Its configuration.
-        resolved: The same as plain data that is safe to write.
-        again: Returns the command that goes on with the run of a name.
-        resume: Whether it goes on from the latest checkpoint of its folder; "auto" where there is one.
-        dry_run: Check everything, show it, and stop.
-        with_ids: Of a dry run: also show the ids of the first prompt's tokens.
+        source: The configuration.
+        resolved: The configuration as plain data, safe to write.
+        again: Returns the command that resumes the run of a name.
+        resume: Whether to resume from the latest checkpoint of the run's folder; "auto": if there is one.
+        dry_run: Only check everything and print the report.
+        with_ids: In a dry run, also print the token ids of the first prompt.
     """
     from polyturn.api.training import RunOptions, TrainedRun, run_training
 
@@ -189,9 +189,9 @@ Reports = Mapping[str, Mapping[str, float]]
 
 
 def report_table(before: Reports, after: Reports, *, untouched: Reports | None = None) -> Table:
-    """Return the before/after table; three sets fit a narrow terminal, and what nothing was measured on has no row.
+    """Return the before/after table. Three sets fit a narrow terminal; metrics without a value have no row.
 
-    `untouched` is what the model did before a warm start, where that was evaluated.
+    `untouched` has the results before a warm start, if they were evaluated.
     """
     stages = [before, after] if untouched is None else [untouched, before, after]
     table = Table(title="before and after", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -200,7 +200,7 @@ def report_table(before: Reports, after: Reports, *, untouched: Reports | None =
         table.add_column(name, justify="right", no_wrap=True)
     for key, label in ROWS.items():
         if all(math.isnan(one.get(key, math.nan)) for stage in stages for one in stage.values()):
-            continue  # nothing that it could be measured on, such as calls where there are no tools
+            continue  # undefined, such as the share of valid calls without tools
         table.add_row(label, *(_cell(key, [stage.get(name, {}) for stage in stages]) for name in after))
     return table
 

@@ -1,4 +1,5 @@
-"""`polyturn view`: runs in the browser, live, and the desk of a person who answers conversations, on a page or here."""
+"""`polyturn view`: runs in the browser, live; and a desk for a person who answers conversations, on a page or in the
+terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def main(
         raise ConfigError("name the folder of a run, or --desk FOLDER to answer its conversations")
     if terminal:
         if desk is None or folders:
-            raise ConfigError("--terminal answers the conversations of --desk FOLDER alone; leave the runs out")
+            raise ConfigError("--terminal only answers the conversations of --desk FOLDER; remove the runs")
         run_terminal(desk)
         return
     options = ServeOptions(
@@ -57,7 +58,7 @@ def main(
     def appeared() -> list[RunView]:
         try:
             new = [folder for folder in find_runs(folders) if folder not in known]
-        except DataError:  # a folder that is gone by now has no new runs
+        except DataError:  # a folder that no longer exists has no new runs
             return []
         known.update(new)
         return [RunView(folder) for folder in new]
@@ -73,23 +74,23 @@ def main(
 
 
 def open_desk(folder: Path) -> HumanQueue:
-    """Return the desk of a folder, which is made and waited at if no run has begun there yet.
+    """Return the desk of a folder; make it if no run has used it yet.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the desk cannot be made.
     """
     is_new = not (folder / "waiting").is_dir()
     desk = HumanQueue(folder)
     if is_new:
         Output().text(
-            f"the desk {str(folder)!r} is new: conversations appear here once a run asks whose interaction has "
-            f"at: desk and desk: {folder}"
+            f"the desk {str(folder)!r} is new: conversations appear when a run uses it whose interaction has at: desk and "
+            f"desk: {folder}"
         )
     return desk
 
 
 def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | None = None) -> None:
-    """Answer one conversation after another here, until interrupted, the input ends, or `num` are answered."""
+    """Answer conversations in the terminal, one after another, until interrupted, the input ends, or `num` are answered."""
     desk, terminal = open_desk(folder), terminal or Terminal(sys.stdin, sys.stdout)
     while num is None or num > 0:
         waiting = desk.waiting()

@@ -346,7 +346,7 @@ def test_full_disk_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         guarded(lambda: failing(errno.ENOSPC))
     assert ended.value.code == 2
-    said = "polyturn: the disk takes no more ([Errno 28] No space left on device: 'runs/a/metrics.jsonl'); make room there\n"
+    said = "polyturn: the disk is full ([Errno 28] No space left on device: 'runs/a/metrics.jsonl'); free some space\n"
     assert capsys.readouterr().err == said
     with pytest.raises(IsADirectoryError):
         guarded(lambda: failing(errno.EISDIR))

@@ -74,7 +74,7 @@ def test_run_without_a_readable_part_is_refused(run: Path):
     for part in list_parts(run / "trajectories"):
         part.write_bytes(b"gone")
     shown = call("show", run)
-    assert shown.code == 2 and "not one of its 2 parts of trajectories can be read" in shown.err
+    assert shown.code == 2 and "none of its 2 parts of trajectories can be read" in shown.err
     assert call("show", run.parent).code == 0
     assert RunView(run).page({})["total"] == 0
 
@@ -139,5 +139,5 @@ def test_condition_narrows_the_list(run: Path):
     assert "2 trajectories" in call("show", run, "--where", "step = 1").out
     assert "Columns: " in call("show", run, "--where", "stepp = 1").err
     assert "where step = 9" in call("show", run, "--where", "step = 9").err
-    assert "name it" in call("show", run, "--tokens").err
+    assert "give its id" in call("show", run, "--tokens").err
     assert "g1/0" in call("show", run, "--trajectory", "g1/0").out

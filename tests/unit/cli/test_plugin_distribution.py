@@ -171,7 +171,7 @@ def test_dialect_of_a_distribution_is_trained_and_recognised(config: Path, tmp_p
     called = call("train", told)
     assert called.code == 2 and "is written in the keys of terse, not in polyturn's; add --terse" in called.err
     called = call("config", "migrate", told)
-    assert called.code == 2 and "of which there is no translation; train it as it is" in called.err
+    assert called.code == 2 and "which cannot be converted; train from it directly" in called.err
     called = call("train", "--terse", "--verl", told)
     assert called.code == 2 and "--terse and --verl are two dialects" in called.err
     called = call("train", "--dialect", "ters", told)

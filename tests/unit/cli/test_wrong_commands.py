@@ -275,13 +275,13 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("serve --deadline=5", "--model FOLDER"),
         ("serve --openai --model empty", "no model in empty"),
         # options that have no meaning beside the others
-        ("serve --sandbox --model x", "--model means nothing with --sandbox"),
-        ("serve --sandbox rollout.limits.max_turns=3", "rollout.limits.max_turns=3 means nothing with --sandbox"),
-        ("serve --search x --openai", "--openai means nothing with --search"),
-        ("serve --mcp tools.yaml --stdio --port 3", "--port means nothing with --stdio"),
-        ("serve --openai --model x --scheduler gym", "--scheduler means nothing with --openai"),
-        ("serve --model x --record run", "--record means nothing"),
-        ("eval config.yaml --tries 2", "--tries means nothing without --endpoint"),
+        ("serve --sandbox --model x", "--model has no effect with --sandbox"),
+        ("serve --sandbox rollout.limits.max_turns=3", "rollout.limits.max_turns=3 has no effect with --sandbox"),
+        ("serve --search x --openai", "--openai has no effect with --search"),
+        ("serve --mcp tools.yaml --stdio --port 3", "--port has no effect with --stdio"),
+        ("serve --openai --model x --scheduler gym", "--scheduler has no effect with --openai"),
+        ("serve --model x --record run", "--record has no effect"),
+        ("eval config.yaml --tries 2", "--tries has no effect without --endpoint"),
         # runs that are not there
         ("train --resume", "train runs/NAME --resume"),
         ("train runs/none --resume", "'runs/none'"),
@@ -385,9 +385,9 @@ def test_mistake_in_our_config_is_not_taken_for_another_library(tmp_path: Path, 
 def test_our_config_is_recognised_under_another_librarys_flag(config: Path, tmp_path: Path) -> None:
     for flag in ("--verl", "--swift"):
         called = call("train", config, flag)
-        assert_refused(called, "polyturn's own keys", f"leave out {flag}")
+        assert_refused(called, "has polyturn's keys", f"remove {flag}")
         assert "Did you mean" not in called.err
-    assert_refused(call("config", "migrate", config), "polyturn's keys already")
+    assert_refused(call("config", "migrate", config), "already has polyturn's keys")
     shared = tmp_path / "shared.yaml"
     shared.write_text("data: {shuffle: false}\n")
     called = call("train", "--verl", shared, "actor_rollout_ref.rollout.name=hf", "data.train_files=gone.parquet")

@@ -206,7 +206,7 @@ async def test_command_serves_a_tool_file_over_stdio(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--stdio"], "--stdio goes with --mcp"), (["--mcp", "none.yaml"], "has no tool to serve")],
+    [(["--stdio"], "--stdio works only with --mcp"), (["--mcp", "none.yaml"], "has no tool to serve")],
 )
 def test_options_that_do_not_go_together_are_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "none.yaml").write_text("tools: []\n")
