@@ -166,13 +166,13 @@ def test_evaluation_and_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert evaluated.reports["greedy"].report.num_trajectories == len(ROWS)
     assert len(evaluated.trajectories) == len(ROWS)
     rolled = polyturn.rollout(**{**arguments, "num_tasks": 3, "group_size": 2})
-    assert len(rolled.trajectories) == 6 and "asked for" not in caplog.text
+    assert len(rolled.trajectories) == 6 and "fewer than" not in caplog.text
 
     async def awaited() -> polyturn.Run:
         return await polyturn.rollout(**{**arguments, "num_tasks": len(ROWS) + 1, "group_size": 1})
 
     assert len(asyncio.run(awaited()).trajectories) == len(ROWS), "one who awaits what is done has it all the same"
-    assert f"has {len(ROWS)} tasks, fewer than the {len(ROWS) + 1} asked for" in caplog.text
+    assert f"has {len(ROWS)} tasks, fewer than the requested {len(ROWS) + 1}" in caplog.text
 
 
 def test_run_from_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,6 @@ def test_doctor_names_every_problem(tmp_path: Path):
 def test_init_overwrites_nothing_and_suggests_a_kind(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
     called = call_command(main, "init", tmp_path)
-    assert called.code == 2 and "is there already" in called.err
+    assert called.code == 2 and "already exists" in called.err
     called = call_command(main, "init", tmp_path / "new", "--kind", "tools")
     assert called.code == 2 and "Did you mean 'tool'" in called.err and not (tmp_path / "new").exists()

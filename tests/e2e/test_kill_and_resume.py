@@ -128,7 +128,7 @@ def test_stopped_warm_start_resumes(tmp_path: Path, number: signal.Signals) -> N
     code = process.wait(280)
     if number == signal.SIGINT:
         assert code == 130, process.err
-        assert re.search(r"of the warm start; go on with: \S*polyturn train", process.err)
+        assert re.search(r"of the warm start; resume with: \S*polyturn train", process.err)
     before = (run / "config.yaml").read_text()
     refused = call("train", config, *WARM, "model.init.hidden_size=32", "--resume")
     assert refused.code == 2 and (run / "config.yaml").read_text() == before
@@ -144,7 +144,7 @@ def test_stopped_supervised_training_resumes(tmp_path: Path) -> None:
     process.wait_until((run / "sft_metrics.jsonl").is_file)
     process.send_signal(signal.SIGTERM)
     assert process.wait(280) == 143, process.err
-    (again,) = re.findall(r"go on with: (.*)", process.err)
+    (again,) = re.findall(r"resume with: (.*)", process.err)
     called = call(*shlex.split(again)[1:])
     assert called.code == 0, called.err
     check_warm_start(run)

@@ -118,7 +118,7 @@ def test_killed_rank_ends_the_run_behind_its_restarts(tmp_path):
     assert exported.code == 0, exported.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").config.model_type == "qwen3"
     again = call_command(main, "export", tmp_path / "runs" / "tiny", "-o", tmp_path / "exported")
-    assert again.code == 2 and "is there already" in again.err
+    assert again.code == 2 and "already exists" in again.err
 
 
 @pytest.mark.slow

@@ -104,9 +104,7 @@ def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeyp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake")
 def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"engine.update is sleep, .* there is no CUDA .*; leave engine.update at in_flight"
-    ):
+    with pytest.raises(ConfigError, match=r"engine.update is sleep, .* there is no CUDA .*; set engine.update to in_flight"):
         build_pool(tmp_path, *SLEEP)
 
 
@@ -114,7 +112,7 @@ def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ([*LAUNCH[:2], "engine.urls=[http://a:1]"], "the run itself must start servers"),
-        ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* leave it at auto"),
+        ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* set it to auto"),
         ([*LAUNCH, "engine.weights=nccl"], "does not support two processes on one GPU; use ipc"),
         ([], r"and only servers that the run starts \(engine.kind vllm, sglang\)"),
     ],
@@ -153,7 +151,7 @@ async def test_servers_of_several_versions_are_refused() -> None:
             ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2}"),
             "servers of this engine.kind cannot change an adapter while requests use it",
         ),
-        (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and names GPUs for 1"),
+        (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and devices for 1"),
     ],
 )
 def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: tuple[str, ...], says: str) -> None:

@@ -211,10 +211,10 @@ def test_wrong_argument_is_one_sentence_with_the_right_call(name: str) -> None:
         (lambda: polyturn.rollout("tiny", ROWS, resume=True), "'resume' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny", ROWS, eval_tasks=ROWS), "'eval_tasks' is for polyturn.train"),
         (lambda: polyturn.evaluate("tiny"), "evaluation.data is not set.*tasks=rows"),
-        (lambda: polyturn.evaluate("tiny", [1]), r"^tasks has a first row 1; a row is a dict"),
+        (lambda: polyturn.evaluate("tiny", [1]), r"^the first row of tasks is 1; a row must be a dict"),
         (lambda: polyturn.steps("tiny", config="Qwen/Qwen3-0.6B"), "to pass a model, write model='Qwen/Qwen3-0.6B'"),
         (lambda: polyturn.steps("nowhere.yaml"), "nowhere.yaml"),
-        (lambda: polyturn.train("tiny", ROWS, Score()), r"^polyturn\.train takes .* by position, and 3 were given; name"),
+        (lambda: polyturn.train("tiny", ROWS, Score()), r"^polyturn\.train takes .* by position, and got 3 arguments; name"),
     ],
 )
 def test_other_functions_answer_too(call: Any, words: str) -> None:
@@ -402,7 +402,7 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
     assert (changed.tasks, type(changed.reward), changed.model) == (["1 + 2?"], Score, "tiny")
     assert changed.overrides == {"steps": 2, "lr": 0.5, "name": "mine-2"}
     for name in ("name", "out", "resume", "config"):
-        with pytest.raises(polyturn.ConfigError, match=rf"so '{name}' cannot change; leave it out"):
+        with pytest.raises(polyturn.ConfigError, match=rf"so '{name}' cannot change; remove it"):
             given.changed({name: "other"}, name="mine")
 
 

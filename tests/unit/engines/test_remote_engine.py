@@ -225,7 +225,7 @@ async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
 async def test_context_of_the_server_bounds_prompts() -> None:
     async with serving(answering(200)) as url:
         engine = Echo(url, ServedModel(vocab_size=10, max_context=100))
-        with pytest.raises(EngineError, match="the context holds 64"):
+        with pytest.raises(EngineError, match="prompt plus completion may have 64"):
             await engine.generate(GenerateRequest(request_id="r", session_id="r", prompt_ids=[1] * 70))
         await engine.close()
 

@@ -76,11 +76,11 @@ async def test_resume_logs_the_steps_that_are_lost(tmp_path: Path, caplog: pytes
     with RunObserver(tmp_path, total_steps=9) as observer:
         for step in (1, 2, 3, 4):
             observer.on_step(step, {"reward/mean": 1.0}, [])
-    for step, words in ((4, None), (1, "the last checkpoint is of step 1; steps 2 to 4 are done again")):
+    for step, words in ((4, None), (1, "the last checkpoint is of step 1; steps 2 to 4 are repeated")):
         caplog.clear()
         with RunObserver(tmp_path, total_steps=9) as observer:
             observer.resume(step)
-        assert (words in caplog.text) if words else ("done again" not in caplog.text)
+        assert (words in caplog.text) if words else ("repeated" not in caplog.text)
 
 
 async def test_resume_removes_later_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture):
