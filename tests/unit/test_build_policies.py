@@ -47,7 +47,7 @@ def test_policy_of_its_own_model_has_tokenizer_and_engine(tmp_path: Path, model:
     assert one.engine.capabilities.max_context == 1024
     assert one.codec.fingerprint != parts.context.codec.fingerprint
     assert one.sampling.max_tokens == 6 and one.sampling.temperature == 1.0
-    assert parts.context.also == (one.engine,) and parts.policies.followers == ()
+    assert parts.context.also == (one.engine,) and parts.policies.snapshots == ()
 
 
 def test_settings_are_checked_before_a_policy_is_loaded(tmp_path: Path) -> None:
@@ -62,10 +62,10 @@ def test_copy_of_the_policy_has_memory_of_its_own(tmp_path: Path) -> None:
     one: Any = parts.policies.by_name["past"]
     engine: Any = one.engine
     assert one.codec is parts.context.codec
-    (follower,) = parts.policies.followers
-    own, copied = dict(parts.model.named_parameters()), dict(follower.model.named_parameters())
+    (snapshot,) = parts.policies.snapshots
+    own, copied = dict(parts.model.named_parameters()), dict(snapshot.model.named_parameters())
     assert all(torch.equal(own[name], copied[name]) and own[name].data_ptr() != copied[name].data_ptr() for name in own)
-    assert follower.refresh_every == 2 and follower.engine is one.engine
+    assert snapshot.refresh_every == 2 and snapshot.engine is one.engine
     assert isinstance(engine, ProcessEngine), "an engine that nobody describes is as the run's own"
 
 

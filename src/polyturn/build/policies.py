@@ -39,7 +39,7 @@ class FurtherPolicies:
     """The further policies of a run."""
 
     by_name: dict[str, FrozenPolicy] = dataclasses.field(default_factory=dict)
-    followers: tuple[PolicySnapshot, ...] = ()
+    snapshots: tuple[PolicySnapshot, ...] = ()
     """The copies of the trained policy."""
 
     @property
@@ -51,7 +51,7 @@ class FurtherPolicies:
     def read_metrics(self) -> dict[str, float]:
         """Return their tokens since the last call, and their versions."""
         metrics = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
-        return metrics | {f"policies/{one.name}/version": float(one.version or 0) for one in self.followers}
+        return metrics | {f"policies/{one.name}/version": float(one.version or 0) for one in self.snapshots}
 
 
 def build_policies(
@@ -68,7 +68,7 @@ def build_policies(
         ConfigError: a policy cannot be loaded, or its configuration is invalid.
     """
     by_name: dict[str, FrozenPolicy] = {}
-    followers: list[PolicySnapshot] = []
+    snapshots: list[PolicySnapshot] = []
     for name, one in source.config.policies.items():
         try:
             if one.model != SELF:
@@ -76,11 +76,11 @@ def build_policies(
                 continue
             if model is None or codec is None:
                 raise ConfigError("model is `self`, the policy in training, and this command does not train; set checkpoint")
-            follower, by_name[name] = _follower(name, one, source, model=model, codec=codec)
-            followers.append(follower)
+            snapshot, by_name[name] = _snapshot(name, one, source, model=model, codec=codec)
+            snapshots.append(snapshot)
         except PolyturnError as problem:
             raise ConfigError(f"policies.{name}: {problem}") from problem
-    return FurtherPolicies(by_name=by_name, followers=tuple(followers))
+    return FurtherPolicies(by_name=by_name, snapshots=tuple(snapshots))
 
 
 def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
@@ -93,7 +93,7 @@ def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
     return _policy(name, one, source, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
 
 
-def _follower(
+def _snapshot(
     name: str, one: PolicyConfig, source: ConfigSource, *, model: PreTrainedModel, codec: Codec
 ) -> tuple[PolicySnapshot, FrozenPolicy]:
     from polyturn.training.hf import frozen_copy
@@ -103,9 +103,9 @@ def _follower(
     max_context = _max_context(one, copied, default=source.config.rollout.limits.max_context or 4096)
     own = _own_place(one, source, source.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
-    follower = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
+    snapshot = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
     parser = build_parser(codec, source.config.rollout.parser, base=source.base)
-    return follower, _policy(name, one, source, engine=engine, codec=codec, parser=parser, max_context=max_context)
+    return snapshot, _policy(name, one, source, engine=engine, codec=codec, parser=parser, max_context=max_context)
 
 
 def _policy(

@@ -109,7 +109,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
             channel=channel,
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
-            snapshots=PolicySnapshots(parts.policies.followers, weights=policy.weights),
+            snapshots=PolicySnapshots(parts.policies.snapshots, weights=policy.weights),
             sleep=channel.sleep if isinstance(channel, SharedGpus) else None,
             thread=thread,
         ),

@@ -30,8 +30,8 @@ from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.backend import Backend, OverBackend, TermWeights
 from polyturn.training.loss_terms import Objective, Terms
+from polyturn.training.model import ScoringModel
 from polyturn.training.model_backend import ModelBackend, Placement, fitting_layout
-from polyturn.training.network import Network
 from polyturn.training.options import CriticSettings, OptimSettings
 
 _NAMES = {
@@ -139,20 +139,20 @@ class ValueTerms(Objective):
     def __init__(self, settings: CriticSettings) -> None:
         self._settings = settings
 
-    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
         """Return the terms of micro-batches of `samples`, which have values and returns."""
         starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
         returns = np.concatenate([*(_array(s.returns) for s in samples), np.empty(0)])
         old = np.concatenate([*(_array(s.values) for s in samples), np.empty(0)])
 
-        def terms(network: Network, batch: MicroBatch) -> Terms:
+        def terms(network: ScoringModel, batch: MicroBatch) -> Terms:
             values_S: Tensor = network(batch)
             if batch.is_padding:  # no sample: this pass only keeps the rank in step
                 return Terms(values_S, values_S.detach())
-            places = starts[batch.sample_S] + batch.token_S
+            indices = starts[batch.sample_S] + batch.token_S
             # A token without a return has the coefficient 0, and 0 times NaN would be NaN.
-            target_S = torch.from_numpy(np.nan_to_num(returns[places])).to(values_S, non_blocking=True)
-            old_S = torch.from_numpy(old[places]).to(values_S, non_blocking=True)
+            target_S = torch.from_numpy(np.nan_to_num(returns[indices])).to(values_S, non_blocking=True)
+            old_S = torch.from_numpy(old[indices]).to(values_S, non_blocking=True)
             loss_S, is_clipped_S = self._loss(values_S, target_S, old_S)
             return Terms(loss_S, values_S.detach(), parts_S={"critic/clip_fraction": is_clipped_S})
 

@@ -40,9 +40,9 @@ from polyturn.core.seeds import derive_seed
 from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow
 from polyturn.training.lora import adapter_tensors
-from polyturn.training.modality_encoders import layers_of, towers_of
+from polyturn.training.modality_encoders import encoders_of, layers_of
+from polyturn.training.model import ScoringModel
 from polyturn.training.model_backend import Cut, Placement
-from polyturn.training.network import Network
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.packed_attention import other_attention
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
@@ -94,7 +94,7 @@ class OverRanks(Placement):
         self._device = device
         self._start = start
 
-    def device(self, network: Network) -> torch.device:
+    def device(self, network: ScoringModel) -> torch.device:
         """Return the device of this rank."""
         return self._device
 
@@ -176,7 +176,7 @@ class Sharded(OverRanks):
         """
         where = "train.distributed"
         if degrees.context_parallel > 1:
-            why = "it does not read text only" if towers_of(model) else other_attention(model)
+            why = "it does not read text only" if encoders_of(model) else other_attention(model)
             if why is not None:
                 raise ConfigError(
                     f"{where}.context_parallel is {degrees.context_parallel}, which splits packed rows, and "
@@ -192,13 +192,13 @@ class Sharded(OverRanks):
         if degrees.expert_parallel > 1:
             require_experts(model, parts=degrees.expert_parallel)
 
-    def values(self, backbone: PreTrainedModel) -> Network:
+    def values(self, backbone: PreTrainedModel) -> ScoringModel:
         """Return the form of a value function that starts with the backbone of the trained model."""
         if self._start is not None:
             self._start = inside(self._start, f"{backbone.base_model_prefix}.")
         return super().values(backbone)
 
-    def optimizer(self, network: Network, settings: OptimSettings) -> ShardedOptimizer:
+    def optimizer(self, network: ScoringModel, settings: OptimSettings) -> ShardedOptimizer:
         """Split the layers over a row, shard everything over the rows, and return the optimizer of this rank's shards.
 
         Raises:
@@ -210,7 +210,7 @@ class Sharded(OverRanks):
         named = [f"{prefix}.{name}".lstrip(".") for name in partial]
         return ShardedOptimizer(network.saved, settings, mesh=self._mesh, partial=named)
 
-    def freeze(self, network: Network, *, is_copy: bool) -> None:
+    def freeze(self, network: ScoringModel, *, is_copy: bool) -> None:
         """Split and shard a network that only scores, like a trained one.
 
         Raises:
@@ -218,7 +218,7 @@ class Sharded(OverRanks):
         """
         self._shard(network, is_copy=is_copy)
 
-    def _shard(self, network: Network, *, is_copy: bool) -> list[str]:
+    def _shard(self, network: ScoringModel, *, is_copy: bool) -> list[str]:
         """Split `network` over a row and its experts over their groups, shard it layer by layer over the other ranks, and
         fill the shards. Return the names of whole parameters with partial gradients. Gradients are summed, not averaged."""
         tp = self._mesh["tp"]
@@ -226,7 +226,7 @@ class Sharded(OverRanks):
         groups = self._experts
         experts = [] if groups is None else split_experts(network.backbone, groups["ep"], row=tp)
         network.context = self._context
-        network.encoders = encoders = tuple(towers_of(network.backbone))
+        network.encoders = encoders = tuple(encoders_of(network.backbone))
         # Otherwise gradients of bfloat16 parameters would be summed over ranks in bfloat16.
         is_low = any(p.dtype.itemsize < 4 for p in network.parameters())
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_low else None)
@@ -251,13 +251,13 @@ class Sharded(OverRanks):
             torch.manual_seed(derive_seed(self._seed, *of, self._mesh["dp"].get_local_rank()))
             yield
 
-    def before_backward(self, network: Network, *, is_last: bool) -> None:
+    def before_backward(self, network: ScoringModel, *, is_last: bool) -> None:
         """Sum this pass's gradient over the rows, or, with gradient_sync "last", only in the last pass."""
         if self._degrees.gradient_sync == "last":
             assert isinstance(network, FSDPModule)
             network.set_requires_gradient_sync(is_last)
 
-    def release(self, network: Network) -> None:
+    def release(self, network: ScoringModel) -> None:
         """Free the gathered parameters of the last pass."""
         assert isinstance(network, FSDPModule)
         network.reshard()

@@ -57,26 +57,26 @@ class Line(NamedTuple):
     """Whether it is the first line of an episode that starts at its task."""
 
 
-class _Place(NamedTuple):
+class _LineSpan(NamedTuple):
     """The place of a line in the file."""
 
     offset: int
     length: int
 
 
-_Lines = dict[int, dict[str, list[_Place]]]
+_Lines = dict[int, dict[str, list[_LineSpan]]]
 """Ticket -> episode -> its lines."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
+class _EpisodeLines:
     """The usable lines of one episode in the file."""
 
     state: JournaledEpisode
-    first: _Place
+    first: _LineSpan
     """Position of its first line."""
-    others: list[tuple[Mapping[str, Any], _Place]] = field(default_factory=list)
-    given_up: _Place | None = None
+    others: list[tuple[Mapping[str, Any], _LineSpan]] = field(default_factory=list)
+    given_up: _LineSpan | None = None
 
 
 class JournalFile:
@@ -151,10 +151,10 @@ class JournalFile:
                 ticket = _ticket(episode)
                 if ticket is None:
                     continue
-                places = [entries.first, *([] if entries.given_up is None else [entries.given_up])]
-                places += _choose(entries, step=step, oldest=oldest(ticket))
+                spans = [entries.first, *([] if entries.given_up is None else [entries.given_up])]
+                spans += _choose(entries, step=step, oldest=oldest(ticket))
                 self._held[episode] = entries.state
-                self._live.setdefault(ticket, {})[episode] = places
+                self._live.setdefault(ticket, {})[episode] = spans
             self._open(path)
             self._put(b"\n")  # the last line may be incomplete
 
@@ -175,7 +175,7 @@ class JournalFile:
                 if are_cut:
                     self._gone.add(ticket)
             groups = [*self._live.values(), *self._trained.values()]
-            useful = sum(span.length for group in groups for places in group.values() for span in places)
+            useful = sum(span.length for group in groups for spans in group.values() for span in spans)
             if self._file is None or self._size - useful <= max(_MIN_WASTE, useful):
                 return
             try:
@@ -221,8 +221,8 @@ class JournalFile:
             ticket = _ticket(episode)
             if self._file is None or ticket is None or ticket in self._gone:
                 return None
-            places = self._live.get(ticket, {}).get(episode, [])
-            lines = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in places).get(episode)
+            spans = self._live.get(ticket, {}).get(episode, [])
+            lines = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in spans).get(episode)
         if lines is None:
             return None
         lines.state.lines = [line for line, _ in lines.others]
@@ -258,10 +258,10 @@ class JournalFile:
                 return
             span = self._put(line.data)
             if span is not None:
-                places = self._live.setdefault(ticket, {}).setdefault(episode, [])
+                spans = self._live.setdefault(ticket, {}).setdefault(episode, [])
                 if line.begins:
-                    places.clear()
-                places.append(span)
+                    spans.clear()
+                spans.append(span)
 
     # Called with the lock held.
 
@@ -277,11 +277,11 @@ class JournalFile:
         """Copy lines, and return their new positions."""
         moved: _Lines = {}
         for ticket, episodes in lines.items():
-            for episode, places in episodes.items():
+            for episode, spans in episodes.items():
                 there = moved.setdefault(ticket, {}).setdefault(episode, [])
-                for span in places:
+                for span in spans:
                     assert self._file is not None
-                    there.append(_Place(file.tell(), span.length))
+                    there.append(_LineSpan(file.tell(), span.length))
                     file.write(os.pread(self._file, span.length, span.offset))
         return moved
 
@@ -295,10 +295,10 @@ class JournalFile:
             os.close(self._file)
             self._file = None
 
-    def _put(self, data: bytes) -> _Place | None:
+    def _put(self, data: bytes) -> _LineSpan | None:
         """Append bytes. A write error ends the journal, not the run."""
         assert self._file is not None
-        span, left = _Place(self._size, len(data)), memoryview(data)
+        span, left = _LineSpan(self._size, len(data)), memoryview(data)
         try:
             while left:
                 done = os.write(self._file, left)
@@ -340,27 +340,29 @@ def is_of_training(episode: str) -> bool:
     return _ticket(episode) is not None
 
 
-def _read(path: Path) -> dict[str, _Found]:
+def _read(path: Path) -> dict[str, _EpisodeLines]:
     """Return the record of each episode since it last started from its task."""
     offset = 0
 
-    def placed(data: bytes) -> tuple[bytes, _Place]:
+    def placed(data: bytes) -> tuple[bytes, _LineSpan]:
         nonlocal offset
-        span, offset = _Place(offset, len(data)), offset + len(data)
+        span, offset = _LineSpan(offset, len(data)), offset + len(data)
         return data, span
 
     with path.open("rb") as file:
         return _read_lines(map(placed, file))
 
 
-def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
-    entries: dict[str, _Found] = {}
+def _read_lines(lines: Iterable[tuple[bytes, _LineSpan]]) -> dict[str, _EpisodeLines]:
+    entries: dict[str, _EpisodeLines] = {}
     for data, span in lines:
         try:
             line = json.loads(data)
             episode = line["s"]
             if "begun" in line:
-                entries[episode] = _Found(state=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=span)
+                entries[episode] = _EpisodeLines(
+                    state=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=span
+                )
             elif "line" not in line:
                 entries[episode].state.why_not, entries[episode].given_up = line["why_not"], span
             else:
@@ -373,9 +375,9 @@ def _read_lines(lines: Iterable[tuple[bytes, _Place]]) -> dict[str, _Found]:
     return entries
 
 
-def _choose(entry: _Found, *, step: int, oldest: int) -> list[_Place]:
+def _choose(entry: _EpisodeLines, *, step: int, oldest: int) -> list[_LineSpan]:
     """Keep the usable lines of an episode, and return their positions."""
-    places: list[_Place] = []
+    spans: list[_LineSpan] = []
     lines_kept = entry.state
     for line, span in entry.others:
         if line["line"] != len(lines_kept.lines) + 1:
@@ -392,8 +394,8 @@ def _choose(entry: _Found, *, step: int, oldest: int) -> list[_Place]:
             )
             return []
         lines_kept.lines.append(line)
-        places.append(span)
-    return places
+        spans.append(span)
+    return spans
 
 
 def _ticket(episode: str) -> int | None:

@@ -369,8 +369,8 @@ class Trainer:
                 "identity": self._identity(),
                 "updates_per_step": self.settings.train.updates_per_step,
             }
-            if followers := self._engine.snapshots.state_dict(step):
-                state["followers"] = followers
+            if snapshots := self._engine.snapshots.state_dict(step):
+                state["followers"] = snapshots
             # First, so that every checkpoint has a journal.
             if self._saving.journal is not None:
                 self._saving.journal.begin(step)

@@ -28,7 +28,7 @@ from polyturn.core.errors import ConfigError, TrainingError
 from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.training.backend import TermWeights
-from polyturn.training.network import Network, TargetScores
+from polyturn.training.model import ScoringModel, TargetScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Terms(NamedTuple):
 class Objective:
     """An objective per token."""
 
-    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
         """Return a function from the network and a micro-batch of `samples` to terms with these weights.
 
         Raises:
@@ -150,13 +150,13 @@ class PolicyTerms(Objective):
         self._teacher = teacher
         self._kl = kl_estimators.resolve(settings.kl.name)
 
-    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
         """Return a function to the terms of a micro-batch of `samples`, with the KL and entropy weights `weights`."""
         algorithm = self._settings.algorithm
         options = {"entropy_grad": weights.entropy != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
 
-        def terms(network: Network, batch: MicroBatch) -> Terms:
+        def terms(network: ScoringModel, batch: MicroBatch) -> Terms:
             scores = network(batch.with_observations, **options)
             if batch.read is None:
                 return self._terms(batch, scores, weights)
@@ -235,10 +235,10 @@ def _observation_loss(
 class SupervisedTerms(Objective):
     """The cross-entropy of each target."""
 
-    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[Network, MicroBatch], Terms]:
+    def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
         return self._terms
 
-    def _terms(self, network: Network, batch: MicroBatch) -> Terms:
+    def _terms(self, network: ScoringModel, batch: MicroBatch) -> Terms:
         logprobs_S = network(batch, entropy_grad=None).logprobs_S
         loss_S = -logprobs_S
         return Terms(loss_S, logprobs_S.detach(), parts_S={"loss/sft": loss_S.detach()})

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from polyturn.engines.weight_transport import BUCKET_BYTES
 from polyturn.training.backend import Degrees
-from polyturn.training.modality_encoders import layers_of, towers_of
-from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
+from polyturn.training.modality_encoders import encoders_of, layers_of
+from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 
 _AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
 """Parts of `rank_bytes` that a rank also holds between updates."""
@@ -63,7 +63,7 @@ class ModelSize:
     def of(cls, model: PreTrainedModel) -> ModelSize:
         """Return the sizes of a model, with or without weights."""
         config = model.config.get_text_config()
-        layer_list = layers_of(model, towers_of(model))
+        layer_list = layers_of(model, encoders_of(model))
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_list]
         experts = [sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in layer_list]
         parameters = sum(p.numel() for p in model.parameters())

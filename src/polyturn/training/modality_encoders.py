@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def towers_of(model: PreTrainedModel) -> list[nn.Module]:
+def encoders_of(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of a backbone besides its decoder; empty if the backbone is the decoder."""
     backbone = model.base_model
     assert isinstance(backbone, PreTrainedModel)

@@ -41,7 +41,7 @@ from polyturn.training.agreement import agreement
 from polyturn.training.backend import ENTROPY, NO_WEIGHTS, OWN, REFERENCE, TermWeights
 from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, PassFigures, as_step
-from polyturn.training.network import Network, PolicyNetwork, ValueNetwork
+from polyturn.training.model import PolicyModel, ScoringModel, ValueModel
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.pass_clock import PassClock
 from polyturn.training.reference import Scorer
@@ -72,23 +72,23 @@ class Placement:
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
-    ) -> Network:
+    ) -> ScoringModel:
         """Return the network of a causal language model, with its `routers` if they are recorded. `is_copy` says that its
         weights are those of the trained model."""
-        return PolicyNetwork(model, routers=routers, replays=replays)
+        return PolicyModel(model, routers=routers, replays=replays)
 
-    def values(self, backbone: PreTrainedModel) -> Network:
+    def values(self, backbone: PreTrainedModel) -> ScoringModel:
         """Return the network of a value function over `backbone`."""
-        return ValueNetwork(backbone)
+        return ValueModel(backbone)
 
-    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
+    def optimizer(self, network: ScoringModel, settings: OptimSettings) -> Optimizer:
         """Move `network` to its devices for training, and return its optimizer."""
         return Optimizer(network.saved, settings)
 
-    def freeze(self, network: Network, *, is_copy: bool) -> None:
+    def freeze(self, network: ScoringModel, *, is_copy: bool) -> None:
         """Move `network`, which only scores, to its devices; `is_copy` says that it is a copy of the trained network."""
 
-    def device(self, network: Network) -> torch.device:
+    def device(self, network: ScoringModel) -> torch.device:
         """Return the device of this process."""
         return next(network.saved.parameters()).device
 
@@ -100,10 +100,10 @@ class Placement:
         """Let processes that see the same samples draw the same random numbers in the pass that `of` identifies."""
         return nullcontext()
 
-    def before_backward(self, network: Network, *, is_last: bool) -> None:
+    def before_backward(self, network: ScoringModel, *, is_last: bool) -> None:
         """Prepare for a backward pass, the last of an update or an earlier one."""
 
-    def release(self, network: Network) -> None:
+    def release(self, network: ScoringModel) -> None:
         """Free what the last pass gathered."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -113,7 +113,7 @@ class Placement:
 
 
 def fitting_layout(
-    settings: LayoutSettings, networks: Sequence[Network], placement: Placement
+    settings: LayoutSettings, networks: Sequence[ScoringModel], placement: Placement
 ) -> tuple[LayoutSettings, bool]:
     """Try out all networks. If one cannot be packed, return the settings without packing, and True.
 
@@ -146,7 +146,7 @@ class ModelBackend:
 
     def __init__(
         self,
-        network: Network,
+        network: ScoringModel,
         *,
         optimizer: Optimizer,
         objectives: Mapping[str, Objective],

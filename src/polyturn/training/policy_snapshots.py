@@ -48,16 +48,16 @@ class PolicySnapshots:
     """All snapshots of a run."""
 
     def __init__(
-        self, followers: Sequence[PolicySnapshot] = (), *, weights: Callable[[], Mapping[str, Tensor]] = dict
+        self, snapshots: Sequence[PolicySnapshot] = (), *, weights: Callable[[], Mapping[str, Tensor]] = dict
     ) -> None:
-        """Manage `followers`; `weights` returns the trained policy's current weights, named as in a model without an
+        """Manage `snapshots`; `weights` returns the trained policy's current weights, named as in a model without an
         adapter."""
-        self._followers = tuple(followers)
+        self._snapshots = tuple(snapshots)
         self._weights = weights
 
     async def start(self, step: int) -> None:
         """Set every copy to its version at `step`, at the start of a new or resumed run."""
-        for one in self._followers:
+        for one in self._snapshots:
             if one.version is None or one.due(step) == step:
                 # The checkpoint has no weights for it: it is older, or the policy is new in the configuration.
                 if one.version is None and one.due(step) != step:
@@ -70,7 +70,7 @@ class PolicySnapshots:
 
     async def follow(self, step: int) -> None:
         """Refresh the copies that are due, once the policy has the weights of `step`."""
-        for one in self._followers:
+        for one in self._snapshots:
             if one.due(step) == step:
                 await self._take(one, step)
 
@@ -78,7 +78,7 @@ class PolicySnapshots:
         """Return the copies that differ from the policy at `step`, in memory that no refresh changes."""
         return {
             one.name: {"version": one.version, "weights": _copied(one.model)}
-            for one in self._followers
+            for one in self._snapshots
             if one.version is not None and one.due(step) != step
         }
 
@@ -88,7 +88,7 @@ class PolicySnapshots:
         Raises:
             CheckpointError: a copy is of another model.
         """
-        for one in self._followers:
+        for one in self._snapshots:
             if (saved := state.get(one.name)) is None:
                 continue
             try:

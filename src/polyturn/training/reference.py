@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import ConfigError
 from polyturn.training.lora import adapter_tensors
-from polyturn.training.network import Network
+from polyturn.training.model import ScoringModel
 
 Replaced = Callable[[nn.Module, Mapping[str, Tensor]], AbstractContextManager[None]]
 
@@ -39,7 +39,7 @@ class Scorer(Protocol):
 class FrozenModel:
     """A model with frozen weights that scores tokens."""
 
-    def __init__(self, network: Network, *, is_kept: bool, release: Callable[[Network], object]) -> None:
+    def __init__(self, network: ScoringModel, *, is_kept: bool, release: Callable[[ScoringModel], object]) -> None:
         """Score with `network`, which checkpoints contain if it `is_kept`. `release` frees the memory that a pass
         gathered."""
         self.network = network
@@ -61,7 +61,7 @@ class FrozenModel:
 class AdapterReference:
     """The trained model with the adapter it had when this object was made."""
 
-    def __init__(self, network: Network, replaced: Replaced) -> None:
+    def __init__(self, network: ScoringModel, replaced: Replaced) -> None:
         """Score with `network`; `replaced` exchanges its adapter during a pass."""
         self._network = network
         self._replaced = replaced

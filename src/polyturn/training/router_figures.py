@@ -88,7 +88,7 @@ def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, repl
     }
     if not replays:
         return metrics
-    replayed = None if routing.told is None else routing.told[real, :, :1] != LIVE
+    replayed = None if routing.recorded is None else routing.recorded[real, :, :1] != LIVE
     num_told = 0 if replayed is None else int(replayed[:, 0].sum())
     metrics["policy/router_missing"] = Mean(count - num_told, count)
     if replayed is not None and num_told:

@@ -40,7 +40,7 @@ from polyturn.training.shard_reader import METADATA, ShardReader
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable", category=UserWarning)
 
 _T = TypeVar("_T")
-Place = tuple[int, ...]
+Origin = tuple[int, ...]
 """Origin of a part in the whole tensor, an index per dimension."""
 
 
@@ -154,7 +154,7 @@ class Names:
         for name in tensors.keys() & weights.keys():
             tensors[name].copy_(cut_like(weights[name], tensors[name]))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Origin, Tensor]]:
         """Return name -> origin in the whole tensor -> this process's live part at that origin; replicas have the same
         origin."""
         return {name: {start_of(tensor): local_part(tensor)} for name, tensor in tensors.items()}
@@ -168,10 +168,10 @@ def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 class Boxes(Tensor):
     """A tensor of which this process has some live boxes, for `torch.distributed.checkpoint`."""
 
-    boxes: dict[Place, Tensor]
+    boxes: dict[Origin, Tensor]
     """Origin of a box in the whole tensor -> its values."""
 
-    def __new__(cls, kind: TensorKind, boxes: Mapping[Place, Tensor]) -> Boxes:
+    def __new__(cls, kind: TensorKind, boxes: Mapping[Origin, Tensor]) -> Boxes:
         """Wrap the boxes of a tensor of that `kind`."""
         tensor = Tensor._make_wrapper_subclass(cls, kind.shape, dtype=kind.dtype)
         tensor.boxes = dict(boxes)
@@ -201,7 +201,7 @@ class Boxes(Tensor):
         return self.boxes[tuple(index.offset or ())]
 
 
-def start_of(tensor: Tensor) -> Place:
+def start_of(tensor: Tensor) -> Origin:
     """Return the origin of this rank's part in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
@@ -240,7 +240,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: Tensor, origin: Place, shape: Sequence[int]) -> Tensor:
+def box_of(tensor: Tensor, origin: Origin, shape: Sequence[int]) -> Tensor:
     """Return a view of a box that is entirely on this rank."""
     starts = zip(origin, start_of(tensor), shape, strict=True)
     return local_part(tensor)[tuple(slice(at - start, at - start + size) for at, start, size in starts)]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from polyturn.engines.weight_transport import TensorKind
-from polyturn.training.shards import Place
+from polyturn.training.shards import Origin
 
 
 class WeightShifts:
     """Shifts groups of one network's parameters."""
 
     def __init__(self) -> None:
-        self._were: dict[tuple[str, Place], Tensor] = {}
+        self._were: dict[tuple[str, Origin], Tensor] = {}
         """Original values of the shifted parts."""
 
-    def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Place, Tensor]], scale: float) -> None:
+    def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Origin, Tensor]], scale: float) -> None:
         """Set this process's parts of a group to the original plus `scale` times noise; 0 restores the original.
 
         Args:

@@ -9,7 +9,7 @@ import torch
 from polyturn.batching.layout import LayoutSettings, MicroBatch, layout
 from polyturn.training.head import HeadScores
 from polyturn.training.hf import build_model
-from polyturn.training.network import TargetForward
+from polyturn.training.model import TargetForward
 from support.models import tiny_model
 from support.samples import sample_of
 
@@ -85,7 +85,7 @@ def test_size_of_logit_chunks_depends_on_the_device(monkeypatch):
     forward = TargetForward(model)
     sizes = []
     zeros = HeadScores(torch.zeros(299), None)
-    monkeypatch.setattr("polyturn.training.network.target_scores", lambda *a, chunk, **b: (sizes.append(chunk), zeros)[1])
+    monkeypatch.setattr("polyturn.training.model.target_scores", lambda *a, chunk, **b: (sizes.append(chunk), zeros)[1])
     sample = sample_of(("g", "0", 0), np.arange(300), (np.arange(300) > 0).astype(np.float32))
     for device in ("cpu", "meta"):
         model.to(device)

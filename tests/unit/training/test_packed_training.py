@@ -20,7 +20,7 @@ from polyturn.core.errors import CheckpointError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.training.hf import build_model, checkpoint_activations
 from polyturn.training.loss_terms import LossSettings
-from polyturn.training.network import TargetForward
+from polyturn.training.model import TargetForward
 from polyturn.training.optim import OptimSettings
 from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
 from polyturn.training.policy import ModelPolicy, local_policy

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from polyturn.engines.routers import LIVE
 from polyturn.training.backend import Degrees
 from polyturn.training.megatron.weights import is_sparse
-from polyturn.training.network import value_head
+from polyturn.training.model import value_head
 from polyturn.training.packed_attention import PackedView, attend_packed
 
 
@@ -87,7 +87,7 @@ class Rotary(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-class ToldChoice(RouterReplay):
+class RecordedChoice(RouterReplay):
     """Replays the recorded experts at one router; tokens without a record are routed by the router.
 
     megatron-core's class keeps all instances in one list, assumes one model per process, and replays all tokens or none.
@@ -95,11 +95,11 @@ class ToldChoice(RouterReplay):
     """
 
     def __init__(self) -> None:
-        self.told: Tensor | None = None
+        self.recorded: Tensor | None = None
         """[tokens, top-k] recorded experts; `LIVE` for a token without a route."""
         self.chosen: Tensor | None = None
         """[tokens, top-k] the experts that processed the tokens of the last pass."""
-        self.num_changed = self.num_told = 0
+        self.num_changed = self.num_recorded = 0
 
     def get_replay_topk(
         self,
@@ -113,12 +113,12 @@ class ToldChoice(RouterReplay):
         assert default_compute_topk is not None
         values, live = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.chosen = live
-        if self.told is None:
+        if self.recorded is None:
             return values, live
-        is_told = self.told[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts recorded, or none
-        self.chosen = chosen = torch.where(is_told, self.told, live)
+        is_recorded = self.recorded[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts recorded, or none
+        self.chosen = chosen = torch.where(is_recorded, self.recorded, live)
         differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
-        self.num_changed, self.num_told = int(differs.sum()), int(is_told.sum())
+        self.num_changed, self.num_recorded = int(differs.sum()), int(is_recorded.sum())
         # The choice is the engine's, but the weights are the router's, so that the router gets a gradient.
         return scores.gather(1, chosen), chosen
 
@@ -128,7 +128,7 @@ class Router(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.router_replay = ToldChoice()
+        self.router_replay = RecordedChoice()
         self.logits: Tensor | None = None
         """[tokens, experts] logits of the last pass, with gradient; empty unless they are kept."""
         self.keeps_logits = False

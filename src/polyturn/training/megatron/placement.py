@@ -29,12 +29,12 @@ from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
 from polyturn.training.lora import base_weights, plain_name
 from polyturn.training.megatron.lora import adapter_entries
-from polyturn.training.megatron.network import MegatronNetwork, MegatronPolicy, MegatronValues
+from polyturn.training.megatron.model import MegatronModel, MegatronPolicy, MegatronValues
 from polyturn.training.megatron.weights import HEAD, entries, require_split
-from polyturn.training.network import Network, ValueNetwork
+from polyturn.training.model import ScoringModel, ValueModel
 from polyturn.training.optim import Optimizer, OptimSettings
 from polyturn.training.part_loading import is_unread, read_weights
-from polyturn.training.shards import Place
+from polyturn.training.shards import Origin
 
 
 class Megatron(OverRanks):
@@ -68,7 +68,7 @@ class Megatron(OverRanks):
 
     def policy(
         self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = False, is_copy: bool = True
-    ) -> Network:
+    ) -> ScoringModel:
         """Return the policy network of `model` in megatron-core's layers, with weights.
 
         Raises:
@@ -78,14 +78,14 @@ class Megatron(OverRanks):
         network = MegatronPolicy(model, self._degrees, self._device, replays=replays)
         return self._filled(network, model, is_copy=is_copy)
 
-    def values(self, backbone: PreTrainedModel) -> Network:
+    def values(self, backbone: PreTrainedModel) -> ScoringModel:
         """Return the value network over `backbone` in megatron-core's layers, with weights.
 
         Raises:
             ConfigError: the model cannot be split by the degrees.
         """
         self._prepare(backbone)
-        network = MegatronValues(ValueNetwork(backbone), self._degrees, self._device)
+        network = MegatronValues(ValueModel(backbone), self._degrees, self._device)
         return self._filled(network, backbone, inside="backbone.", is_copy=True)
 
     def _prepare(self, model: PreTrainedModel) -> None:
@@ -99,9 +99,7 @@ class Megatron(OverRanks):
             require_no_cuda(model.config, self._degrees)
         _make_groups(self._degrees, self._device)
 
-    def _filled(
-        self, network: MegatronNetwork, model: PreTrainedModel, *, is_copy: bool, inside: str = ""
-    ) -> MegatronNetwork:
+    def _filled(self, network: MegatronModel, model: PreTrainedModel, *, is_copy: bool, inside: str = "") -> MegatronModel:
         """Fill `network` and return it. If it `is_copy` of the trained network and there are start weights, use these.
         Otherwise use `model`'s weights, under names that start with `inside`; they are read from files if `model` is
         unread."""
@@ -111,19 +109,19 @@ class Megatron(OverRanks):
             for name in own.keys() & self._start.keys():  # a value function has no output embedding, but a head
                 own[name].copy_(self._start[name])
             return network
-        places = {name.removeprefix(inside): boxes for name, boxes in network.names.parts(own).items()}
-        weights = base_weights(_read(model, places) if is_unread(model) else model)
-        network.names.take(own, {inside + name: tensor for name, tensor in weights.items() if name in places})
+        parts_of = {name.removeprefix(inside): boxes for name, boxes in network.names.parts(own).items()}
+        weights = base_weights(_read(model, parts_of) if is_unread(model) else model)
+        network.names.take(own, {inside + name: tensor for name, tensor in weights.items() if name in parts_of})
         return network
 
-    def optimizer(self, network: Network, settings: OptimSettings) -> Optimizer:
+    def optimizer(self, network: ScoringModel, settings: OptimSettings) -> Optimizer:
         """Return the optimizer of this rank's parameters."""
-        assert isinstance(network, MegatronNetwork)
+        assert isinstance(network, MegatronModel)
         self._start = None
         return MegatronOptimizer(network, settings)
 
 
-def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -> PreTrainedModel:
+def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Origin, Tensor]]) -> PreTrainedModel:
     """Return a model with this rank's part of its weights, read from files; other weights stay without values."""
     copied = copy.deepcopy(model)
     for name, parameter in list(copied.named_parameters()):
@@ -136,7 +134,7 @@ def _read(model: PreTrainedModel, parts: Mapping[str, Mapping[Place, Tensor]]) -
     return copied
 
 
-def _outline(whole: Tensor, boxes: Mapping[Place, Tensor]) -> DTensor:
+def _outline(whole: Tensor, boxes: Mapping[Origin, Tensor]) -> DTensor:
     """Return a rank's part of a tensor as a `DTensor` without values, with the rank's boxes side by side."""
     low = [min(origin[d] for origin in boxes) for d in range(whole.ndim)]
     high = [max(origin[d] + box.shape[d] for origin, box in boxes.items()) for d in range(whole.ndim)]
@@ -201,7 +199,7 @@ class MegatronOptimizer(Optimizer):
     which do not fit the tensor boxes of checkpoints. The norm covers all ranks.
     """
 
-    def __init__(self, network: MegatronNetwork, settings: OptimSettings) -> None:
+    def __init__(self, network: MegatronModel, settings: OptimSettings) -> None:
         self._live = {name: p for name, p in network.saved.named_parameters() if p.requires_grad}
         self._meshes = {
             has_experts: DeviceMesh.from_group(group(), next(iter(self._live.values())).device.type)

@@ -25,7 +25,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.training.backend import Degrees
 from polyturn.training.lora import plain_name
-from polyturn.training.shards import Boxes, Names, Place, box_of, local_part, start_of
+from polyturn.training.shards import Boxes, Names, Origin, box_of, local_part, start_of
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 """Model types with a mapping of weights."""
@@ -120,7 +120,7 @@ def entries(config: PreTrainedConfig) -> Iterator[Entry]:
 
 
 def value_entries(config: PreTrainedConfig) -> Iterator[Entry]:
-    """Yield the weights of a value function, named like those of `ValueNetwork`."""
+    """Yield the weights of a value function, named like those of `ValueModel`."""
     for entry in entries(config):
         if entry.name != "output_layer.weight":
             yield entry._replace(sources=tuple(f"backbone.{name.removeprefix('model.')}" for name in entry.sources))
@@ -157,7 +157,7 @@ class SourceRows(NamedTuple):
     source: int
     """Which one."""
     rows: slice
-    at: Place
+    at: Origin
     """Origin of these rows in the source."""
 
 
@@ -227,7 +227,7 @@ class ShardedNames(Names):
         named = ((plain_name(name), tensor) for name, tensor in model.named_parameters())
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in sources}
         mine = {name: {origin: tuple(box.shape) for origin, box in boxes.items()} for name, boxes in self.parts(own).items()}
-        self._held: list[dict[str, dict[Place, tuple[int, ...]]]] = [{}] * dist.get_world_size()
+        self._held: list[dict[str, dict[Origin, tuple[int, ...]]]] = [{}] * dist.get_world_size()
         """For each rank: tensor -> origin of a box on that rank -> shape of the box."""
         dist.all_gather_object(self._held, mine)
 
@@ -255,23 +255,23 @@ class ShardedNames(Names):
 
     def whole(self, tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
         """Return a whole weight on the CPU on rank 0, and None elsewhere."""
-        mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Place]()
+        mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Origin]()
         whole = torch.empty(self._shapes[name], dtype=self.kinds(tensors)[name].dtype) if rank == 0 else None
         for owner, boxes in enumerate(self._held):  # each box from the first rank that has it, all boxes of a rank at once
-            places = [origin for origin in boxes.get(name, ()) if origin not in seen]
-            seen.update(places)
-            if not places or rank not in (0, owner):
+            origins = [origin for origin in boxes.get(name, ()) if origin not in seen]
+            seen.update(origins)
+            if not origins or rank not in (0, owner):
                 continue
-            sizes = [math.prod(boxes[name][origin]) for origin in places]
+            sizes = [math.prod(boxes[name][origin]) for origin in origins]
             if rank == owner:
-                flat = torch.cat([mine[origin].detach().reshape(-1) for origin in places]).cpu()
+                flat = torch.cat([mine[origin].detach().reshape(-1) for origin in origins]).cpu()
             if whole is None:
                 dist.send(flat, dst=0)
                 return None
             if owner:
                 flat = torch.empty(sum(sizes), dtype=whole.dtype)
                 dist.recv(flat, src=owner)
-            for origin, values in zip(places, flat.split(sizes), strict=True):
+            for origin, values in zip(origins, flat.split(sizes), strict=True):
                 shape = boxes[name][origin]
                 box_of(whole, origin, shape).copy_(values.view(shape))
         return whole
@@ -297,12 +297,12 @@ class ShardedNames(Names):
             for origin, box in parts_read.get(plain_name(name), {}).items():
                 box.copy_(box_of(weights[name], origin, box.shape))
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Place, Tensor]]:
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, dict[Origin, Tensor]]:
         """Return name -> origin in the whole tensor -> this rank's live box at that origin; replicas have the same origin.
 
         A scalar of a weight appears once for each of its sources. A `DTensor` contains rows of the weight.
         """
-        parts_by_name: dict[str, dict[Place, Tensor]] = {}
+        parts_by_name: dict[str, dict[Origin, Tensor]] = {}
         for name, entry in self._entry_of.items():
             if (tensor := tensors.get(name)) is None:
                 continue

@@ -1,7 +1,7 @@
-"""Network: the module that is trained and sharded, with the whole forward pass from micro-batch to targets.
+"""ScoringModel: the module that is trained and sharded, with the whole forward pass from micro-batch to targets.
 
-    PolicyNetwork    MicroBatch -> log-probabilities of its targets      contains the output embedding
-    ValueNetwork     MicroBatch -> values at its targets                 contains a value head
+    PolicyModel    MicroBatch -> log-probabilities of its targets      contains the output embedding
+    ValueModel     MicroBatch -> values at its targets                 contains a value head
 
 Log-probabilities are log_softmax(logits / temperature) over the full vocabulary, as everywhere. Most of training's time and
 memory is spent here, so hidden states of targets are gathered first, and only they go through the vocabulary projection.
@@ -64,7 +64,7 @@ MIN_CHUNK = 128
 """Smallest number of targets per chunk, because every chunk reads the whole output embedding."""
 
 
-class Network(nn.Module):
+class ScoringModel(nn.Module):
     """A network that a backend trains. A subclass implements `forward`."""
 
     whose = "checkpoint"
@@ -216,7 +216,7 @@ class TargetForward:
         return max(MIN_CHUNK, (MAX_LOGITS_CPU if device.type == "cpu" else MAX_LOGITS) // self._vocab)
 
 
-class PolicyNetwork(Network):
+class PolicyModel(ScoringModel):
     """A causal language model that returns log-probabilities."""
 
     def __init__(self, model: PreTrainedModel, *, routers: Routers | None = None, replays: bool = True) -> None:
@@ -276,7 +276,7 @@ class PolicyNetwork(Network):
         return target_scores.logprobs_S
 
 
-class ValueNetwork(Network):
+class ValueModel(ScoringModel):
     """A backbone and a linear map from its last hidden state to a value, initially 0."""
 
     whose = "checkpoint's critic"

@@ -24,19 +24,19 @@ from polyturn.algorithms.balance import balance_loss
 from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.routing import RouteShape
-from polyturn.engines.routers import LIVE, require_told
+from polyturn.engines.routers import LIVE, require_same_shape
 from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
 from polyturn.training.megatron.layers import make_gpt
 from polyturn.training.megatron.lora import adapter_entries, add_adapter
 from polyturn.training.megatron.weights import ShardedNames, entries, is_sparse, value_entries
-from polyturn.training.network import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, Network, TargetScores, ValueNetwork
+from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, ScoringModel, TargetScores, ValueModel
 from polyturn.training.packed_attention import PackedView
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 
 
-class MegatronNetwork(Network):
+class MegatronModel(ScoringModel):
     """A network of megatron-core's layers. The last stage's results are sent to every rank of a row."""
 
     names: ShardedNames
@@ -44,7 +44,7 @@ class MegatronNetwork(Network):
     """Whether the first and the last stage each hold a copy of a tied tensor."""
 
     def __init__(
-        self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, form: ValueNetwork | None = None
+        self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, form: ValueModel | None = None
     ) -> None:
         """Make this rank's part of `model`, without weights; with `form`, of a value function with the head of `form`."""
         super().__init__()
@@ -134,7 +134,7 @@ class MegatronNetwork(Network):
         return -length % self._tp.size()
 
 
-class MegatronPolicy(MegatronNetwork):
+class MegatronPolicy(MegatronModel):
     """A causal language model that returns log-probabilities."""
 
     def __init__(self, model: PreTrainedModel, degrees: Degrees, device: torch.device, *, replays: bool) -> None:
@@ -157,18 +157,18 @@ class MegatronPolicy(MegatronNetwork):
             yield
             return
         config = self._config
-        require_told(own.routes_NLK, RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts))
+        require_same_shape(own.routes_NLK, RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts))
         rows, length = own.input_ids_BT.shape
         told_BTLK = own.routes_NLK.unflatten(0, (rows, length)).long()
-        told_TBLK = functional.pad(told_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
-        told_NLK = told_TBLK.chunk(self._tp.size())[self._tp.rank()].flatten(0, 1)
+        recorded_TBLK = functional.pad(told_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
+        recorded_NLK = recorded_TBLK.chunk(self._tp.size())[self._tp.rank()].flatten(0, 1)
         for i, router in enumerate(self._routers, self._first_router):
-            router.router_replay.told = told_NLK[:, i]
+            router.router_replay.recorded = recorded_NLK[:, i]
         try:
             yield
         finally:
             for router in self._routers:
-                router.router_replay.told = None
+                router.router_replay.recorded = None
 
     def forward(self, batch: MicroBatch, *, entropy_grad: bool | None = None, balance_grad: bool = False) -> TargetScores:
         """Return the scores of each target, and with `balance_grad` the balance loss; collective over the ranks of a row."""
@@ -238,17 +238,17 @@ class MegatronPolicy(MegatronNetwork):
 
     def _router_metrics(self) -> Metrics:
         """Return the number of this rank's tokens that the engine routed differently from its routers."""
-        replays = [r.router_replay for r in self._routers if r.router_replay.told is not None]
+        replays = [r.router_replay for r in self._routers if r.router_replay.recorded is not None]
         if not replays:
             return {}
-        changed, known = (sum(getattr(one, name) for one in replays) for name in ("num_changed", "num_told"))
+        changed, known = (sum(getattr(one, name) for one in replays) for name in ("num_changed", "num_recorded"))
         return {"policy/router_changed": Mean(float(changed), int(known))} if known else {}
 
 
-class MegatronValues(MegatronNetwork):
-    """A value function over a backbone, equal to the `ValueNetwork` of one process."""
+class MegatronValues(MegatronModel):
+    """A value function over a backbone, equal to the `ValueModel` of one process."""
 
-    def __init__(self, form: ValueNetwork, degrees: Degrees, device: torch.device) -> None:
+    def __init__(self, form: ValueModel, degrees: Degrees, device: torch.device) -> None:
         """Make this rank's part, with a head of 0 and otherwise without weights."""
         super().__init__(form.backbone, degrees, device, form=form)
         self.whose = form.whose
