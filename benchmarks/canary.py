@@ -30,7 +30,7 @@ from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe
@@ -54,7 +54,7 @@ class Leaky:
         await self._update(version, weights=sent)
 
 
-async def measure(kind: str, way: Way, trials: int, true_trials: int) -> dict[str, Any]:
+async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> dict[str, Any]:
     """Return what was found on one server."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))

@@ -20,7 +20,7 @@ from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 ROOT = Path(__file__).parents[2]
 CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -60,7 +60,7 @@ def interpreter(engine: str) -> Path:
 
 
 def launch_spec(
-    engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False, way: Way = "gloo"
+    engine: str, model: Path, *, max_context: int = MAX_CONTEXT, sees: bool = False, way: Transport = "gloo"
 ) -> LaunchSpec:
     """Return how `engine` serves the model in `model` on a CPU, as a run would start it; weights come by a folder too."""
     make = getattr(serve_commands, f"{engine}_command")

@@ -116,7 +116,7 @@ def train(
             model's; and `ray` is the address of a Ray cluster, or "auto".
 
     Raises:
-        PolyturnError: something cannot work; one sentence says what, and what to write.
+        PolyturnError: the run cannot work; the message is one sentence with the problem and the correction.
     """
     from polyturn.api.given import GivenArguments
 
@@ -146,7 +146,7 @@ def evaluate(
         tools, interaction, reward, config, overrides: As in `train`.
 
     Raises:
-        PolyturnError: something cannot work; one sentence says what, and what to write.
+        PolyturnError: the run cannot work; the message is one sentence with the problem and the correction.
     """
     from polyturn.api.given import GivenArguments
 
@@ -184,7 +184,7 @@ def rollout(
         group_size: Number of episodes per task.
 
     Raises:
-        PolyturnError: something cannot work; one sentence says what, and what to write.
+        PolyturnError: the run cannot work; the message is one sentence with the problem and the correction.
     """
     from polyturn.api.given import GivenArguments
 
@@ -226,7 +226,7 @@ def steps(
         model, tasks, tools, interaction, reward, eval_tasks, config, resume, overrides: As in `train`.
 
     Raises:
-        PolyturnError: something cannot work; one sentence says what, and what to write.
+        PolyturnError: the run cannot work; the message is one sentence with the problem and the correction.
     """
     from polyturn.api.given import GivenArguments, read
 

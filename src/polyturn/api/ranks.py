@@ -17,7 +17,7 @@ from polyturn.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class RankPlace(NamedTuple):
+class ThisRank(NamedTuple):
     """The rank of this process, and the number of ranks."""
 
     rank: int
@@ -26,7 +26,7 @@ class RankPlace(NamedTuple):
     """The rank among those on this machine, which is the index of its GPU."""
 
 
-def this_rank() -> RankPlace | None:
+def this_rank() -> ThisRank | None:
     """Return the rank of this process; None without a launcher.
 
     Raises:
@@ -46,7 +46,7 @@ def this_rank() -> RankPlace | None:
             f"the environment has RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']}, {wrong}; start "
             "with torchrun --nproc-per-node 2 FILE, which sets all of them, or unset RANK for one process"
         )
-    return RankPlace(rank, size, local)
+    return ThisRank(rank, size, local)
 
 
 def tell_start(name: str) -> None:

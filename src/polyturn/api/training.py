@@ -127,7 +127,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         The result; on a follower rank of torchrun, the run's folder; None for a dry run.
     """
     config = source.config
-    this = ranks.this_rank() or ranks.RankPlace(0, 1, 0)
+    this = ranks.this_rank() or ranks.ThisRank(0, 1, 0)
     num_ranks = max(this.size, config.train.distributed.ranks)
     build.check_ranks(config, num_ranks)
     if num_ranks == 1 and config.train.distributed.gradient_sync == "last":
@@ -180,7 +180,7 @@ class _Prepared(NamedTuple):
     """The checkpoint to resume from; None to start."""
 
 
-def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> _Prepared | None:
+def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRank, options: RunOptions) -> _Prepared | None:
     """Build and check all parts of a run, and choose its folder; None for a dry run.
 
     Raises:
@@ -306,7 +306,7 @@ def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path 
     return latest, former
 
 
-def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.RankPlace, options: RunOptions) -> TrainedRun | None:
+def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRank, options: RunOptions) -> TrainedRun | None:
     """Train a run to its end; None for a dry run."""
     began = time.monotonic()
     prepared = _prepare(attempt, resolved, this, options)

@@ -54,7 +54,7 @@ def described() -> str:
 
 
 def load_native(
-    path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, tells: bool = True
+    path: Path | None, overrides: Sequence[str], *, defaults: Mapping[str, Any] | None = None, warns: bool = True
 ) -> Loaded[RunConfig]:
     """Load a configuration with polyturn's keys, like `load_config`. The error for another library's file contains the
     command to run it.
@@ -67,7 +67,7 @@ def load_native(
     from polyturn.config.models import RunConfig
 
     try:
-        return load_config(RunConfig, path, overrides, defaults=defaults, tells=tells)
+        return load_config(RunConfig, path, overrides, defaults=defaults, warns=warns)
     except ConfigError as problem:
         if path is None or (name := dialect_of(path)) is None:
             raise
@@ -87,7 +87,7 @@ def begin(path: Path, overrides: Sequence[str]) -> None:
     """Check a configuration before slow imports, and log the start of the run."""
     from polyturn.api.ranks import tell_start
 
-    tell_start(load_native(path, overrides, tells=False).config.name)
+    tell_start(load_native(path, overrides, warns=False).config.name)
 
 
 def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> None:
@@ -152,7 +152,7 @@ def to_migrate(path: Path) -> MigrateDialect:
 
 def _is_native(path: Path, overrides: Sequence[str] = ()) -> bool:
     try:
-        load_native(path, overrides, tells=False)
+        load_native(path, overrides, warns=False)
     except ConfigError:
         return False
     return True

@@ -26,7 +26,7 @@ def main(
     ] = 50.0,
 ) -> None:
     """Estimate the memory of each process of a run. Names a layout that fits, and the time of a weight sync over a link."""
-    load_native(config, overrides or [], tells=False)
+    load_native(config, overrides or [], warns=False)
     from polyturn import build
     from polyturn.api.folders import open_source
     from polyturn.build.gpu_plan import GB, USABLE, counted, demand_of, layout_of, parameters_of, require_fit

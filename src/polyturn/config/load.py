@@ -67,7 +67,7 @@ def load_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     values: Mapping[str, Any] | None = None,
-    tells: bool = True,
+    warns: bool = True,
 ) -> Loaded[ModelT]:
     """Load a configuration file, or that of a run's folder.
 
@@ -81,7 +81,7 @@ def load_config(
             path of a YAML file merges that file at this point; its relative paths still refer to `path`'s folder.
         defaults: Values below the file.
         values: Values above the file, from a program.
-        tells: Warn of keys without effect; False if the configuration is loaded again.
+        warns: Warn of keys without effect; False if the configuration is loaded again.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, an unresolvable `${…}`; one sentence each.
@@ -94,7 +94,7 @@ def load_config(
             sources.merge(read, f"in {file}")
     if values:
         sources.merge(values, "given in Python")
-    if tells:
+    if warns:
         tell_repeated(overrides)
     for override in overrides:
         if override.endswith((".yaml", ".yml")) and "=" not in override:
@@ -102,7 +102,7 @@ def load_config(
                 sources.merge(read, f"in {file}")
         else:
             _override(model, sources, override)
-    return _load(model, sources, tells=tells)
+    return _load(model, sources, warns=warns)
 
 
 def tell_repeated(overrides: Sequence[str]) -> None:
@@ -137,7 +137,7 @@ def load_values(model: type[ModelT], values: Mapping[str, Any], *, origin: Mappi
     return _load(model, sources)
 
 
-def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loaded[ModelT]:
+def _load(model: type[ModelT], sources: Sources, *, warns: bool = True) -> Loaded[ModelT]:
     # First, because the following steps are recursive.
     if is_deep(sources.values):
         raise ConfigError(f"the configuration is nested deeper than {MAX_DEPTH} lists and mappings; write it flatter")
@@ -175,7 +175,7 @@ def _load(model: type[ModelT], sources: Sources, *, tells: bool = True) -> Loade
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    for idle in idle_keys(config) if tells else ():
+    for idle in idle_keys(config) if warns else ():
         message = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
         where = " or ".join(map(repr, idle.values)).replace("None", "null")
         read = f"; it is read where that is {where}" if where else ""

@@ -52,7 +52,7 @@ class BatchStep:
         self,
         module: Module,
         slots: Slots,
-        seating: SlotAllocator,
+        allocator: SlotAllocator,
         *,
         prefill_chunk: int,
         is_alone: bool,
@@ -64,14 +64,14 @@ class BatchStep:
         Args:
             module: A transformers causal language model.
             slots: The state of all slots, written by this class and by `allocator`.
-            seating: Moves requests between slots.
+            allocator: Moves requests between slots.
             prefill_chunk: Largest number of tokens of one prompt in one forward pass.
             is_alone: Make a request's bits independent of other requests: prefill one prompt at a time, and pad decoding.
             stats: Counts the work.
             routers: The module's routers, if the slots keep routes.
         """
         self._slots = slots
-        self._seating = seating
+        self._allocator = allocator
         self._prefill_chunk = prefill_chunk
         self._is_alone = is_alone
         self._stats = stats
@@ -284,11 +284,11 @@ class BatchStep:
 
     def _compact(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Move the running slots to the front by exchanging them with idle ones; return their new indices."""
-        low, high = self._seating.exchanges(rows)
+        low, high = self._allocator.exchanges(rows)
         length = int(self._slots.cached[high + low].max())
         with torch.inference_mode():
             self._cache.swap(first=low, second=high, length=length)
-        self._seating.exchange(low, high)
+        self._allocator.exchange(low, high)
         return np.arange(len(rows))
 
     # The model.

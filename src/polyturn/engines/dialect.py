@@ -17,7 +17,7 @@ from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineLoad
 from polyturn.engines.weight_transfer import TransferLink, TransferServer
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 UNSEEN = (
     "if the server does not see that folder, let it share this machine's memory, set engine.weights_folder to a "
@@ -120,7 +120,7 @@ class ServerDialect(ABC):
         )
 
     @staticmethod
-    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> TransferLink:
+    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> TransferLink:
         """Return the trainer's end of a transfer of tensors to servers of this kind."""
         raise EngineError(f"these servers load weights from a folder, and engine.weights is {transport}; set it to folder")
 

@@ -102,13 +102,13 @@ class EmbeddedEngine:
         self.max_burst_s = MAX_BURST_S
         limit = self._accepts.max_context
         self._slots = slots = Slots.make(num_slots, limit, routes=None if routers is None else routers.shape)
-        self._seating = SlotAllocator(
+        self._allocator = SlotAllocator(
             slots, max_context=limit, share_prefixes=share_prefixes and not deterministic, stats=stats
         )
         self._steps = BatchStep(
             self.module,
             slots,
-            self._seating,
+            self._allocator,
             prefill_chunk=prefill_chunk,
             is_alone=deterministic,
             stats=stats,
@@ -189,7 +189,7 @@ class EmbeddedEngine:
 
     async def end_session(self, session_id: str) -> None:
         """Release the session's slot. Unknown ids are fine."""
-        self._seating.end_session(session_id)
+        self._allocator.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
         """Serve `version` from the next decoding step on; a completion that spans the update records where.
@@ -221,7 +221,7 @@ class EmbeddedEngine:
         self._fail_all(EngineError("the embedded engine was closed while the request ran"))
         if self._pump_task is not None and not self._pump_task.done():
             self._pump_task.cancel()
-        self._seating.end_all_sessions()
+        self._allocator.end_all_sessions()
         self._steps.close()
 
     def _load(self, weights: Mapping[str, Any]) -> None:
@@ -245,7 +245,7 @@ class EmbeddedEngine:
                 while True:
                     if self._waiting:
                         self._drop_late()
-                        self._waiting, copies = self._seating.admit(self._waiting)
+                        self._waiting, copies = self._allocator.admit(self._waiting)
                         self._steps.copy(copies)
                     for running, reason in self._steps.run():
                         self._finish(running, reason)
@@ -292,7 +292,7 @@ class EmbeddedEngine:
         ids, logprobs = slots.ids[slot, begin:end].copy(), slots.logprobs[slot, begin:end].copy()
         ids.flags.writeable = logprobs.flags.writeable = False
         routes, support = slots.routes_of(slot, running.request.routed_from), slots.support_of(slot)
-        self._seating.leave(running)  # after the reads: another request may take the slot from here on
+        self._allocator.leave(running)  # after the reads: another request may take the slot from here on
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
@@ -318,12 +318,12 @@ class EmbeddedEngine:
         if running.slot < 0:
             self._waiting.remove(running)
         else:
-            self._seating.leave(running)
+            self._allocator.leave(running)
 
     def _fail_all(self, error: EngineError) -> None:
         for running in list(self._requests.values()):
             if running.slot >= 0:
-                self._seating.leave(running)
+                self._allocator.leave(running)
             if not running.future.done():
                 running.future.set_exception(error)
         self._requests.clear()

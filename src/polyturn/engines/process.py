@@ -202,7 +202,7 @@ class ProcessEngine:
         _, wire = await loop.create_unix_connection(lambda: MessageSocket(self._on_message, self._on_end), sock=ours)
         boot = Boot(
             memory_fd=memory.fd,
-            places=memory.places,
+            spans=memory.spans,
             size=memory.size,
             model=self._structure,
             device=str(next(self._model.parameters()).device),

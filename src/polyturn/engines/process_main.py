@@ -28,7 +28,7 @@ class Boot:
     """The first message: everything needed to make the engine."""
 
     memory_fd: int
-    places: Sequence[Any]
+    spans: Sequence[Any]
     size: int
     model: bytes
     """Pickle of the model, with names of tensors in the memory in place of the tensors."""
@@ -64,7 +64,7 @@ class ServedEngine:
         from polyturn.engines.weight_memory import WeightMemory
 
         torch.set_num_threads(boot.num_threads)
-        self.memory = WeightMemory(boot.memory_fd, boot.places, size=boot.size)
+        self.memory = WeightMemory(boot.memory_fd, boot.spans, size=boot.size)
         model, media = _Unpickler(boot.model, self.memory.views(0)).load()
         self.is_on_cpu = boot.device == "cpu"
         if not self.is_on_cpu:

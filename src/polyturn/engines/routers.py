@@ -1,7 +1,7 @@
 """Record or replay the choices of the routers of a mixture-of-experts model.
 
     router      scores [N, E] of all experts  ->  topk: [N, K] experts and their scores  ->  weights of the chosen
-    told        [N, L, K] experts             ->  topk returns these experts, with their scores from the router
+    recorded    [N, L, K] experts             ->  topk returns these experts, with their scores from the router
 
 Only the choice is replaced. The scores of the chosen experts are computed as usual, so gradients reach the router. All other
 computations of the router (softmax before or after, a bias, groups of experts, normalisation) stay those of the model.
@@ -98,7 +98,7 @@ def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
     return count, {name: part for name, part in parts.items() if routes(part)}
 
 
-def require_told(routes: Tensor, shape: RouteShape) -> None:
+def require_same_shape(routes: Tensor, shape: RouteShape) -> None:
     """Raise unless routes [N, L, K] are of a model of `shape`.
 
     Raises:
@@ -128,8 +128,8 @@ class RoutingPass:
         """
         shape = routers.shape
         if routes is not None:
-            require_told(routes, shape)
-        self.shape, self.told = shape, routes
+            require_same_shape(routes, shape)
+        self.shape, self.recorded = shape, routes
         count = shape.num_layers
         self.chosen: list[Tensor | None] = [None] * count
         """For each layer [N, K] the experts of its tokens."""
@@ -202,12 +202,12 @@ class _Choice(TorchFunctionMode):
     def _choose(self, scores: Tensor, values: Tensor, experts: Tensor) -> Any:
         of, layer = self._of, self._layer
         chosen = experts
-        if of.told is not None:
-            routes = of.told[:, layer].to(torch.int64)
-            is_told = routes[:, :1] != LIVE
-            chosen = torch.where(is_told, routes, experts)
+        if of.recorded is not None:
+            routes = of.recorded[:, layer].to(torch.int64)
+            is_recorded = routes[:, :1] != LIVE
+            chosen = torch.where(is_recorded, routes, experts)
             scores = scores if self._unmasked is None else self._unmasked
-            values = torch.where(is_told, scores.gather(1, chosen), values)
+            values = torch.where(is_recorded, scores.gather(1, chosen), values)
         if of.chosen[layer] is None:
             of.chosen[layer], of.live[layer] = chosen, experts
         return torch.return_types.topk((values, chosen))

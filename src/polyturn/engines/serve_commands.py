@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polyturn.core.generation import MAX_SUPPORT
 from polyturn.engines.launcher import LaunchSpec
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 SERVER_SIDE = Path(__file__).parent / "server_side"
 
@@ -27,7 +27,7 @@ def vllm_command(
     max_context: int,
     device: str,
     sees: bool = False,
-    transport: Way = "folder",
+    transport: Transport = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
@@ -62,7 +62,7 @@ def sglang_command(
     max_context: int,
     device: str,
     sees: bool = False,
-    transport: Way = "folder",
+    transport: Transport = "folder",
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:

@@ -29,7 +29,7 @@ from polyturn.engines.served_routes import FLAG
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.weight_files import WeightFolder, WeightStore
 from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import Way, choose_way
+from polyturn.engines.weight_transport import Transport, choose_transport
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     options: ServerOptions = setup.options
     launch, places = options.launch or LaunchOptions(), setup.places
     root = None if options.weights_folder is None else setup.base / options.weights_folder
-    transport = choose_way(options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None)
+    transport = choose_transport(
+        options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None
+    )
     if setup.adapter is not None:
         client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
     in_folder = transport in {"folder", "adapter"}
@@ -121,7 +123,7 @@ def require_one_version(pool: EnginePool) -> None:
         )
 
 
-def _require_package(transport: Way, setup: EngineSetup, client: type[RemoteEngine]) -> None:
+def _require_package(transport: Transport, setup: EngineSetup, client: type[RemoteEngine]) -> None:
     """Raise if the trainer's side of a transfer of tensors is not installed.
 
     Raises:

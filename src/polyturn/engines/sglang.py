@@ -27,7 +27,7 @@ from polyturn.engines.served import build_servers
 from polyturn.engines.sglang_transfer import SglangLink
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_transfer import TransferServer
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -153,7 +153,7 @@ class SglangEngine(RemoteEngine):
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
 
     @staticmethod
-    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
+    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
         """Return the trainer's end of SGLang's weight updates."""
         return await SglangLink.open(transport, servers)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import EngineError
 from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import Way, buckets, untied
+from polyturn.engines.weight_transport import Transport, buckets, untied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class SglangLink:
         self._group = group
 
     @classmethod
-    async def open(cls, transport: Way, servers: Sequence[TransferServer]) -> SglangLink:
+    async def open(cls, transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
         """Make the group with the servers' workers, if the transport uses one.
 
         Raises:

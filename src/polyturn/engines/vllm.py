@@ -28,7 +28,7 @@ from polyturn.engines.served import build_servers
 from polyturn.engines.vllm_transfer import VllmLink
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_transfer import TransferServer
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
 """vLLM's metrics for the fields of an `EngineLoad`."""
@@ -206,7 +206,7 @@ class VllmEngine(RemoteEngine):
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
-    async def open_link(transport: Way, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> VllmLink:
         """Return the trainer's end of vLLM's transfer."""
         return await VllmLink.open(transport, servers)
 

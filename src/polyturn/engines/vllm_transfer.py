@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import BUCKET_BYTES, Way, address_towards, kinds_of, untied
+from polyturn.engines.weight_transport import BUCKET_BYTES, Transport, address_towards, kinds_of, untied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class VllmLink:
     """The trainer's end of one transfer; implements `TransferLink`."""
 
-    def __init__(self, transport: Way, servers: Sequence[TransferServer]) -> None:
-        self._way = transport
+    def __init__(self, transport: Transport, servers: Sequence[TransferServer]) -> None:
+        self._transport = transport
         self._source = _Source(on_gpu=transport != "gloo")
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
@@ -36,7 +36,7 @@ class VllmLink:
         self._engine: Any = None
 
     @classmethod
-    async def open(cls, transport: Way, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open(cls, transport: Transport, servers: Sequence[TransferServer]) -> VllmLink:
         """Make the group with the servers' workers.
 
         Raises:
@@ -76,7 +76,7 @@ class VllmLink:
         servers = self._phases.servers
         host = address_towards([server.url for server in servers])
         size = 1 + sum(server.num_workers for server in servers)
-        info = _init_info(self._way, host, size)
+        info = _init_info(self._transport, host, size)
         return WeightTransferTrainerFactory.trainer_init(info, client=self._phases, source=self._source)
 
     async def _run(self, work: Callable[[], Any]) -> Any:
@@ -93,7 +93,7 @@ class VllmLink:
         except EngineError:
             raise
         except (RuntimeError, ValueError) as broke:
-            raise EngineLostError(f"the {self._way} transfer to the servers broke ({one_line(broke)})") from broke
+            raise EngineLostError(f"the {self._transport} transfer to the servers broke ({one_line(broke)})") from broke
 
 
 class _Source:
@@ -174,7 +174,7 @@ class _Phases:
             self._failed.set_exception(problem)
 
 
-def _init_info(transport: Way, host: str, size: int) -> Any:
+def _init_info(transport: Transport, host: str, size: int) -> Any:
     """Return the arguments of vLLM's trainer engine for a backend."""
     shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
     if transport == "ipc":

@@ -37,10 +37,10 @@ class TensorSlot(NamedTuple):
 class WeightMemory:
     """Two slots of one model's parameters and buffers."""
 
-    def __init__(self, fd: int, places: Sequence[TensorSlot], *, size: int) -> None:
+    def __init__(self, fd: int, spans: Sequence[TensorSlot], *, size: int) -> None:
         """Map the memory of `fd`, with slots of `size` bytes."""
         self.fd = fd
-        self.places = places
+        self.spans = spans
         self.size = size
         self._map = mmap.mmap(fd, max(1, NUM_SLOTS * size))
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -48,19 +48,19 @@ class WeightMemory:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """Make memory for the tensors of `model`; tied tensors share a position."""
-        places, offset = [], 0
+        spans, offset = [], 0
         for name, tensor in tensors_of(model).items():
-            places.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+            spans.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
             offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
         fd = anonymous_memory("polyturn-weights")
         os.ftruncate(fd, max(1, NUM_SLOTS * offset))
-        return cls(fd, places, size=offset)
+        return cls(fd, spans, size=offset)
 
     def views(self, slot: int) -> dict[str, Tensor]:
         """Return name -> tensor over the memory of a slot."""
         if slot not in self._views:
             memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self.size)
-            self._views[slot] = {slot_span.name: _view(memory, slot_span) for slot_span in self.places}
+            self._views[slot] = {slot_span.name: _view(memory, slot_span) for slot_span in self.spans}
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:

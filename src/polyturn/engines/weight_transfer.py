@@ -2,7 +2,7 @@
 
     the pool       transfer.write(weights)        -> SentWeights, given to every server
     each server    SentWeights.load(server)       waits until all of these servers are paused: one broadcast for all
-    its kind       open_link(way, servers)        -> TransferLink, the trainer's end of it
+    its kind       open_link(transport, servers)  -> TransferLink, the trainer's end of it
 
 Tensors are streamed in buckets, and no copy is kept. A server that comes back is sent the trainer's weights if these are
 still the missed version, otherwise the next version.
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from polyturn.core.aio import first_error
 from polyturn.core.errors import EngineError, one_line
 from polyturn.engines.weight_files import ServerWeights
-from polyturn.engines.weight_transport import Way
+from polyturn.engines.weight_transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class TransferLink(Protocol):
         ...
 
 
-OpenLink = Callable[[Way, Sequence[TransferServer]], Awaitable[TransferLink]]
+OpenLink = Callable[[Transport, Sequence[TransferServer]], Awaitable[TransferLink]]
 
 
 class WeightTransfer:
@@ -81,9 +81,9 @@ class WeightTransfer:
 
     keeps: ClassVar[bool] = False
 
-    def __init__(self, transport: Way, open_link: OpenLink, *, own_model: Path | None = None) -> None:
+    def __init__(self, transport: Transport, open_link: OpenLink, *, own_model: Path | None = None) -> None:
         """Send by `transport`; `close` removes `own_model`, the model folder of the servers."""
-        self._way = transport
+        self._transport = transport
         self._own_model = own_model
         self._open = open_link
         self._link: TransferLink | None = None
@@ -106,7 +106,7 @@ class WeightTransfer:
                 await self._unlink()
             try:
                 if self._link is None:
-                    self._link, self._linked = await self._open(self._way, servers), tuple(servers)
+                    self._link, self._linked = await self._open(self._transport, servers), tuple(servers)
                 await self._link.send(weights)
             except BaseException:
                 await self._unlink()

@@ -21,15 +21,15 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Way = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
-WAYS: tuple[Way, ...] = get_args(Way)
+Transport = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 BUCKET_BYTES = 256 * 2**20
 """Largest size of a bucket, in bytes; a larger tensor is a bucket by itself."""
 
 
-def choose_way(
-    transport: Way | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False
-) -> Way:
+def choose_transport(
+    transport: Transport | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False
+) -> Transport:
     """Return the transport to the servers at `urls`; empty for servers that this process starts. `auto` is folder if all
     servers can read it, otherwise nccl if this process has a GPU, otherwise gloo.
 

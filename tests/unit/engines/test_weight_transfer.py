@@ -19,7 +19,7 @@ from polyturn.engines.options import ServerOptions
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
-from polyturn.engines.weight_transport import WAYS, address_towards, buckets, choose_way, is_here
+from polyturn.engines.weight_transport import TRANSPORTS, address_towards, buckets, choose_transport, is_here
 from support.forked import run_program
 from support.parts import virtual
 from support.refusals import refuses_later
@@ -268,11 +268,11 @@ def test_url_of_this_machine_is_recognised(host, expected, monkeypatch):
 
 def test_auto_is_the_folder_where_all_servers_see_it():
     near, far = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
-    assert choose_way("auto", []) == "folder"
-    assert choose_way("auto", [near], has_gpu=True) == "folder"
-    assert choose_way("auto", [near, far]) == "gloo"
-    assert choose_way("auto", [near, far], has_gpu=True) == "nccl"
-    assert choose_way("auto", [near, far], is_shared=True) == "folder"
+    assert choose_transport("auto", []) == "folder"
+    assert choose_transport("auto", [near], has_gpu=True) == "folder"
+    assert choose_transport("auto", [near, far]) == "gloo"
+    assert choose_transport("auto", [near, far], has_gpu=True) == "nccl"
+    assert choose_transport("auto", [near, far], is_shared=True) == "folder"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_tensor_larger_than_a_bucket_goes_alone():
 
 
 def test_config_offers_every_transport():
-    assert set(get_args(keys_of(ServerOptions)["weights"].annotation)) == {"auto", *WAYS}
+    assert set(get_args(keys_of(ServerOptions)["weights"].annotation)) == {"auto", *TRANSPORTS}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_config_offers_every_transport():
 )
 def test_transport_that_cannot_work_is_refused(transport, urls, words):
     with pytest.raises(ConfigError, match=words):
-        choose_way(transport, urls)
+        choose_transport(transport, urls)
 
 
 URLS = ["http://127.0.0.1:8000"]
