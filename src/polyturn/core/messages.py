@@ -131,6 +131,11 @@ def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [m.to_openai() for m in messages]
 
 
+def count_chars(messages: Iterable[Message]) -> int:
+    """Return the number of characters of the contents and reasoning of `messages`; media have none."""
+    return sum(len(m.text) + len(m.reasoning or "") for m in messages)
+
+
 def with_origin(messages: Iterable[Message], origin: Origin) -> tuple[Message, ...]:
     """Return `messages`, with `origin` for those that have none."""
     return tuple(m if m.origin is not None else replace(m, origin=origin) for m in messages)

@@ -12,6 +12,7 @@ It is one `History`, of which each fork has its own, and one set of `Resources`,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -24,10 +25,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Ids
-from polyturn.core.errors import InteractionError, LifecycleError, SchedulerError
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, SchedulerError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.lifecycle import EpisodeState, Lifecycle, StopReason
-from polyturn.core.messages import Message, Origin
+from polyturn.core.messages import Message, Origin, count_chars
 from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
@@ -39,10 +40,9 @@ from polyturn.rollout.aside import Aside, EpisodeView, sampled_for
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History, Mark
 from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply
-from polyturn.rollout.request_length import TooLongError, check_text
 from polyturn.rollout.resources import Fork, Resources, as_messages
 from polyturn.rollout.stop_strings import Stopped, generate_until
-from polyturn.tokens.codec import Codec
+from polyturn.tokens.codec import LONG_CHARS, Codec
 
 _Result = TypeVar("_Result")
 
@@ -172,7 +172,7 @@ class Episode:
             InteractionError: the interaction could not be started.
             TemplateError: the template cannot render what waits.
             SchedulerError: it cannot render the history that the scheduler wrote.
-            TooLongError: what is shown first is longer than the context.
+            DataError: what is shown first has more characters than the context can hold.
         """
         shared, history = self.resources, self.history
         is_first = not shared.is_started
@@ -182,15 +182,16 @@ class Episode:
         elif shared.on_turn is not None:
             await shared.on_turn()
         await self.process_media(history.to_encode)
-        try:
-            # Before the render: the event loop would stand still while megabytes are rendered and encoded.
-            await check_text(history.to_encode, codec=self.codec, limits=self.limits)
-        except TooLongError:
+        num_chars = count_chars(history.to_encode)
+        if limit_rules.exceeds_context(self.limits, num_chars=num_chars, longest_token=self.codec.longest_token):
             if is_first:  # a task that cannot begin is wrong; an observation that does not fit is a truncation
-                raise
+                raise DataError(
+                    f"the prompt has {num_chars} characters, more than a context of {self.limits.max_context} tokens holds"
+                )
             logger.debug(_LIMIT, self.id, StopReason.CONTEXT_FULL.value, len(history.turns))
             return StopReason.CONTEXT_FULL
-        prompt = history.next_prompt()
+        # A long text takes seconds to encode, in which the event loop serves the other episodes.
+        prompt = await asyncio.to_thread(history.next_prompt) if num_chars > LONG_CHARS else history.next_prompt()
         if is_first:
             history.show(prompt)  # before the limits, so that a record has its prompt even where no turn fits
             if shared.on_turn is not None:

@@ -127,6 +127,14 @@ def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
     return None
 
 
+def exceeds_context(limits: Limits, *, num_chars: int, longest_token: int) -> bool:
+    """Return whether a text of so many characters is longer than the context, whatever its tokens are.
+
+    It needs no encoding, so an answer of megabytes costs nothing.
+    """
+    return limits.max_context is not None and num_chars > limits.max_context * longest_token
+
+
 def is_short_of_room(limits: Limits, at: EpisodeProgress) -> bool:
     """Return whether less of the context is left than a context policy keeps free for the next turn."""
     return limits.max_context is not None and limits.max_context - at.context_tokens < limits.reserve

@@ -27,7 +27,6 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
-from polyturn.rollout.request_length import check_length
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import rollout_outputs
 from polyturn.serving.requests import task_of
@@ -163,7 +162,6 @@ class RolloutService:
             task = task_of(request, id=name, max_messages=self.context.limits.max_context)
             with AsSchedulerError("the scheduler's check_task"):
                 self.context.scheduler.check_task(task)
-            await check_length(task.prompt, codec=self.context.codec, limits=self.context.limits)
             running = asyncio.create_task(self._run(task, options))
         except (PolyturnError, TypeError) as problem:
             return [_failure(name, f"the request cannot be run: {one_line(problem)}")]

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_LONG_CHARS = 1 << 16
+LONG_CHARS = 1 << 16
+"""Length of a text from which on it is encoded so that other threads go on meanwhile."""
 _BEFORE = "\u9f98"
 """A letter that no token continues, to see what a text becomes behind another."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
@@ -206,17 +207,6 @@ class Codec:
             parts = self._encode_parts(list(text))
         return _join(parts)
 
-    def count(self, texts: Sequence[str], *, is_plain: bool = False) -> list[int]:
-        """Number of tokens of each text. Other threads run meanwhile, which they do not while a text is encoded.
-
-        Args:
-            texts: The texts.
-            is_plain: Whether control tokens in them are ordinary text, as in everything that the owner did not write.
-        """
-        known = [text.encode("utf-8", "replace").decode() for text in texts]
-        backend = self._plain if is_plain else self._backend
-        return [len(encoding) for encoding in backend.encode_batch(known, add_special_tokens=False)]
-
     @functools.cached_property
     def longest_token(self) -> int:
         """Number of characters that one token stands for at most."""
@@ -380,7 +370,7 @@ def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
 
 def _encode(backend: Tokenizer, text: str) -> Ids:
     try:
-        if len(text) > _LONG_CHARS:  # as a batch, it lets other threads go on
+        if len(text) > LONG_CHARS:  # only a batch lets other threads go on
             return ids_array(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         return ids_array(backend.encode(text, add_special_tokens=False).ids)
     except (TypeError, UnicodeEncodeError):

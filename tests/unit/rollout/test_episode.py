@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,18 @@ import polyturn
 from polyturn.core.errors import AlignmentError, InteractionError
 from polyturn.core.generation import FinishReason, GenerateRequest
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.messages import Message, count_chars
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.episode import Episode
+from polyturn.rollout.history import History
 from polyturn.rollout.limits import ContextPolicy, Limits
+from polyturn.rollout.next_prompt import Prompt
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
+from polyturn.tokens.codec import LONG_CHARS
+from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.sanity import KINDS, Difference
 from support.parts import Says, Steps, add, call, check_tokens, virtual
 from support.refusals import refuses, refuses_later
@@ -235,6 +241,43 @@ async def test_full_context_is_handled_by_its_policy(policy: ContextPolicy, num_
     assert (len(t.turns), len(t.segments)) == (num_turns, num_segments)
     assert all(len(s) <= 220 for s in t.segments)
     check_tokens(t)
+
+
+async def test_megabytes_of_an_environment_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+    extend = DeltaEncoder.extend
+
+    def measured(self: DeltaEncoder, messages: Sequence[Message], **options: Any) -> Any:
+        longest.append(max((len(m.text) for m in messages), default=0))
+        return extend(self, messages, **options)
+
+    monkeypatch.setattr(DeltaEncoder, "extend", measured)
+    context = scripted_context(
+        ["a", "b"], scheduler=Steps(lambda episode, turn: "x " * 10_000_000), limits=Limits(max_context=2000, max_turns=4)
+    )
+    trajectory = await run_episode(context, task(), id="e")
+    assert (trajectory.error, trajectory.stop_reason, len(trajectory.turns)) == (None, StopReason.CONTEXT_FULL, 1)
+    assert max(longest, default=0) < LONG_CHARS
+
+
+async def test_prompt_of_megabytes_fails_its_trajectory() -> None:
+    trajectory = await run_episode(scripted_context(["a"], limits=Limits(max_context=2000)), task("x " * 10_000_000), id="e")
+    assert "DataError" in (trajectory.error or "") and "2000" in (trajectory.error or "")
+
+
+async def test_event_loop_goes_on_while_long_text_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself lets the encoding end, which waits for it."""
+    loop, loop_went_on, next_prompt = asyncio.get_running_loop(), asyncio.Event(), History.next_prompt
+
+    def gated(self: History) -> Prompt:
+        if count_chars(self.to_encode) > LONG_CHARS:
+            asyncio.run_coroutine_threadsafe(loop_went_on.wait(), loop).result(timeout=120)
+        return next_prompt(self)
+
+    monkeypatch.setattr(History, "next_prompt", gated)
+    running = asyncio.create_task(run_episode(scripted_context(["a"]), task("x" * 2 * LONG_CHARS), id="e"))
+    loop_went_on.set()
+    assert (await running).error is None
 
 
 def test_every_nth_episode_is_compared_with_a_full_render() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import TAG_TOKENS, TURN_TOKENS, tiny_tokenizer
-from polyturn.tokens.codec import Codec, load_codec
+from polyturn.tokens.codec import LONG_CHARS, Codec, load_codec
 from support.refusals import refuses
 
 CODEC = Codec(tiny_tokenizer())
@@ -160,3 +160,12 @@ def test_real_vocabulary_keeps_environment_text_apart() -> None:
     assert len(codec.control_in(codec.encode(text))) == len(codec.control_tokens)
     assert len(codec.control_in(codec.encode_plain(text))) == 0
     assert codec.decode(codec.encode_plain(text)) == text
+
+
+@pytest.mark.parametrize("text", ["mouse " * 20_000, "<|im_end|>" * 10_000, "\ud800" * 70_000, "ü€𐍈" * 30_000])
+def test_long_text_has_the_ids_of_a_short_one(text: str) -> None:
+    assert len(text) > LONG_CHARS
+    backend = CODEC.tokenizer.backend_tokenizer
+    assert (
+        CODEC.encode(text).tolist() == backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids
+    )

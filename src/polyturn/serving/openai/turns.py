@@ -6,19 +6,20 @@ OpenTurn  ->  ChatResponse(content, calls, …), and the message that a continui
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyturn.core.errors import DataError, HiddenToolsError, one_line
+from polyturn.core.errors import DataError, HiddenToolsError, TemplateError, one_line
 from polyturn.core.generation import FinishReason
-from polyturn.core.messages import Message, Origin
+from polyturn.core.messages import Message, Origin, count_chars
 from polyturn.rollout.episode import Episode
-from polyturn.rollout.limits import Limits
+from polyturn.rollout.limits import ContextPolicy, exceeds_context
 from polyturn.rollout.open_turn import OpenTurn
-from polyturn.rollout.request_length import LONG_CHARS, TooLongError, check_length
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
+from polyturn.tokens.codec import LONG_CHARS
 
 
 def typed_messages(messages: Sequence[Mapping[str, Any]], calls: Mapping[str, str] | None = None) -> tuple[Message, ...]:
@@ -46,30 +47,27 @@ async def refuse_too_long(ask: ChatRequest, episode: Episode) -> None:
     Raises:
         BadRequest: the request is too long, or a message or a medium is invalid.
     """
-    if _is_short(ask, episode.limits):
+    shows_text = all(isinstance(message["content"], str) for message in ask.messages)
+    if shows_text and len(json.dumps([ask.messages, ask.tools])) <= LONG_CHARS:
         return
-    messages = typed_messages(ask.messages)
+    messages, limits = typed_messages(ask.messages), episode.limits
+    num_chars = count_chars(messages)
+    is_too_long = exceeds_context(limits, num_chars=num_chars, longest_token=episode.codec.longest_token)
+    size = f"{num_chars} characters"
     try:
-        await check_length(messages, tools=ask.tools, codec=episode.codec, limits=episode.limits)
-        await episode.process_media(messages)
-    except TooLongError as problem:
-        raise BadRequest(str(problem), code="context_full", param="messages") from problem
-    except DataError as problem:
+        if not is_too_long:
+            await episode.process_media(messages)
+            if shows_text and limits.max_context is not None and limits.context_policy is ContextPolicy.STOP:
+                num_tokens = await asyncio.to_thread(episode.count_tokens, messages, tools=ask.tools)
+                is_too_long, size = num_tokens > limits.max_context, f"{num_tokens} tokens"
+    except (DataError, TemplateError) as problem:
         raise unrenderable(problem) from problem
-
-
-def _is_short(ask: ChatRequest, limits: Limits) -> bool:
-    """Return whether a request is text only and too short for `check_length` to count its tokens."""
-    if limits.max_context is not None and len(ask.messages) > limits.max_context:
-        return False
-    num_chars = len(json.dumps(ask.tools)) if ask.tools else 0
-    for message in ask.messages:
-        if not isinstance(message["content"], str):
-            return False
-        num_chars += sum(len(value) for value in message.values() if isinstance(value, str))
-        for call in message.get("tool_calls", ()):
-            num_chars += len(call["id"]) + sum(map(len, call["function"].values()))
-    return num_chars <= LONG_CHARS
+    if is_too_long:
+        raise BadRequest(
+            f"the messages have {size}, and the context holds {limits.max_context} tokens",
+            code="context_full",
+            param="messages",
+        )
 
 
 def response_of(episode: Episode, turn: OpenTurn, ask: ChatRequest) -> tuple[ChatResponse, dict[str, Any]]:
