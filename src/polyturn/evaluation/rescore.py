@@ -52,8 +52,7 @@ async def rescore(store: StoredRun, router: RewardRouter, *, max_concurrent: int
         tools = {name.removeprefix("tool/"): value for name, value in known.items() if name.startswith("tool/")}
         async with slots:
             try:
-                with router.running.one():
-                    new = await router.score(trajectory, tools)
+                new = await router.score(trajectory, tools)
                 row |= {"new_reward": new.total, "info": json.dumps(to_json(new.info))}
             except RewardError as problem:
                 row["error"] = str(problem)

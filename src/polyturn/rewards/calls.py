@@ -2,7 +2,6 @@
 
     async with rate: ...            waits for its turn: no more calls at once, and none sooner, than the service allows
     await batch(item)               its result, from one call for many items
-    with running.one(): ...         an episode runs, and may still bring an item
 
 Separate from `function.py`, which knows the arguments and results of reward functions.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -50,71 +49,27 @@ class CallRateLimit:
         await self._slots().__aexit__(None, None, None)
 
 
-class RunningEpisodes:
-    """Counts the episodes that run, so that a call for many can wait for all of them.
-
-    Once all of them wait for such calls nothing more can come, and the calls are made.
-    """
-
-    IDLE_WAIT_S = 0.05
-    """Seconds that a call waits where no episode runs, for trajectories that are scored afterwards."""
-
-    def __init__(self) -> None:
-        self._num = 0
-        self._batches: list[Batch[Any]] = []
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Count one episode, from its start until it has its reward."""
-        self._num += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-            self.check()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no episode runs."""
-        return self._num == 0
-
-    def join(self, batch: Batch[Any]) -> None:
-        """Let a batch wait for all that run."""
-        self._batches.append(batch)
-
-    def check(self) -> None:
-        """Start the calls if every episode that runs waits for one."""
-        if 0 < sum(batch.num_waiting for batch in self._batches) >= self._num:
-            for batch in self._batches:
-                batch.start()
-
-
 class Batch(Generic[T]):
     """Collects single items into calls of a function of many.
 
-    A call is made with `size` of them, with those that come within `wait_s`, or with those of all episodes that run.
+    A call is made with `size` of them, or with those that come within `wait_s` of the first.
     """
 
     def __init__(
         self,
         call: Callable[[Sequence[T]], Awaitable[Sequence[Any]]],
         *,
-        size: int | None = None,
-        wait_s: float | None = None,
-        running: RunningEpisodes | None = None,
+        size: int | None,
+        wait_s: float,
     ) -> None:
         """Start with an empty batch.
 
         Args:
             call: The function of many.
             size: How many it takes at most; None for any number.
-            wait_s: How long the first item waits; None until all that run have ended.
-            running: Who runs.
+            wait_s: Seconds that the first item waits for others.
         """
         self._call = call
-        self._running = RunningEpisodes() if running is None else running
-        if wait_s is None:
-            self._running.join(self)
         self._size = size
         self._wait_s = wait_s
         self._waiting: list[tuple[T, asyncio.Future[Any]]] = []
@@ -133,16 +88,9 @@ class Batch(Generic[T]):
         self._waiting.append((item, result))
         if self._size is not None and len(self._waiting) >= self._size:
             self.start()
-        elif self._wait_s is None and not self._running.is_idle:
-            self._running.check()
         elif len(self._waiting) == 1:
-            self._timer = loop.call_later(RunningEpisodes.IDLE_WAIT_S if self._wait_s is None else self._wait_s, self.start)
+            self._timer = loop.call_later(self._wait_s, self.start)
         return await result
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of items that wait for a call."""
-        return sum(not result.done() for _, result in self._waiting)
 
     def start(self) -> None:
         """Make the call with the items that wait."""

@@ -27,7 +27,7 @@ from polyturn.core.plugin_shape import lacks, refuse_generator
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline, Stretch
-from polyturn.rewards.calls import Batch, CallRateLimit, RunningEpisodes
+from polyturn.rewards.calls import Batch, CallRateLimit
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes
 from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
@@ -57,7 +57,6 @@ class RewardFunction:
         kwargs: Mapping[str, Any] | None = None,
         supplies: Mapping[str, Any] | None = None,
         options: CallOptions | None = None,
-        running: RunningEpisodes | None = None,
         source: str | None = None,
         base: Path | None = None,
     ) -> None:
@@ -69,7 +68,6 @@ class RewardFunction:
             kwargs: Arguments of its own.
             supplies: What the run can give to a function that has a parameter of that name and no value for it.
             options: How it is called.
-            running: The episodes that run, for a function of many that waits for all of them.
             source: Its `file.py:name` or `pkg.mod:name`, where a process can import it.
             base: The folder that a relative file path starts from.
 
@@ -101,7 +99,7 @@ class RewardFunction:
         self._batch: Batch[dict[str, Any]] | None = None
         if self._accepted is not None and "solution_strs" in self._accepted:
             batch = self._options.batch
-            self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s, running=running)
+            self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s)
 
     def require(self, task: Task | None = None) -> None:
         """Check that the function can work at all, and on a task.

@@ -67,8 +67,8 @@ class BatchOptions:
 
     size: Annotated[int, Field(ge=1)] | None = 64
     """Trajectories in one call; null means no bound."""
-    wait_s: Annotated[float, Field(ge=0)] | None = 0.05
-    """Seconds that a call waits for more of them; null until every episode that runs has ended."""
+    wait_s: Annotated[float, Field(ge=0)] = 0.05
+    """Seconds that a call waits for more of them, from the first on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

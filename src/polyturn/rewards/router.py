@@ -32,7 +32,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
 from polyturn.partners.judge import Judges
 from polyturn.partners.policy import Policies
-from polyturn.rewards.calls import CallRateLimit, RunningEpisodes
+from polyturn.rewards.calls import CallRateLimit
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.function import RewardFunction
 from polyturn.rewards.options import DEFAULT_WEIGHTS, CallOptions, CallRate
@@ -125,15 +125,13 @@ class RewardRouter:
         self._weighing = weighing or Weighing()
         self._scores_turns = scheduler is not None and bool(scheduler.scores_turns)
         self._may_be_given = scheduler is not None and scheduler.gives_reward
-        self.running = RunningEpisodes()
-        """The episodes that run; the pool holds `running.one()` for an episode until it is scored."""
         options, sandbox = calls or CallOptions(), sandbox or Sandbox(url=None)
-        resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base, running=self.running)
+        resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
         # What is shipped asks no service that has a rate.
         unhurried = dataclasses.replace(options, rate=CallRate())
-        resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base, running=self.running)
+        resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
 
     def route(self, data_source: str) -> RewardFunction | str:
@@ -296,9 +294,7 @@ class _Resolver:
         sandbox: Sandbox,
         policies: Policies | None,
         base: Path | None,
-        running: RunningEpisodes,
     ) -> None:
-        self._running = running
         self._options = options
         self._limit = CallRateLimit(options.rate)
         self._sandbox = sandbox
@@ -331,7 +327,6 @@ class _Resolver:
             kwargs=kwargs,
             supplies=supplies,
             options=self._options,
-            running=self._running,
             source=target if isinstance(target, str) and ":" in target and target not in rewards else None,
             base=self._base,
         )

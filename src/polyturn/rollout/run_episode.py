@@ -100,7 +100,7 @@ async def run_episode(
         on_start(episode)
     try:
         monitor = context.monitor
-        with context.rewarder.running.one(), nullcontext() if monitor is None else monitor.watching(id):
+        with nullcontext() if monitor is None else monitor.watching(id):
             trajectory, tool_rewards = await _drive(context, episode, scheduler, journal, is_resumed=is_resumed)
             trajectory = _with_blocks(context, await _score(context, episode, trajectory, tool_rewards))
         if journal is not None:

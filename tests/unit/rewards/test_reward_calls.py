@@ -102,44 +102,17 @@ async def test_batch_function_gets_lists_of_at_most_its_size() -> None:
     assert calls == [3, 3]
 
 
-async def test_batch_without_a_wait_holds_every_running_episode() -> None:
+async def test_batch_is_called_after_its_wait() -> None:
     calls: list[list[str]] = []
 
     def batch(solution_strs: list[str]) -> list[float]:
         calls.append(sorted(solution_strs))
         return [1.0 for _ in solution_strs]
 
-    options = CallOptions(batch=BatchOptions(size=None, wait_s=None))
-    router = RewardRouter({"many": batch, "others": lambda solution_strs: batch(solution_strs)}, calls=options)
-
-    async def episode(number: int, *, source: str = "many", fails: bool = False) -> None:
-        with router.running.one():
-            await asyncio.sleep(0.01 * number)
-            if not fails:
-                await router.score(trajectory(turn(str(number)), data_source=source))
-
-    await asyncio.gather(*map(episode, range(3)), episode(3, source="others"), episode(6, fails=True))
-    assert sorted(calls) == [["0", "1", "2"], ["3"]]
-    await router.score(trajectory(turn("later"), data_source="many"))
-    assert calls[-1] == ["later"], "where no episode runs nobody is waited for"
-
-
-async def test_batch_does_not_wait_for_cancelled_episodes() -> None:
-    router = RewardRouter(
-        function=lambda solution_strs: [1.0 for _ in solution_strs],
-        calls=CallOptions(batch=BatchOptions(size=None, wait_s=None)),
-    )
-
-    async def episode(seconds: float) -> float:
-        with router.running.one():
-            await asyncio.sleep(seconds)
-            return (await router.score(trajectory(turn()))).total
-
-    short, waits, endless = (asyncio.create_task(episode(s)) for s in (0.0, 0.0, 3600.0))
-    await asyncio.sleep(0.01)
-    waits.cancel()
-    endless.cancel()
-    assert await short == 1.0
+    router = RewardRouter(function=batch, calls=CallOptions(batch=BatchOptions(size=None, wait_s=0)))
+    await asyncio.gather(*(router.score(trajectory(turn(str(number)))) for number in range(3)))
+    await router.score(trajectory(turn("later")))
+    assert calls == [["0", "1", "2"], ["later"]]
 
 
 async def test_batch_must_return_a_score_for_each() -> None:

@@ -105,7 +105,7 @@ def reward_manager(s: Source) -> None:
         s.put("reward.overlong.max_tokens", longest, by=key)
     if name == "batch":
         s.put("reward.batch.size", None, by=key)
-        s.put("reward.batch.wait_s", None, by=key)
+        s.put("reward.batch.wait_s", 1.0, by=key)
     if name.endswith("limited"):
         s.put("reward.rate.max_concurrent", s.get("reward_model.max_concurrent", 1), by=key)
         s.put("reward.rate.calls_per_minute", s.get("reward_model.max_rpm"), by=key)
