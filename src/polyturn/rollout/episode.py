@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import logging
 import time
@@ -63,8 +62,14 @@ class Episode:
         seed: int = 0,
         sampling: SamplingParams | None = None,
         limits: limit_rules.Limits | None = None,
+        history: History | None = None,
+        resources: Resources | None = None,
+        aside: Aside | None = None,
     ) -> None:
-        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean."""
+        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean.
+
+        A fork brings its history, the resources that it shares, and the options of an aside.
+        """
         self.id = id
         self.task = task
         self.given_reward: GivenReward | None = None
@@ -86,12 +91,12 @@ class Episode:
         self._context = context
         self._speakers: dict[str, Any] = {}
         """The episodes that speak with the run's own model in this conversation, by the agent's name."""
-        self._aside: Aside | None = None
-        self.history = History(
+        self._aside = aside
+        self.history = history or History(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
         """Its messages and tokens, for who runs it and watches it."""
-        self.resources = Resources(context, task, id=id)
+        self.resources = resources or Resources(context, task, id=id)
         """Resources shared with its forks, for the code that runs and watches it; a scheduler needs none of it."""
 
     @property
@@ -477,17 +482,27 @@ class Episode:
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
         number = len(shared.forks) + 1
-        other = copy.copy(self)
-        other.id, other.lifecycle, other._speakers = f"{shared.id}#{number}", Lifecycle(self.lifecycle.running), {}
-        other.seed = derive_seed(self.seed, "fork", number)
-        other.history = self.history.fork(agent=agent, messages=messages, at=at)
+        history = self.history.fork(agent=agent, messages=messages, at=at)
+        seed, aside_of = derive_seed(self.seed, "fork", number), self.aside_of
         if aside is not None:
-            before = self.turns if agent is not None else other.turns
+            before = self.turns if agent is not None else history.turns
             if not before:
                 raise SchedulerError(f"episode {self.id!r}: an aside belongs to a turn, and there is none yet")
-            other._aside, other.aside_of, other.seed = aside, before[-1].index, aside.seed
+            seed, aside_of = aside.seed, before[-1].index
             if agent is None:
-                other.history.builder.rename(aside.label)
+                history.builder.rename(aside.label)
+        other = Episode(
+            self._context,
+            self.task,
+            id=f"{shared.id}#{number}",
+            seed=seed,
+            sampling=self.sampling,
+            limits=self.limits,
+            history=history,
+            resources=shared,
+            aside=aside or self._aside,
+        )
+        other.stops, other.listed_tools, other.aside_of = self.stops, self.listed_tools, aside_of
         if is_unanswered:
             # As behind a completion, which is where tools and interaction may be called from.
             sampled = other.history.sampled_spans(other.turns[-1])

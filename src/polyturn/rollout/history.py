@@ -11,7 +11,6 @@ Each change is an event (`rollout/events.py`), which a journal keeps and replays
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -361,10 +360,13 @@ class History:
         return other
 
     def _copy(self) -> History:
-        """Return a shallow copy that shares this history's builder."""
-        other = copy.copy(self)
+        """Return a second history at this place, in the same builder; it has no journal and has cut nothing."""
+        other = History(self.encoder, self._parser, (), renders_history=self._renders_history)
         other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
-        other.events, other.num_cut = None, 0
+        other.builder, other.next, other.is_canonical = self.builder, self.next, self.is_canonical
+        other.prompt, other.prompt_tokens, other.num_prompt = self.prompt, self.prompt_tokens, self.num_prompt
+        other.num_user_turns, other._has_user_reply = self.num_user_turns, self._has_user_reply
+        other._last_id, other._rejoins, other._response_tokens = self._last_id, self._rejoins, self._response_tokens
         return other
 
     # What the above come to, each an event, which a journal replays with the same values.
