@@ -13,6 +13,7 @@ writes. Target: no violation, no control token.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import random
@@ -23,8 +24,8 @@ from typing import Any
 
 import yaml
 
+from polyturn.cli.template_report import report_template
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tokens.certificate import certify
 from support.dialogues import MARKERS, TOOLS, hostile_text
 from support.exactness import Violation, examine, examine_inference, examine_text
 from support.template_case import TemplateCase, load_subjects
@@ -63,9 +64,9 @@ def judge(job: tuple[str, bool, int, int, int]) -> dict[str, Any]:
     draw = random.Random(f"{name}/{seed}")
     for _ in range(num_texts):
         found += examine_text(subject, hostile_text(draw, (*MARKERS, *subject.markers * 3)))
-    report = certify(subject.codec)
-    if report.renders_tools and report.renders_results:
-        report = certify(subject.codec, tools=TOOLS)
+    report = report_template(subject.codec)
+    if report.probe.renders_tools and report.probe.renders_results:
+        report = report_template(subject.codec, tools=TOOLS)
     return {
         "template": name,
         "published": is_published,
@@ -76,9 +77,9 @@ def judge(job: tuple[str, bool, int, int, int]) -> dict[str, Any]:
         "control_tokens": sum(v.rule == "control" for v in found),
         "first": [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}"[:400] for v in found[:3]],
         "against_a_full_render": {k: n for k, n in subject.counts.items() if k in _KINDS},
-        "strategy": report.strategy,
+        "strategy": report.probe.strategy,
         "inference_strategy": report.inference_strategy,
-        "properties": report.properties,
+        "properties": dataclasses.asdict(report.traits),
         "seconds": round(time.perf_counter() - began, 1),
     }
 

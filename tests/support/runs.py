@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
+from polyturn.tokens.probe import TemplateProbe, probe_template
 from polyturn.tracking.jsonl import read_metrics
 
 CONFIG = """\
@@ -133,21 +133,21 @@ class Called(NamedTuple):
     err: str
 
 
-_CERTIFIED: dict[tuple[str, ...], TemplateReport] = {}
+_PROBED: dict[tuple[str, ...], TemplateProbe] = {}
 
 
-def certify_once(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = (), **trials: Any) -> TemplateReport:
-    """Certify a template as `certify` does, once in a process: that is a third of a tiny run, and most have the same one."""
+def probe_once(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> TemplateProbe:
+    """Probe a template as `probe_template` does, once in a process: most runs of tests have the same template."""
     tokenizer = codec.tokenizer
     special = repr((type(tokenizer), tokenizer.special_tokens_map, codec.template_kwargs))
-    key = (tokenizer.backend_tokenizer.to_str(), special, str(codec.chat_template), json.dumps([tools, trials]))
-    if key not in _CERTIFIED:
-        _CERTIFIED[key] = certify(codec, tools=tools, **trials)
-    return _CERTIFIED[key]
+    key = (tokenizer.backend_tokenizer.to_str(), special, str(codec.chat_template), json.dumps(tools))
+    if key not in _PROBED:
+        _PROBED[key] = probe_template(codec, tools=tools)
+    return _PROBED[key]
 
 
 def call_command(main: Callable[[Sequence[str]], None], *arguments: object) -> Called:
-    """Call a command of polyturn in this process, where no template is certified twice.
+    """Call a command of polyturn in this process, where no template is probed twice.
 
     Args:
         main: `polyturn.cli.main.main`.
@@ -156,7 +156,7 @@ def call_command(main: Callable[[Sequence[str]], None], *arguments: object) -> C
     out, err = io.StringIO(), io.StringIO()
     code = 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polyturn.build.parts.certify", certify_once)
+        patch.setattr("polyturn.build.parts.probe_template", probe_once)
         try:
             main([str(a) for a in arguments])
         except SystemExit as ended:

@@ -40,9 +40,9 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
 from polyturn.rollout.schedulers.registry import SCHEDULER, refuse_moved
-from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import build_parser
+from polyturn.tokens.probe import TemplateProbe, probe_template
 from polyturn.tools.base import BaseTool
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.registry import TOOL, check_tools, initialize_tools_from_config, load_function_tools
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from polyturn.training.rank_group import RankGroup
 
 NO_POLICIES = FurtherPolicies()
-_NUM_TRIALS = 9
-"""Number of random dialogues with which a run tests its template, besides the fixed ones; `polyturn check` uses more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class Parts:
     model: PreTrainedModel
     engine: Engine
     context: RolloutContext
-    template: TemplateReport
+    template: TemplateProbe
     policies: FurtherPolicies = NO_POLICIES
     """Further policies, which sample and are not trained."""
     rank_group: RankGroup | None = None
@@ -127,9 +125,9 @@ def build_parts(
         codec = build_codec(source, checkpoint=checkpoint)
         tools = build_tools(source, codec=codec)
         schemas = tuple(tools.schemas.values())
-        template = certify(codec, tools=schemas, num_random=_NUM_TRIALS)
+        template = probe_template(codec, tools=schemas)
         if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(source):
-            template = certify(codec, num_random=_NUM_TRIALS)
+            template = probe_template(codec)
     template.require()
     # Before weights are loaded, so that a misspelt parser costs no load.
     needs_calls = bool(tools.tools) and not in_prompt

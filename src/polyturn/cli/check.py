@@ -1,4 +1,4 @@
-"""`polyturn check`: the certificate of a model's tokenizer and chat template, as one table or one JSON object."""
+"""`polyturn check`: the probe and the traits of a model's tokenizer and chat template, as one table or one JSON object."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.table import Table
 from polyturn.api.console import quiet_transformers
 from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
+from polyturn.cli.template_report import TemplateReport, report_template
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.models import PACKAGED, packaged
-from polyturn.tokens.certificate import TemplateReport, certify
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.markers import add_template_markers
 from polyturn.tokens.templates import template_source
@@ -37,6 +37,7 @@ _LABELS = {
     "writes_dates": "writes dates",
     "writes_today": "writes today's date",
 }
+_MAX_SENTENCES = 12
 
 
 @declare("check")
@@ -56,13 +57,10 @@ def main(
     name = model if template is None else template
     try:
         codec, added = _load(model, template)
-        report = certify(codec)
-        error = report.error
+        report = report_template(codec)
     except TemplateError as problem:
-        error = str(problem)
-    if error is not None:
-        _refuse(name, error, as_json=as_json)
-        raise typer.Exit(1)
+        _refuse(name, str(problem), as_json=as_json)
+        raise typer.Exit(1) from problem
     seconds = time.monotonic() - began
     if as_json:
         Output().text(json.dumps(_object(report, name, added, seconds), ensure_ascii=False))
@@ -116,25 +114,39 @@ def _load(model: str, template: str | None) -> tuple[Codec, tuple[str, ...]]:
 
 
 def _object(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> dict[str, Any]:
-    own = {key: value for key, value in dataclasses.asdict(report).items() if key not in report.properties}
-    more = {"properties": report.properties, "prefix_preserving": report.is_prefix_preserving, "added_markers": added}
-    return {"template": name, **own, **more, "seconds": round(seconds, 3)}
+    probe = report.probe
+    return {
+        "template": name,
+        "strategy": probe.strategy,
+        "reason": probe.reason,
+        "inference_strategy": report.inference_strategy,
+        "error": None,
+        "violations": report.leaks[:_MAX_SENTENCES],
+        "findings": report.findings[:_MAX_SENTENCES],
+        "control_tokens_from_text": len(report.leaks),
+        "num_dialogues": probe.num_dialogues,
+        "parser": report.parser,
+        "stop_tokens": report.stop_tokens,
+        "properties": dataclasses.asdict(report.traits),
+        "prefix_preserving": report.traits.is_prefix_preserving,
+        "added_markers": added,
+        "seconds": round(seconds, 3),
+    }
 
 
 def _print(report: TemplateReport, name: str, added: tuple[str, ...], seconds: float) -> None:
     table = Table("property", "value", box=None, pad_edge=False)
     table.add_row("template", name)
-    for key, value in report.properties.items():
+    for key, value in dataclasses.asdict(report.traits).items():
         table.add_row(_LABELS.get(key, key.replace("_", " ")), {True: "yes", False: "no", None: "-"}[value])
     table.add_row("parser of its tool calls", report.parser)
     table.add_row("stop tokens", " ".join(report.stop_tokens))
     if added:
         table.add_row("markers added to a copy of the tokenizer", " ".join(added))
-    table.add_row("dialogues tried", f"{report.num_dialogues} in {report.seconds:.2f} s ({seconds:.1f} s in all)")
-    table.add_row("control tokens from text", str(report.control_tokens_from_text))
-    table.add_row("violations", "none" if not report.violations else "\n".join(report.violations))
+    table.add_row("dialogues tried", f"{report.probe.num_dialogues} ({seconds:.1f} s in all)")
+    table.add_row("control tokens from text", "\n".join((str(len(report.leaks)), *report.leaks[:_MAX_SENTENCES])))
     if report.findings:
         table.add_row("findings", "\n".join(report.findings[:4]))
-    table.add_row("strategy", f"{report.strategy} (with use_inference_chat_template: {report.inference_strategy})")
-    table.add_row("why", report.reason)
+    table.add_row("strategy", f"{report.probe.strategy} (with use_inference_chat_template: {report.inference_strategy})")
+    table.add_row("why", report.probe.reason)
     Output().table(table)

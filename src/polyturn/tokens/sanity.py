@@ -2,7 +2,7 @@
 
 `differences` compares what an episode holds with a full render of the same messages (invariant I5), turn by turn, and names
 the class of each difference. It is a metric: it never raises for what it finds and never changes a token. (What a template
-does in general is the certificate's business.)
+does in general is the probe's business.)
 
     differences(held_ids, encoder.full(messages), codec)  ->  (Difference(kind="reasoning_stripped", block=1,
                                                                   kept="<think>\\n2 and 2…", full="The answer…", …), …)

@@ -1,4 +1,4 @@
-"""Imitated templates and tokenizers of published families: their certificates, and the prompts that follow."""
+"""Imitated templates and tokenizers of published families: their probes, and the prompts that follow."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.rollout.history import History
 from polyturn.rollout.history_edits import go_on
 from polyturn.rollout.stop_strings import Stopped
-from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import PlainParser
+from polyturn.tokens.probe import probe_template
 from support.tokenizers import tokenizer_of
 
 PHI3 = """\
@@ -40,8 +40,8 @@ def user(text: str) -> Message:
 @pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
 @pytest.mark.parametrize("template", [PHI3, LLAMA2])
 def test_markers_that_take_or_add_space_are_appended_to(template: str, kind: str) -> None:
-    report = certify(codec_of(template, kind), num_random=40)
-    assert (report.strategy, report.findings, report.control_tokens_from_text) == ("append", (), 0)
+    probe = probe_template(codec_of(template, kind))
+    assert (probe.strategy, probe.findings) == ("append", ())
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "rstrip"])
@@ -82,7 +82,7 @@ def test_switch_in_a_prompt_takes_segments() -> None:
     )
     codec = codec_of(switch)
     assert codec.read_words == ("/no_think",)
-    assert certify(codec, num_random=10).strategy == "segment"
+    assert probe_template(codec).strategy == "segment"
 
 
 @pytest.mark.parametrize("first", ["a <image> b", "plain"])
@@ -91,7 +91,7 @@ def test_ids_do_not_depend_on_earlier_encodings(first: str) -> None:
     encoder = DeltaEncoder(codec)
     encoder.extend([user(first)], last_id=None)
     assert "so <image>" not in codec.decode(encoder.extend([user("so <image>")], last_id=None))
-    assert certify(codec, num_random=20).strategy == "append"
+    assert probe_template(codec).strategy == "append"
 
 
 READ = CHATML.replace("{BODY}", "{% if READS %}!{% endif %}{{ m.content }}{{ m.tool_calls | default('') }}")
@@ -123,13 +123,12 @@ PARTS = CHATML.replace(
 
 def test_template_that_reads_only_parts_is_given_parts() -> None:
     codec = codec_of(PARTS)
-    report = certify(codec, num_random=20)
-    assert (report.strategy, report.error) == ("append", None)
+    assert probe_template(codec).strategy == "append"
     for content in ("What?", ({"type": "text", "text": "What?"},)):
         assert "What?" in codec.decode(DeltaEncoder(codec).start([Message(role="user", content=content)]))
     first = PARTS.replace("{% for part", "{% if m.content[0].type == 'image' %}:{% endif %}{% for part", 1)
     codec = codec_of(first)
-    assert certify(codec, num_random=20).strategy == "append"
+    assert probe_template(codec).strategy == "append"
     assert DeltaEncoder(codec).extend([user("")], last_id=codec.stop_token_ids[0]).size, "an empty content is one part"
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tokens.certificate import certify
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.markers import add_template_markers, template_markers
+from polyturn.tokens.parsers import detect
+from polyturn.tokens.probe import probe_template
 from polyturn.tokens.templates import TEMPLATES, template_source
 from support.refusals import refuses
 from support.templates import CHATML
@@ -28,15 +29,14 @@ ADD = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_shipped_template_trains_token_exactly_with_tools(name: str) -> None:
     codec = Codec(tiny_tokenizer(), chat_template=template_source(name, base=Path(), key="model.chat_template"))
-    report = certify(codec, tools=[ADD], num_random=12)
-    assert report.error is None and not report.violations
-    assert report.strategy == "append" and report.parser == "hermes"
+    probe = probe_template(codec, tools=[ADD])
+    assert (probe.strategy, probe.error, detect(codec)) == ("append", None, "hermes")
 
 
 def test_template_without_tools_names_the_key_and_a_shipped_template() -> None:
-    report = certify(Codec(tiny_tokenizer(), chat_template=CHATML), tools=[ADD], num_random=2)
-    assert report.error is not None
-    assert "model.chat_template" in report.error and "hermes" in report.error and "react" in report.error
+    error = probe_template(Codec(tiny_tokenizer(), chat_template=CHATML), tools=[ADD]).error
+    assert error is not None
+    assert "model.chat_template" in error and "hermes" in error and "react" in error
 
 
 def test_source_and_file_are_taken_as_they_are(tmp_path: Path) -> None:
