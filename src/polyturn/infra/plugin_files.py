@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.live import LiveObject, NameOrObject
+
+MOVED = {
+    "polyturn.tools.a2a.A2ATool": "a2a_agents.py:A2ATool",
+    "polyturn.interactions.a2a.A2AInteraction": "a2a_agents.py:A2AInteraction",
+}
+"""Classes that shipped before, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,7 @@ def read_plugin_file(
 
     Raises:
         ConfigError: the file is missing or is not YAML, the list is missing, or an item is not what it must be.
+        UnknownNameError: an item names one of `MOVED`.
     """
     if isinstance(source, list):
         source = {key: source}
@@ -91,6 +98,11 @@ def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
     if not isinstance(class_name, str | LiveObject) or not class_name:
         raise ConfigError(
             f"{where}: class_name is {class_name!r}; write the class as 'package.module.Class' or 'file.py:Class'"
+        )
+    if class_name in MOVED:
+        raise UnknownNameError(
+            f"{where}: class_name is {class_name!r}, which is an example now: copy examples/a2a_agents.py of polyturn's "
+            f"repository beside this file, and write class_name: {MOVED[class_name]}"
         )
     config = item.get("config")
     if config is not None and not isinstance(config, Mapping):

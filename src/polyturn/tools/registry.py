@@ -19,7 +19,6 @@ from polyturn.core.live import NameOrObject
 from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.plugins import import_attr, import_file
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
-from polyturn.tools.a2a import A2ATool, build_a2a_tools
 from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.mcp_items import build_mcp_tools
@@ -151,17 +150,7 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
         return [cls if raw_schema is None else FunctionTool(cls.function, schema=raw_schema)]
     if issubclass(cls, SandboxTools):
         return _build_of_sandbox(cls, entry, base=base)
-    if issubclass(cls, A2ATool):
-        return _build_a2a(cls, entry, raw_schema)
     return [_construct(cls, entry, raw_schema, base=base)]
-
-
-def _build_a2a(cls: type[A2ATool], entry: PluginEntry, raw_schema: Any) -> list[BaseTool]:
-    """Make a tool of an agent's skill, or of each of its skills."""
-    try:
-        return list(build_a2a_tools(cls, entry.config, read_schema(raw_schema)))
-    except ConfigError as problem:
-        raise ConfigError(f"{entry.where}: {problem}") from problem
 
 
 def _build_of_sandbox(cls: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:

@@ -9,11 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from polyturn.core.errors import ConfigError
-from polyturn.tools.a2a_client import _http_client
 from polyturn.tools.http_service import HttpService
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.python_sandbox import PythonSandbox
@@ -271,29 +268,3 @@ def test_program_ends_before_the_tools_deadline() -> None:
 
 
 # ---- credentials ----------------------------------------------------------------------------------------------------
-
-
-async def test_credentials_of_an_agent_stay_at_its_origin() -> None:
-    """An agent's card may name any address for its messages; redirects are not followed either."""
-    pytest.importorskip("httpx")
-    heard: dict[str, str | None] = {}
-
-    async def hear(request: web.Request) -> web.Response:
-        heard[request.path] = request.headers.get("Authorization")
-        if request.path == "/away":
-            raise web.HTTPFound("/elsewhere")
-        return web.json_response({})
-
-    servers = []
-    for _ in range(2):
-        app = web.Application()
-        app.router.add_get("/{rest:.*}", hear)
-        servers.append(TestServer(app))
-    async with servers[0] as own, servers[1] as other:
-        client = _http_client(str(own.make_url("/")), {"Authorization": "Bearer s3cr3t"})
-        async with client as http:
-            await http.get(str(own.make_url("/own")))
-            await http.get(str(own.make_url("/away")))
-            await http.get(str(own.make_url("/alias")).replace("127.0.0.1", "localhost"))
-            await http.get(str(other.make_url("/other")))
-    assert heard == {"/own": "Bearer s3cr3t", "/away": "Bearer s3cr3t", "/alias": "Bearer s3cr3t", "/other": None}
