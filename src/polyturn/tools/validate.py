@@ -3,38 +3,28 @@
     ArgumentSchema({"properties": {"top_k": {"type": "integer"}}}).problem({"top_k": "3"})
         ->  "'top_k' must be an integer, not '3'"
 
-`jsonschema` reads the schema; the sentences are ours. A schema may be foreign: nothing is fetched for a `$ref`,
-patterns run in an engine that needs linear time, and a check ends after `MAX_CPU_S`. A call that a schema cannot judge is
-left to the tool, with a warning.
+`jsonschema` judges; the commonest sentences are ours. Nothing is fetched for a `$ref` of a foreign schema. A call that a
+schema cannot judge is left to the tool, with a warning.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jsonschema
-from jsonschema.exceptions import UnknownType, ValidationError
-from pydantic_core import SchemaValidator, core_schema
+from jsonschema.exceptions import ValidationError
 from referencing import Registry
 
 from polyturn.core.errors import did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
 
-MAX_CPU_S = 0.25
-"""Time of the processor for the check of one call."""
 _OPEN = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties")
 """Keywords beside which arguments may be named elsewhere than in `properties`."""
-
-
-class _OutOfTimeError(Exception):
-    """The check takes too long."""
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
 class ArgumentSchema:
@@ -53,19 +43,14 @@ class ArgumentSchema:
         self._also = frozenset(also)
         self._known = parameters.get("properties") or {}
         self._is_closed = not parameters.get("additionalProperties") and not any(key in parameters for key in _OPEN)
-        self._deadline = 0.0
         self._is_warned = False
         base = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
-        checks = {**base.VALIDATORS, **{name: check for name, check in _KEYWORDS.items() if name in base.VALIDATORS}}
-        if "patternProperties" in json.dumps(parameters, default=str):
-            checks.pop("unevaluatedProperties", None)  # it would run the patterns in Python's engine
         types = base.TYPE_CHECKER.redefine(
             "integer", lambda _, value: isinstance(value, int) and not isinstance(value, bool)
         )
-        keywords = {name: self._bounded(check) for name, check in checks.items()}
-        validator = jsonschema.validators.create(base.META_SCHEMA, keywords, type_checker=types, id_of=base.ID_OF)
         ordered = {key: parameters[key] for key in sorted(parameters, key=lambda key: key != "required")}
-        self._validator = validator(ordered, registry=Registry())
+        validator = jsonschema.validators.extend(base, type_checker=types)
+        self._validator = validator(_in_standard_words(ordered), registry=Registry())
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the fault of a call's arguments, for the model to read; None if they fit."""
@@ -75,7 +60,6 @@ class ArgumentSchema:
                 return (
                     f"there is no argument {name!r}.{did_you_mean(name, self._known) if self._known else ' It takes none.'}"
                 )
-        self._deadline = time.thread_time() + MAX_CPU_S
         try:
             wrong = next(self._validator.iter_errors(known_arguments), None)
         except Exception as problem:  # the schema's fault, whatever it is: the call is not
@@ -88,68 +72,17 @@ class ArgumentSchema:
             return None
         return None if wrong is None else _sentence(wrong)
 
-    def _bounded(self, check: Callable[..., Any]) -> Callable[..., Iterator[ValidationError]]:
-        """Return a keyword's check that ends when the time is over, and that lets null through where it is `nullable`."""
 
-        def bounded(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
-            if time.thread_time() > self._deadline:
-                raise _OutOfTimeError(f"checking takes longer than {MAX_CPU_S} s")
-            if instance is not None or not schema.get("nullable"):
-                yield from check(validator, value, instance, schema) or ()
-
-        return bounded
-
-
-@functools.lru_cache(maxsize=1024)
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Return whether a text holds a pattern, found in linear time."""
-    return SchemaValidator(core_schema.str_schema(pattern=pattern)).isinstance_python
-
-
-def _type(validator: Any, kinds: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check a type; one that JSON schema does not have lets everything through."""
-    with contextlib.suppress(UnknownType):
-        if not any(validator.is_type(instance, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)):
-            yield ValidationError("another type")
-
-
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if isinstance(instance, str) and not _matcher(pattern)(instance):
-        yield ValidationError(f"must match the pattern {pattern!r}, not {show(instance)}")
-
-
-def _pattern_properties(
-    validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any
-) -> Iterator[ValidationError]:
-    for pattern, of in patterns.items() if isinstance(instance, dict) else ():
-        for name in filter(_matcher(pattern), instance):
-            yield from validator.descend(instance[name], of, path=name, schema_path=pattern)
-
-
-def _additional_properties(validator: Any, of: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    patterns = [_matcher(pattern) for pattern in schema.get("patternProperties", ())]
-    for name, value in instance.items() if isinstance(instance, dict) else ():
-        if name not in schema.get("properties", ()) and not any(match(name) for match in patterns):
-            if of is False:
-                yield ValidationError("not allowed", path=[name], instance=value)
-            else:
-                yield from validator.descend(value, of, path=name)
-
-
-def _unique(validator: Any, is_unique: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if is_unique and isinstance(instance, list):
-        seen = {json.dumps(item, sort_keys=True, default=str) for item in instance}
-        if len(seen) < len(instance):
-            yield ValidationError("must not hold one value twice")
-
-
-_KEYWORDS: dict[str, Callable[..., Iterator[ValidationError]]] = {
-    "type": _type,
-    "pattern": _pattern,
-    "patternProperties": _pattern_properties,
-    "additionalProperties": _additional_properties,
-    "uniqueItems": _unique,
-}
+def _in_standard_words(schema: Any) -> Any:
+    """Return a schema without `nullable`, which becomes a choice, and without types that JSON schema does not have."""
+    if isinstance(schema, list):
+        return [_in_standard_words(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {key: _in_standard_words(value) for key, value in schema.items()}
+    if isinstance(plain.get("type"), str) and plain["type"] not in _TYPES:
+        del plain["type"]
+    return {"anyOf": [plain, {"type": "null"}]} if plain.pop("nullable", None) is True else plain
 
 
 def _sentence(error: ValidationError) -> str:
@@ -169,10 +102,9 @@ def _sentence(error: ValidationError) -> str:
             return f"{named} must be {article} {' or '.join(kinds)}, not {value_text}"
         case "enum":
             return f"{named} must be one of {', '.join(map(show, error.validator_value))}, not {value_text}"
-        case "additionalProperties":
-            return f"there is no argument {path!r}"
-        case "pattern" | "uniqueItems":
-            return f"{named} {error.message}"
+        case "additionalProperties" if "patternProperties" not in error.schema:
+            name = next(name for name in error.instance if name not in error.schema.get("properties", ()))
+            return f"there is no argument {f'{path}.{name}' if path else name!r}"
         case "oneOf":  # more than one of them fits
             return f"{named} fits several of the forms of which it must have one: {value_text}"
     return f"{named}: {error.message if len(error.message) <= 200 else '...' + error.message[-197:]}"
