@@ -33,7 +33,7 @@ UNSET = (None,)
 
 READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
     AverageOptions: {"norm_length": ("name", ("seq-mean-token-sum-norm",))},
-    BreakerSettings: dict.fromkeys(("min_episodes", "cooldown_s", "max_cooldown_s"), ("failures", SOME)),
+    BreakerSettings: dict.fromkeys(("cooldown_s", "max_cooldown_s"), ("failures", SOME)),
     CallRate: {"tokens_per_call": ("tokens_per_minute", SOME)},
     ClusterConfig: dict.fromkeys(("rank_resources", "engines", "workers.resources", "patience_s"), ("address", SOME)),
     CorrectionSettings: dict.fromkeys(("cap", "beyond", "normalize"), ("weight", WEIGHTS[1:])),

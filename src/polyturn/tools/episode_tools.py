@@ -377,28 +377,24 @@ class EpisodeTools:
             why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
         began, began_at = time.monotonic(), clock()
+        kwargs = self._kwargs_of(call.name).execute_kwargs
+        if toolbox.methods[call.name].wants_agent_data:
+            seen = self._seen_by_tools()
+            seen.messages = messages()
+            kwargs = {"agent_data": seen, **kwargs}
+        arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
+        execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
         try:
-            kwargs = self._kwargs_of(call.name).execute_kwargs
-            if toolbox.methods[call.name].wants_agent_data:
-                seen = self._seen_by_tools()
-                seen.messages = messages()
-                kwargs = {"agent_data": seen, **kwargs}
-            arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
-            execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
-            try:
-                tool = toolbox.tools[call.name]
-                stretch = Stretch() if isinstance(tool, BaseTool) and tool.waits_apart else None
-                outcome = normalize(await toolbox.bounded[call.name].run(execute, stretch=stretch))
-                result = self._result(call, outcome, duration_s=clock() - began_at)
-            except PLUGIN_RAISES as problem:
-                pass_interrupt(problem)
-                error = problem if isinstance(problem, Exception) else RuntimeError(one_line(problem))
-                result = self._raised(call, error, duration_s=clock() - began_at)
-        except BaseException:
-            breaker.left()
-            raise
+            tool = toolbox.tools[call.name]
+            stretch = Stretch() if isinstance(tool, BaseTool) and tool.waits_apart else None
+            outcome = normalize(await toolbox.bounded[call.name].run(execute, stretch=stretch))
+            result = self._result(call, outcome, duration_s=clock() - began_at)
+        except PLUGIN_RAISES as problem:
+            pass_interrupt(problem)
+            error = problem if isinstance(problem, Exception) else RuntimeError(one_line(problem))
+            result = self._raised(call, error, duration_s=clock() - began_at)
         if result.error is not None and ToolFailure(result.error).is_infrastructure:
-            breaker.failed(self._episode_id, began=began, is_late=result.error == ToolFailure.TIMEOUT)
+            breaker.failed(began=began)
         else:
             breaker.answered()
         if toolbox.options.unreachable == "failure" and result.error == ToolFailure.CONNECTION:

@@ -71,7 +71,7 @@ async def test_sandbox_that_cannot_be_started_fails_the_trajectory(monkeypatch: 
 )
 async def test_code_that_ends_its_sandbox_is_an_observation(code: str, status: str, text: str):
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True, "timeout": 0.5 if status == "timeout" else 50})
-    box = Toolbox([tool], ToolOptions(timeout_s=80, breaker=BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)))
+    box = Toolbox([tool], ToolOptions(timeout_s=80, breaker=BreakerSettings(failures=1, cooldown_s=60)))
     trajectory = await play(box, tool.name, code)
     (result,) = trajectory.turns[0].tool_results
     assert (trajectory.is_failed, result.error, result.metrics["status"]) == (False, None, status)
@@ -82,7 +82,7 @@ async def test_code_that_ends_its_sandbox_is_an_observation(code: str, status: s
 async def test_lost_service_is_an_observation_unless_the_run_says_otherwise():
     trajectory = await play(Toolbox([Gone()], PATIENT), "gone")
     assert (trajectory.is_failed, trajectory.turns[0].tool_results[0].error) == (False, "connection")
-    breaker = BreakerSettings(failures=1, min_episodes=1, cooldown_s=60)
+    breaker = BreakerSettings(failures=1, cooldown_s=60)
     box = Toolbox([Gone()], ToolOptions(timeout_s=60, unreachable="failure", breaker=breaker))
     first, second = [await play(box, "gone") for _ in range(2)]
     assert str(first.error).startswith("ToolUnavailableError: tool 'gone' cannot be reached")
