@@ -21,7 +21,6 @@ from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.secrets import bearer, is_secret_name, token_from
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
-from polyturn.tools.http_client import http_client
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
 from polyturn.tools.mcp_stdio import StderrTail, stdio_transport
 from polyturn.tools.schema import OpenAIFunctionToolSchema
@@ -123,13 +122,33 @@ def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes
     """Return an HTTP client that remembers the last error's status and bounds answers, of which a stream has none."""
     import httpx2
 
-    def look(response: Any) -> int | None:
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            total = 0
+            async for chunk in self._stream:
+                total += len(chunk)
+                if total > max_answer_bytes:
+                    raise httpx2.StreamError(f"the answer is larger than {max_answer_bytes} bytes; ask for less at once")
+                yield chunk
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def look(response: Any) -> None:
         if response.status_code >= 400:
             words.http_status = response.status_code
-        is_stream = response.headers.get("content-type", "").lower().startswith("text/event-stream")
-        return None if is_stream else max_answer_bytes
+        if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+            response.stream = Bounded(response.stream)
 
-    return http_client(httpx2, headers, max_connections=MAX_CONNECTIONS, max_bytes=look, too_large=httpx2.StreamError)
+    return httpx2.AsyncClient(
+        headers=dict(headers),
+        timeout=httpx2.Timeout(30.0, read=None),  # the calls have deadlines of their own
+        limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64),
+        event_hooks={"response": [look]},
+    )
 
 
 def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers") -> dict[str, Mapping[str, Any]]:
