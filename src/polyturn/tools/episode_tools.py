@@ -349,7 +349,7 @@ class EpisodeTools:
             self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
         )  # threads must not share one's state
         # Waiting, for that or for a slot, is not part of the call's deadline.
-        async with alone, concurrency.turn(call.name, owner=self._episode_id) as waited_s:
+        async with alone, concurrency.turn(call.name) as waited_s:
             result = await self._execute(call, messages)
         if not concurrency.has_limit(call.name):
             return result

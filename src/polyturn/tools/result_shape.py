@@ -17,9 +17,7 @@ from polyturn.tools.failures import TooLargeError
 from polyturn.tools.schema import ToolResponse
 
 MAX_DATA = 8 * 2**20
-"""Characters of dicts, lists and bytes that are written out at all. A text may be longer: only what is kept is copied."""
-MAX_DEPTH = 256
-"""The depth to which dicts and lists may be nested."""
+"""Characters that a dict, a list or bytes may have as text. A text may be longer: only what is kept is copied."""
 MAX_MEDIUM = 64 * 2**20
 """Bytes, or characters of a data URL, that an image or a video may have."""
 
@@ -57,7 +55,7 @@ def to_response(value: Any) -> ToolResponse:
     """Return an answer of any type as a `ToolResponse`; dicts and lists become JSON.
 
     Raises:
-        TooLargeError: it would take too long to write out.
+        TooLargeError: it is larger than `MAX_DATA`, nested too deep, or holds itself.
     """
     if isinstance(value, ToolResponse):
         for item in (*(value.image or ()), *(value.video or ())):
@@ -71,41 +69,19 @@ def to_response(value: Any) -> ToolResponse:
     if isinstance(value, Mapping) and (value.keys() & {"image", "video"}) and value.keys() <= _RESPONSE_KEYS:
         media = {k: [v] if k != "text" and v is not None and not isinstance(v, list) else v for k, v in value.items()}
         return to_response(ToolResponse(**media))
-    if isinstance(value, Mapping | list | bytes | bytearray):
-        _check_size(value)
     if isinstance(value, Mapping | list):
-        return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=str))
-    return ToolResponse(text=str(value))
+        try:
+            value = json.dumps(value, ensure_ascii=False, default=str)
+        except (RecursionError, ValueError) as problem:
+            raise TooLargeError(f"the answer cannot be written as JSON ({problem}); ask for a part of it") from problem
+        return ToolResponse(text=_of_bounded_size(value))
+    return ToolResponse(text=str(_of_bounded_size(value) if isinstance(value, bytes | bytearray) else value))
 
 
-def _check_size(value: Any) -> None:
-    """Refuse data that has too many characters as JSON, or is nested too deep; no more is looked at than may be read.
-
-    Raises:
-        TooLargeError: it does, or is.
-    """
-    total, level = 0, [value]
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, str | bytes | bytearray):
-                total += len(one)
-            elif isinstance(one, list | tuple):
-                total += 2 * len(one)
-                inner += one if total <= MAX_DATA else ()
-            elif isinstance(one, Mapping):
-                total += 4 * len(one)
-                inner += [*one.keys(), *one.values()] if total <= MAX_DATA else ()
-            else:
-                total += 4
-            if total > MAX_DATA:
-                raise TooLargeError(
-                    f"the answer has {total:,} characters or more; at most {MAX_DATA:,} are read, so ask for less"
-                )
-        if not inner:
-            return
-        level = inner
-    raise TooLargeError(f"the answer is nested more than {MAX_DEPTH} deep; ask for a part of it")
+def _of_bounded_size(value: Any) -> Any:
+    if len(value) > MAX_DATA:
+        raise TooLargeError(f"the answer has {len(value):,} characters; at most {MAX_DATA:,} are read, so ask for less")
+    return value
 
 
 def finite(value: Any, *, what: str) -> float:

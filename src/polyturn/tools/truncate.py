@@ -2,13 +2,11 @@
 
     left    (truncated)...the end        right   the beginning...(truncated)        middle   the beg...(truncated)...he end
 
-A cut never separates a character from its accents and joiners, and never leaves half of a control token's text. Only the
-kept part is copied or encoded, however long the text is.
+A cut never leaves half of a control token's text. Only the kept part is copied or encoded, however long the text is.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +18,9 @@ TruncateSide = Literal["left", "right", "middle"]
 _SIDES = ("left", "right", "middle")
 _WINDOW = 256
 """Characters on either side of a cut that are searched for control texts."""
-_MAX_MARKS = 32
-"""Marks on one character that a cut gives way to; text with more of them is cut among them."""
 _CHARS_PER_TOKEN = 6
 _MAX_CHARS_PER_TOKEN = 64
 """Text with longer tokens is cut to this many characters a token."""
-_ZERO_WIDTH_JOINER = "\u200d"
 
 
 def check_side(side: str) -> None:
@@ -73,7 +68,7 @@ def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle",
 
     Args:
         text: The text.
-        max_chars: How many characters of it are kept; fewer where a character would lose its marks. None keeps all.
+        max_chars: How many characters of it are kept. None keeps all.
         side: What is cut away: "left" keeps the tail, "right" keeps the head, "middle" keeps half of each.
         codec: Knows the texts of control tokens, which are kept or dropped whole.
     """
@@ -141,23 +136,13 @@ def _kept_tail(spans: list[tuple[int, int]], count: int) -> int:
 
 
 def _head_end(text: str, end: int, codec: Codec | None) -> int:
-    """Return the end of a head that would end at `end`, moved so that no character or control text is torn."""
-    start, _ = _control_at(text, end, codec)
-    end = min(end, start)
-    moved = end
-    while 0 < moved < len(text) and end - moved < _MAX_MARKS and _belongs(text, moved):
-        moved -= 1
-    return end if end - moved >= _MAX_MARKS else moved
+    """Return the end of a head that would end at `end`, moved so that no control text is torn."""
+    return min(end, _control_at(text, end, codec)[0])
 
 
 def _tail_start(text: str, start: int, codec: Codec | None) -> int:
     """Return the start of a tail that would begin at `start`, moved in the same way."""
-    _, end = _control_at(text, start, codec)
-    start = max(start, end)
-    moved = start
-    while 0 < moved < len(text) and moved - start < _MAX_MARKS and _belongs(text, moved):
-        moved += 1
-    return start if moved - start >= _MAX_MARKS else moved
+    return max(start, _control_at(text, start, codec)[1])
 
 
 def _control_at(text: str, at: int, codec: Codec | None) -> tuple[int, int]:
@@ -169,16 +154,3 @@ def _control_at(text: str, at: int, codec: Codec | None) -> tuple[int, int]:
         if low + span.start < at < low + span.end:
             return low + span.start, low + span.end
     return at, at
-
-
-def _belongs(text: str, at: int) -> bool:
-    """Return whether the character at `at` belongs to the one before it."""
-    char = text[at]
-    return (
-        unicodedata.combining(char) != 0
-        or char == _ZERO_WIDTH_JOINER
-        or text[at - 1] == _ZERO_WIDTH_JOINER
-        or "\ufe00" <= char <= "\ufe0f"
-        or "\U0001f3fb" <= char <= "\U0001f3ff"
-        or ("\udc00" <= char <= "\udfff" and "\ud800" <= text[at - 1] <= "\udbff")
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-import unicodedata
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from polyturn.core.messages import ToolCall
 from polyturn.testing.episodes import tiny_codec
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import Breaker, BreakerSettings
-from polyturn.tools.concurrency import ConcurrencyLimits, FairLimit
+from polyturn.tools.concurrency import ConcurrencyLimits
 from polyturn.tools.episode_tools import EpisodeTools
 from polyturn.tools.options import ToolOptions
-from polyturn.tools.result_shape import MAX_DATA, MAX_DEPTH, MAX_MEDIUM
+from polyturn.tools.result_shape import MAX_DATA, MAX_MEDIUM
 from polyturn.tools.results import call_metrics
 from polyturn.tools.schema import ToolResponse
 from polyturn.tools.toolbox import Toolbox
@@ -176,31 +175,11 @@ def test_tools_of_one_host_share_its_limit():
     assert [r.metrics["waited_s"] for r in found] == [0.0, 2.0, 0.0]
 
 
-async def test_episodes_take_turns():
-    limit, served = FairLimit(1), []
-
-    async def use(owner: str) -> None:
-        await limit.acquire(owner)
-        served.append(owner)
-        await asyncio.sleep(0)
-        limit.release()
-
-    await limit.acquire("first")
-    many = [asyncio.create_task(use("greedy")) for _ in range(4)]
-    await asyncio.sleep(0)
-    many += [asyncio.create_task(use("modest")) for _ in range(2)]
-    await asyncio.sleep(0)
-    assert limit.num_waiting == 6
-    limit.release()
-    await asyncio.gather(*many)
-    assert served == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
-
-
 async def test_call_cancelled_while_it_waits_frees_its_turn():
     limits, gate = ConcurrencyLimits(of_tools={"t": 1}, hosts={"t": None}), asyncio.Event()
 
     async def use() -> None:
-        async with limits.turn("t", owner="e"):
+        async with limits.turn("t"):
             await gate.wait()
 
     first, second, third = (asyncio.create_task(use()) for _ in range(3))
@@ -210,7 +189,7 @@ async def test_call_cancelled_while_it_waits_frees_its_turn():
     await asyncio.gather(first, third)
     with pytest.raises(asyncio.CancelledError):
         await second
-    async with asyncio.timeout(30), limits.turn("t", owner="e"):
+    async with asyncio.timeout(30), limits.turn("t"):
         pass
 
 
@@ -235,15 +214,6 @@ def test_cut_by_tokens_keeps_the_documented_side(side: Any):
     assert 50 <= len(codec.token_spans(kept)) <= 61
     assert cut.startswith("0 1 2") == (side != "left")
     assert cut.endswith("2998 2999") == (side != "right")
-
-
-@given(marks=st.integers(1, 5), at=st.integers(0, 12), side=st.sampled_from(["left", "right", "middle"]))
-def test_cut_never_parts_a_character_from_its_marks(marks: int, at: int, side: Any):
-    text = ("e" + "\u0301" * marks) * 12
-    cut = truncate(text, max_chars=at, side=side)
-    for part in cut.split("(truncated)"):
-        whole = part.strip(".")
-        assert not whole or (not unicodedata.combining(whole[0]) and len(whole) % (marks + 1) == 0)
 
 
 def test_cut_leaves_no_half_of_a_control_token():
@@ -279,28 +249,16 @@ async def test_hundred_megabytes_are_cut_without_a_copy():
     assert result.metrics["cut_chars"] > 99_000_000
 
 
-class Level(list[Any]):
-    """A list that counts how often one of its kind is iterated over."""
-
-    num_seen = 0
-
-    def __iter__(self) -> Any:
-        Level.num_seen += 1
-        return super().__iter__()
-
-
 def nested(depth: int) -> Any:
-    value = Level()
+    value: list[Any] = []
     for _ in range(depth - 1):
-        value = Level([value])
+        value = [value]
     return value
 
 
-@pytest.mark.parametrize(("depth", "error"), [(MAX_DEPTH, None), (MAX_DEPTH + 1, "too_large"), (100_000, "too_large")])
-async def test_deeply_nested_result_is_refused_before_it_is_read(depth: int, error: str | None):
-    answer, Level.num_seen = nested(depth), 0
-    (result,) = await ask(Toolbox([Answers(answer)]), call("tool"))
-    assert 1 < Level.num_seen <= 2 * MAX_DEPTH, "once to measure its depth, once to write it out"
+@pytest.mark.parametrize(("depth", "error"), [(100, None), (100_000, "too_large")])
+async def test_result_that_is_nested_too_deep_is_refused(depth: int, error: str | None):
+    (result,) = await ask(Toolbox([Answers(nested(depth))]), call("tool"))
     assert result.error == error
 
 
