@@ -1,9 +1,8 @@
-"""The surfaces of fuzz.py that talk: our server of tools (MCP), MCP servers and A2A agents that lie, and the desk.
+"""The surfaces of fuzz.py that talk: our server of tools (MCP), MCP servers that lie, and the desk.
 
     mcp_server    damaged requests to `polyturn serve --mcp`, over HTTP and over standard input
     mcp_stdio     an MCP server, a process, that writes damaged lines: no JSON, wrong ids, deep nesting, half a message
     mcp_http      the same behind a URL: damaged bodies, event streams, statuses
-    a2a           an agent with a damaged card, damaged answers and damaged event streams
     desk          requests to the desk's page, papers and answers in its folder, lines that are typed
 
 Whatever a peer says, a call of ours ends in a result that has one of the documented kinds; `exception`, which is what a bug
@@ -374,68 +373,6 @@ async def mcp_http() -> AsyncIterator[Case]:
             await server.close_now()
 
 
-CARD: dict[str, Any] = {
-    "name": "x", "description": "d", "version": "1",
-    "supportedInterfaces": [{"url": "@URL@/rpc", "protocolBinding": "JSONRPC", "protocolVersion": "1.0"}],
-    "capabilities": {"streaming": True},
-    "defaultInputModes": ["text/plain"], "defaultOutputModes": ["text/plain"],
-    "skills": [{"id": "ask", "name": "Ask", "description": "Ask.", "tags": ["t"], "examples": ["a"]}],
-}  # fmt: skip
-SAID: tuple[dict[str, Any], ...] = (
-    {"message": {"messageId": "m", "contextId": "c", "role": "ROLE_AGENT", "parts": [{"text": "hi"}], "metadata": {"score": 0.5}}},
-    {"task": {"id": "t", "contextId": "c", "status": {"state": "TASK_STATE_COMPLETED", "message": {"messageId": "m",
-     "role": "ROLE_AGENT", "parts": [{"data": {"a": [1, None]}}]}},
-     "artifacts": [{"artifactId": "a", "parts": [{"raw": DOT, "mediaType": "image/png"}, {"url": "http://x/y"}]}]}},
-    {"statusUpdate": {"taskId": "t", "contextId": "c", "status": {"state": "TASK_STATE_FAILED"}}},
-    {"artifactUpdate": {"taskId": "t", "contextId": "c", "append": True, "artifact": {"artifactId": "a", "parts": [{"text": "x"}]}}},
-)  # fmt: skip
-
-
-@asynccontextmanager
-async def a2a() -> AsyncIterator[Case]:
-    """Give the cases of an agent."""
-    from polyturn.tools.a2a import A2ATool, choose_skill
-    from polyturn.tools.a2a_client import A2AAgent
-    from polyturn.tools.breaker import BreakerSettings
-    from polyturn.tools.schema import OpenAIFunctionToolSchema
-
-    async with AsyncExitStack() as stack:
-        agents = []
-        for is_streaming in (True, False):
-            peer = await stack.enter_async_context(HostilePeer().listening())
-            card = {**CARD, "capabilities": {"streaming": is_streaming}}
-            peer.document = json.dumps(card).replace("@URL@", f"http://127.0.0.1:{peer.port}").encode()
-            url = f"http://127.0.0.1:{peer.port}"
-            tool = await asyncio.to_thread(A2ATool, {"type": "native", "url": url, "skill": "ask", "timeout": PATIENCE_S})
-            box = Toolbox([tool], ToolOptions(timeout_s=10.0, breaker=BreakerSettings(failures=0)))
-            agents.append((peer, tool, box, STREAM if is_streaming else JSON))
-            tool.agent.open()  # so that the connections outlive an episode
-            stack.push_async_callback(tool.agent.close)
-        liar = await stack.enter_async_context(HostilePeer().listening())
-
-        async def of_card(rng: random.Random) -> None:
-            """A card is read when a run starts; what is wrong with it is a ConfigError."""
-            document = as_json(damaged(CARD, rng), rng).replace(b"@URL@", f"http://127.0.0.1:{liar.port}".encode())
-            liar.document = damaged_bytes(document, rng) if rng.random() < 0.2 else document
-            agent = A2AAgent(f"http://127.0.0.1:{liar.port}", token=None)
-            card = await asyncio.to_thread(agent.read_card, timeout_s=2.0)
-            if len(card.skills) == 1:
-                OpenAIFunctionToolSchema.from_a2a_skill(choose_skill(card, card.skills[0].id, url=agent.url)).to_dict()
-
-        async def of_answer(rng: random.Random) -> None:
-            peer, tool, box, expected = rng.choice(agents)
-            events = [{"jsonrpc": "2.0", "id": "@ID@", "result": rng.choice(SAID)} for _ in range(rng.choice((1, 1, 2, 3)))]
-            told = [as_json(damaged(event, rng), rng).replace(b'"@ID@"', b"@ID@") for event in events]
-            told = [damaged_bytes(t, rng) if rng.random() < 0.1 else t for t in told]
-            peer.next = http_answer(rng, b"\n".join(told if expected == STREAM else told[:1]), expected=expected)
-            await call(box, tool.name, {"message": "hi"})
-
-        async def case(rng: random.Random) -> None:
-            await (of_card(rng) if rng.random() < 0.1 else of_answer(rng))
-
-        yield case
-
-
 # --- people ----------------------------------------------------------------------------------------------------------------------
 
 PAPER: dict[str, Any] = {
@@ -522,7 +459,6 @@ async def services(
             cases["mcp_server"] = of_server
             cases["mcp_stdio"] = await stack.enter_async_context(mcp_stdio())
             cases["mcp_http"] = await stack.enter_async_context(mcp_http())
-            cases["a2a"] = await stack.enter_async_context(a2a())
         except (ModuleNotFoundError, ConfigError) as missing:
-            print(f"MCP or A2A are left out: {missing}", file=sys.stderr)
+            print(f"MCP is left out: {missing}", file=sys.stderr)
         yield cases

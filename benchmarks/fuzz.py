@@ -1,4 +1,4 @@
-"""Damaged input through everything that reads input: rows, tool calls, configs, HTTP, peers (MCP, A2A), people. One JSON line.
+"""Damaged input through everything that reads input: rows, tool calls, configs, HTTP, peers (MCP), people. One JSON line.
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
@@ -74,7 +74,6 @@ SHARES = {
     "mcp_server": 2,
     "mcp_stdio": 1,
     "mcp_http": 1,
-    "a2a": 1,
     "desk": 1,
 }
 """Surface -> its part of all cases."""
@@ -609,7 +608,7 @@ class Crashes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep what is not an error of ours."""
-        is_told = record.name.partition(".")[0] in ("mcp", "a2a", "client")  # an SDK tells what it could not read
+        is_told = record.name.partition(".")[0] in ("mcp", "client")  # an SDK tells what it could not read
         problem = record.exc_info[1] if record.exc_info and not is_told else None
         if problem is not None and not isinstance(problem, PolyturnError | asyncio.CancelledError):
             self.found.append(problem)
