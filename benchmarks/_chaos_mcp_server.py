@@ -1,6 +1,6 @@
-"""An MCP server over standard input and output that starts in no time: the standard library alone, a thread a call.
+"""An MCP server over standard input and output that starts quickly: only the standard library, one thread per call.
 
-Its only tool takes some seconds, and ends the whole server in the middle of it if it is told to.
+Its only tool takes some seconds, and can end the whole server in the middle of a call.
 """
 
 from __future__ import annotations

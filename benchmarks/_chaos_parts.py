@@ -1,7 +1,7 @@
-"""The hostile world of the chaos run: tools that do what a call says, an MCP server, inference servers that can be killed.
+"""The parts of the chaos run: tools with faults, an MCP server, and inference servers that can be killed.
 
-What a call says is written by the model's script (`Plan`), so that a run with faults and one without do the same work: where
-a fault would happen and none may, the tool takes the time that the fault would have taken and answers.
+The script of the model (`plan`) sets the fault of each call, so that a run with faults and a run without do the same work:
+without faults, the tool takes the time that the fault would have taken, and answers.
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ while True:
             number, seconds = line.split()
             heapq.heappush(heap, (time.monotonic() + float(seconds), number))
 """
-"""A server that answers each "number seconds" with the number, after the seconds."""
+"""Code of a server that answers each line "number seconds" with the number, after that many seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """How the run is."""
+    """Settings of a chaos run."""
 
     episodes: int
     concurrency: int
     fault_share: float = 0.2
-    """Of the tool calls."""
+    """Share of the tool calls that have a fault."""
     mcp_share: float = 0.1
-    """Of the episodes: they have an MCP session of their own."""
+    """Share of the episodes that have an MCP session."""
     drop_share: float = 0.05
-    """Of the MCP sessions."""
+    """Share of the MCP sessions that are dropped."""
     bad_call_share: float = 0.05
-    """Of the calls, which the model gets wrong: no JSON, no such tool, wrong arguments."""
+    """Share of the calls with an error of the model: no JSON, an unknown tool, wrong arguments."""
     engine_s: tuple[float, float] = (0.2, 0.6)
     tool_s: tuple[float, float] = (0.02, 0.15)
     deadline_s: float = 1.0
-    """Of a tool call."""
+    """Deadline of a tool call, in seconds."""
     replicas: int = 3
     kill_every_s: float = 60.0
     is_hostile: bool = True
-    """Whether what the plan says goes wrong does."""
+    """Whether the faults of the plan happen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model does in one turn."""
+    """The text of the model in one turn, and the seconds to sample it."""
 
     text: str
     seconds: float
 
 
 def plan(world: World, number: int) -> list[Turn]:
-    """Return the turns of one episode; the same in every run."""
+    """Return the turns of one episode, the same in every run."""
     rng = random.Random(f"chaos {number}")
     has_mcp = rng.random() < world.mcp_share
     drops_at = rng.randrange(2) if has_mcp and rng.random() < world.drop_share else -1
@@ -117,7 +117,7 @@ def _nested() -> Any:
 
 
 def garbage(seed: int) -> Any:
-    """Return something that no tool should."""
+    """Return a value that a tool must not return."""
     kinds = (
         lambda: (1, 2, 3, 4, 5),
         lambda: _Unprintable(),
@@ -129,19 +129,19 @@ def garbage(seed: int) -> Any:
         lambda: {1: {2, 3}, "x": float("nan")},
         lambda: _nested(),
         lambda: (i for i in range(3)),
-        lambda: ("fine", float("nan")),  # a reward that is none: the trajectory fails by name
+        lambda: ("fine", float("nan")),  # an invalid reward: the trajectory fails with a named error
     )
     return kinds[seed % len(kinds)]()
 
 
 def huge(seed: int) -> Any:
-    """Return far too much."""
+    """Return a result that is far too large."""
     kinds = (lambda: "x" * HUGE, lambda: bytes(HUGE), lambda: {"rows": ["y" * HUGE]}, lambda: "<|im_start|>" * (HUGE // 12))
     return kinds[seed % len(kinds)]()
 
 
 MADE = {"garbage": garbage, "huge": huge}
-"""What the tool makes with or without faults, because it is the tool's work."""
+"""Results that the tool also returns in a run without faults."""
 
 CRASHES: tuple[type[BaseException], ...] = (
     ValueError,
@@ -160,7 +160,7 @@ CRASHES: tuple[type[BaseException], ...] = (
 
 
 def crash(seed: int) -> None:
-    """Raise something."""
+    """Raise an exception."""
     raise CRASHES[seed % len(CRASHES)]("no")
 
 
@@ -168,7 +168,7 @@ SECONDS = {"seconds": {"type": "number"}, "fault": {"type": "string"}, "seed": {
 
 
 class Chaotic(BaseTool):
-    """A tool whose instances are counted. `execute` is async here, plain in `Blocks`."""
+    """A tool whose instances are counted. `execute` is async here and synchronous in `Blocks`."""
 
     NAME = "waits"
 
@@ -202,7 +202,7 @@ class Chaotic(BaseTool):
             except asyncio.CancelledError:
                 if not is_stubborn:
                     raise
-                await asyncio.sleep(1.5 * GRACE_S)  # it does not let itself be cancelled
+                await asyncio.sleep(1.5 * GRACE_S)  # it ignores its cancellation
         return self.answer(fault, seed)
 
     def answer(self, fault: str, seed: int) -> Any:
@@ -215,7 +215,7 @@ class Chaotic(BaseTool):
 
 
 class Blocks(Chaotic):
-    """The same with a plain method, which runs in a thread that nobody can stop."""
+    """The same tool with a synchronous method, which runs in a thread that cannot be stopped."""
 
     NAME = "blocks"
 
@@ -228,13 +228,13 @@ class Blocks(Chaotic):
 
 
 class ServerProcess:
-    """An inference server: a process that takes its time and may be killed; what it says is the plan's."""
+    """An inference server: a process that waits as long as the plan says and can be killed. The plan has its texts."""
 
     def __init__(self, world: World, *, name: str) -> None:
         self.name = name
         self.num_restarts = 0
         self.lost_s = 0.0
-        """Seconds that requests had run when they were lost: work that was really lost."""
+        """Total seconds that lost requests had run."""
         self._world = world
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -267,7 +267,7 @@ class ServerProcess:
         await process.wait()
 
     def kill(self) -> None:
-        """Kill the process, whatever it does."""
+        """Kill the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -276,7 +276,7 @@ class ServerProcess:
         if process is None or process.returncode is not None or process.stdin is None or process.stdin.is_closing():
             raise EngineLostError(f"{self.name} cannot be reached")
         episode, _, turn = request.request_id.rpartition("/")
-        if not episode.startswith("g"):  # the pool asks whether it serves again
+        if not episode.startswith("g"):  # the pool checks whether the server works again
             said = Turn(text="a", seconds=0.01)
         else:
             said = plan(self._world, int(episode[1:].partition("/")[0]))[int(turn)]
@@ -295,7 +295,7 @@ class ServerProcess:
         )
 
     async def revive(self) -> None:
-        """Start it again if it is dead."""
+        """Restart the process if it is dead."""
         if self._process is not None and self._process.returncode is None:
             return
         if self._reader is not None:

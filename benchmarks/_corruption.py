@@ -1,10 +1,10 @@
-"""Damage to valid data: rows, bodies, configurations and their bytes, as a hostile or careless writer would leave them.
+"""Damages valid data (rows, bodies, configurations and bytes) as a hostile or careless writer would.
 
     damaged({"prompt": "2+2?", "ground_truth": "4"}, rng)   ->  {"prompt": {"": [nan]}, "ground_truth": "4"}
     damaged_bytes(b'{"prompt": "2+2?"}', rng)               ->  b'{"prompt": "2+2'
 
-Structure is kept where it can be, so that the damage gets past the first check and reaches the code behind it. Everything is
-drawn from `rng`, so one seed is one case.
+Most of the structure is kept, so that the damage passes the first check and reaches the code after it. Everything is drawn
+from `rng`, so a seed determines a case.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATOMS: tuple[Any, ...] = (
     *("!!python/x", "&a [*a]"),
     *([], {}, [[]], [None], {"": None}, [{}], ["a", 1, None], {"role": "user"}, {"type": "image"}, [{"type": "text"}]),
 )  # fmt: skip
-"""What a value is replaced by."""
+"""Values that replace others."""
 KEYS = ("", " ", "a", "role", "content", "type", "name", "tools", "\ud800", "\x00", "__class__", "prompt", "id", "0", "é")
 
 
@@ -72,7 +72,7 @@ def damaged(value: Any, rng: random.Random, *, times: int | None = None) -> Any:
 
 
 def _place(root: list[Any], rng: random.Random) -> tuple[Any, Any]:
-    """Return a list or mapping and one of its keys, some way down."""
+    """Return a nested list or mapping and one of its keys."""
     holder: Any = root
     key: Any = 0
     while rng.random() < 0.8:
@@ -85,7 +85,7 @@ def _place(root: list[Any], rng: random.Random) -> tuple[Any, Any]:
 
 
 def _retyped(value: Any, rng: random.Random) -> Any:
-    """Return a value as another type says it."""
+    """Return a value converted to another type."""
     if isinstance(value, str):
         return rng.choice((list(value[:20]), {value[:50]: value[:50]}, len(value), value.encode("utf-8", "replace").hex()))
     if isinstance(value, bool | int | float):
@@ -96,7 +96,7 @@ def _retyped(value: Any, rng: random.Random) -> Any:
 
 
 def as_json(value: Any, rng: random.Random) -> bytes:
-    """Return data as JSON as writers leave it: NaN as a word, text as it is or escaped, halves of surrogate pairs."""
+    """Return data as JSON in a style that writers use: NaN as a word, plain or escaped text, halves of surrogate pairs."""
     text = json.dumps(value, ensure_ascii=rng.random() < 0.5, default=repr)
     return text.encode("utf-8", rng.choice(("surrogatepass", "replace")))
 
@@ -108,7 +108,7 @@ _CHUNKS = (b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"{", b"[" * 3000, b'{"a"
 
 
 def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
-    """Return a copy of bytes that is cut off, flipped, doubled or stuffed."""
+    """Return a copy of bytes with parts cut off, flipped, doubled or inserted."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         a = rng.randrange(len(data) + 1)
         b = min(len(data), a + rng.choice((0, 1, 5, 50)))
@@ -129,7 +129,7 @@ def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_words(words: Sequence[str], rng: random.Random, values: Callable[[random.Random], str]) -> list[str]:
-    """Return a copy of a command line with words dropped, doubled, moved, cut or given other values."""
+    """Return a copy of a command line with words dropped, doubled, moved, cut or changed."""
     found = list(words)
     for _ in range(rng.choice((1, 1, 2, 3))):
         kind, a = rng.randrange(6), rng.randrange(len(found) + 1)
@@ -156,6 +156,6 @@ def damaged_words(words: Sequence[str], rng: random.Random, values: Callable[[ra
 
 
 def a_text(rng: random.Random) -> str:
-    """Return a hostile value as a text, as it stands behind a `=`."""
+    """Return a hostile value as text, for use after a `=`."""
     value = atom(rng)
     return value if isinstance(value, str) else json.dumps(value, default=repr)

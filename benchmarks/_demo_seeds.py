@@ -2,13 +2,13 @@
 
     python benchmarks/_demo_seeds.py --out runs/demo --docs benchmarks/README.md
 
-The same seed trains differently where floating-point sums are rounded differently: rounding decides now and then which token
-is sampled, and from there on the runs part. A recipe that works on one processor only was luck, so each seed runs as
-`make demo-tiny` runs it, on one thread, with ATen's kernels without vector instructions, and from weights changed by a
-millionth.
+The same seed trains differently if floating-point sums are rounded differently: rounding sometimes decides which token is
+sampled, and the runs differ from then on. A recipe that works on one processor only would be luck, so each seed runs as in
+`make demo-tiny`, on one thread, with ATen's kernels without vector instructions, and from weights changed by a millionth.
 
-Every run leaves a JSON file in OUT and is not repeated while that is there: a call goes on where another stopped, several
-may share OUT with different --seeds or --roundings, and all of OUT is reported. Hours long; `make verify` runs it.
+Every run writes a JSON file to OUT and is not repeated while the file exists. So an interrupted call can be continued,
+several calls with different --seeds or --roundings can share OUT, and all of OUT is reported. It takes hours; `make verify`
+runs it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from polyturn.cli.train import ROWS
 
 CONFIG = "examples/quickstart/config.yaml"
 AS_SHIPPED = "two threads"
-"""The rounding of `make demo-tiny`; the controls and the sampled evaluations belong to it."""
+"""The rounding of `make demo-tiny`; the controls and the sampled evaluations use it."""
 ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     AS_SHIPPED: ({}, ["num_threads=2"]),
     "one thread": ({}, ["num_threads=1"]),
     "default ATen kernels": ({"ATEN_CPU_CAPABILITY": "default"}, ["num_threads=1"]),
     "perturbed weights": ({}, ["num_threads=1", "model.init.initializer_range=0.045000045"]),
 }
-"""Name to environment and overrides; the last makes every initial weight larger by a millionth of itself."""
+"""Name -> environment variables and overrides; the last increases every initial weight by a millionth."""
 if torch.backends.cpu.get_cpu_capability() == "AVX512":
     ROUNDINGS["AVX2"] = ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ["num_threads=1"])
 MAX_BEFORE, MIN_AFTER, MAX_FIRST_TURN = 0.35, 0.90, 0.20
-"""The target of every run: greedy success before and after, and first-turn success."""
+"""Target of every run: greedy success before (at most) and after (at least), and first-turn success (below)."""
 
 
 def polyturn(*arguments: str, environment: dict[str, str] | None = None) -> float:
-    """Run a command of the library, its output kept out of ours; return the CPU seconds that it took."""
+    """Run a command of the library without showing its output; return its CPU seconds."""
     command = [sys.executable, "-c", "from polyturn.cli.main import main; main()", *arguments]
-    # Threads that wait without spinning compute the same, and leave the processor to others.
+    # Threads that wait without spinning compute the same, and leave the processor to other work.
     variables = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (environment or {})
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=variables)
@@ -67,7 +67,7 @@ def slug(seed: int | str, name: str) -> str:
 
 
 def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what an earlier call wrote to `path`, or measure and write it."""
+    """Return the results in `path`; measure and write them if the file is missing."""
     if not path.is_file():
         found = {**measure(), "commit": commit()}
         path.write_text(json.dumps(found, indent=2) + "\n")
@@ -94,7 +94,7 @@ def reports(run: Path) -> dict[str, Any]:
 
 
 def common(out: Path, seed: int, rounding: str) -> list[str]:
-    """Return the overrides that every run of a seed under a rounding has."""
+    """Return the overrides of every run of a seed under a rounding."""
     return [f"seed={seed}", f"warm_start.kwargs.seed={seed}", f"out={out}", *ROUNDINGS[rounding][1]]
 
 
@@ -111,7 +111,7 @@ def train(out: Path, seed: int, rounding: str) -> dict[str, Any]:
 
 
 def more_supervised(out: Path, trained: dict[str, Any]) -> dict[str, Any]:
-    """Train further on fresh demonstrations, from the start of `trained` and for as long as its GRPO steps took."""
+    """Train on further demonstrations, from the start of `trained`, for as long as its GRPO steps took."""
     seed = trained["seed"]
     start = out / trained["run"] / "checkpoints" / "step-000000"
     options = [*common(out, seed, AS_SHIPPED), f"name=more-sft-{seed}"]
@@ -158,7 +158,7 @@ BEGIN, END = "<!-- results: written by benchmarks/_demo_seeds.py -->", "<!-- end
 
 
 def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, list[dict[str, Any]]]) -> None:
-    """Write the tables of benchmarks/README.md from what was measured."""
+    """Write the tables of benchmarks/README.md from the results."""
     by = {(r["rounding"], r["seed"]): r for r in runs}
     seeds = sorted({r["seed"] for r in runs})
     roundings = [name for name in ROUNDINGS if any(r["rounding"] == name for r in runs)]
@@ -217,12 +217,12 @@ def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, l
 
 
 def percent(value: float) -> str:
-    """Return a share for a table."""
+    """Return a share as text for a table."""
     return f"{100 * value:.1f} %"
 
 
 def mean(key: str, runs: Sequence[dict[str, Any]], when: str, name: str) -> str:
-    """Return the mean of a metric over the runs that have it, for a table."""
+    """Return the mean of a metric over the runs that have it, as text for a table."""
     values = [r[when][name][key] for r in runs if r[when][name][key] is not None]
     if not values:
         return "-"
@@ -230,7 +230,7 @@ def mean(key: str, runs: Sequence[dict[str, Any]], when: str, name: str) -> str:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the seeds of the command line and report all results."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("runs/demo"))
     options.add_argument("--seeds", type=int, nargs="*", default=list(range(10)))

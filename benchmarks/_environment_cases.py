@@ -1,9 +1,9 @@
-"""Scripted episodes of environments of other packages, and what each package itself gives for the same seed and actions.
+"""Scripted episodes of environments of other packages, and each package's rewards for the same seed and actions.
 
-    case.recorded()   the package alone: made, reset with the seed, stepped by a random player; its actions and its rewards
-    case.played()     an episode here, in which the model says those actions; what each player earned
+    case.recorded()   the package alone: created, reset with the seed, stepped by a random player; its actions and rewards
+    case.played()     an episode of polyturn, in which the model writes the same actions; the reward of each player
 
-Both must be equal. The reference uses nothing of polyturn but the reading of offered moves; it is written against each
+Both must be equal. The reference uses only polyturn's parser of offered moves; the rest is written from each
 package's own documentation.
 """
 
@@ -22,11 +22,11 @@ from polyturn.environments.scripted import Played, play
 
 
 class Recorded(NamedTuple):
-    """What a package did by itself."""
+    """The actions and rewards of a package alone."""
 
     actions: list[str]
     rewards: dict[str, float]
-    """By seat; a game for one has "seat 0"."""
+    """Seat -> reward; a single-player game has "seat 0"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +37,24 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 7
     moves: tuple[str, ...] = ()
-    """What a game's player may say, where the game lists no moves."""
+    """The moves of a game that does not list them."""
     max_actions: int = 60
 
     @property
     def package(self) -> str:
-        """The package that the environment is of."""
+        """The package of the environment."""
         return self.name.partition(":")[0]
 
     def recorded(self) -> Recorded:
-        """Run the package alone."""
+        """Play an episode with the package alone."""
         return {"gymnasium": _gymnasium, "textarena": _textarena, "reasoning_gym": _reasoning_gym}[self.package](self)
 
     def actions(self) -> list[str]:
-        """Return what the model is to say."""
+        """Return the texts that the model must write."""
         return self.recorded().actions
 
     def own_reward(self) -> float | dict[str, float]:
-        """Return what the package itself gives: a number, or one for each agent of a game."""
+        """Return the reward of the package: a number, or one for each agent of a game."""
         rewards = self.recorded().rewards
         return rewards.get("seat 0", 0.0) if set(rewards) <= {"seat 0"} else rewards
 

@@ -1,10 +1,9 @@
-"""Packages driven directly, in the interpreter that has them: what their own code gives for the same seed and actions.
+"""Runs environments of packages directly, in their own interpreter, for their rewards for the same seed and actions.
 
     python _environment_direct.py verifiers '[{"where": MODULE, "arguments": {…}, "row": 0, "actions": ["…"]}, …]'
     python _environment_direct.py openenv '[{"where": FOLDER, "class": "server.app:GuessEnvironment", …}, …]'
 
-Prints a JSON list with the reward of each. Nothing of this library is imported here: a scripted model of the package's own
-kind takes its place.
+Prints a JSON list with the reward of each. It does not import polyturn; a scripted model of the package's API plays instead.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ os.dup2(2, 1)
 
 
 async def verifiers(told):
-    """Run one rollout of an environment with a client that says the actions."""
+    """Run one rollout of an environment with a client that returns the actions."""
     import verifiers as vf
     from openai.types.chat import ChatCompletion
     from verifiers.clients import OpenAIChatCompletionsClient
@@ -51,14 +50,14 @@ async def verifiers(told):
 
 
 def right_answer(env, row):
-    """Return what verifiers' environment of Reasoning Gym takes for the right answer."""
+    """Return the answer that verifiers' Reasoning Gym environment scores as right."""
     return f"<answer>{env.rg_dataset[int(row['answer'])]['answer']}</answer>"
 
 
 async def openenv(told):
-    """Step an environment's class, with no server."""
+    """Step an environment's class without a server."""
     for name in [n for n in sys.modules if n.partition(".")[0] in ("server", "models")]:
-        del sys.modules[name]  # of the folder before
+        del sys.modules[name]  # it belongs to the previous folder
     sys.path.insert(0, told["where"])
     module, name = told["class"].split(":")
     env = getattr(importlib.import_module(module), name)()
@@ -76,7 +75,7 @@ async def openenv(told):
 
 
 async def main():
-    """Drive one case after another."""
+    """Run one case after another."""
     drive = {"verifiers": verifiers, "openenv": openenv}[sys.argv[1]]
     found = [await drive(told) for told in json.loads(sys.argv[2])]
     ANSWER.write(json.dumps(found) + "\n")

@@ -1,9 +1,7 @@
-"""Environments of GEM, skyrl-gym, verifiers and OpenEnv, each with a script of actions and what the package itself gives.
+"""Environments of GEM, skyrl-gym, verifiers and OpenEnv, each with a script of actions and the package's own rewards.
 
-    case.own()          drives the package directly: the actions that were taken, and what it rewarded them with
-    case.task(adapter)  the task in which the same actions are said by a model
-
-Separate from the loop over them because only here something of the packages is known.
+case.own()          runs the package directly: the actions and their reward
+case.task(adapter)  the task in which a model writes the same actions
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ BUILD = HERE.parent / "scripts/environments/build.py"
 
 
 class Own(NamedTuple):
-    """What a package gives by itself."""
+    """The actions and the reward of a package alone."""
 
     actions: list[str]
     reward: float
@@ -47,15 +45,15 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     row: Mapping[str, Any] | None = None
-    """The row that it is made of; None for a task of the environment's own."""
+    """The row to create the task from; None for a task of the environment."""
     index: int = 0
-    """Which of the environment's own tasks."""
+    """Index of the environment's task."""
     base: Path = MODULES
     is_theirs: bool = True
-    """Whether the environment is one of the package's own, and not one that was written for it here."""
+    """Whether the environment comes with the package; False if it was written for these cases."""
 
     def task(self, adapter: Adapter) -> Task:
-        """Return the task that the script is for."""
+        """Return the task of the script."""
         if self.row is None:
             first = self.seed - self.index
             return adapter.tasks(split="train", seeds=range(first, first + self.index + 1))[self.index]
@@ -65,7 +63,7 @@ class Case:
 
 
 def other_interpreter() -> Path | None:
-    """Return the interpreter that has verifiers and OpenEnv; None where it was not built."""
+    """Return the interpreter that has verifiers and OpenEnv; None if it was not built."""
     spec = importlib.util.spec_from_file_location("environments_build", BUILD)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -79,7 +77,7 @@ _SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def scratch() -> Path:
-    """Make a folder that is gone when the process is."""
+    """Create a folder that is removed when the process ends."""
     _SCRATCH.append(tempfile.TemporaryDirectory(prefix="polyturn-environments-"))
     return Path(_SCRATCH[-1].name)
 
@@ -88,7 +86,7 @@ def scratch() -> Path:
 
 
 def boxed(*numbers: int) -> str:
-    """Return an answer as GEM's games want it."""
+    """Return an answer in the format of GEM's games."""
     return "\\boxed{" + " ".join(map(str, numbers)) + "}"
 
 
@@ -99,7 +97,7 @@ def guess_the_number(env: Any, turn: int) -> str:
 
 
 def any_action(env: Any, turn: int) -> str:
-    """Do what the game itself calls a random action, without drawing from what the game draws from."""
+    """Take the game's random action, without using the game's random generator."""
     states = random.getstate(), np.random.get_state()
     try:
         return str(env.sample_random_action())
@@ -109,12 +107,12 @@ def any_action(env: Any, turn: int) -> str:
 
 
 def tower(env: Any, turn: int) -> str:
-    """Move the smallest disk to and fro."""
+    """Move the smallest disk back and forth."""
     return "\\boxed{A C}" if turn % 2 == 0 else "\\boxed{C A}"
 
 
 def right_answer(env: Any, turn: int) -> str:
-    """Answer as the data set has it."""
+    """Give the data set's answer."""
     return "\\boxed{" + str(env.data["answer"]) + "}"
 
 
@@ -182,7 +180,7 @@ def skyrl_case(id: str, row: Mapping[str, Any], actions: Sequence[str], **env_co
 
 
 def database() -> str:
-    """Make the folder of databases that text2sql wants, with one small one."""
+    """Create the folder of databases for text2sql, with one small database."""
     root = scratch()
     file = root / "spider/database/shop/shop.sqlite"
     file.parent.mkdir(parents=True)
@@ -215,11 +213,11 @@ def skyrl_cases() -> list[Case]:
     ]
 
 
-# verifiers and OpenEnv, in an interpreter of their own
+# verifiers and OpenEnv, in another interpreter
 
 
 class Direct:
-    """Drives a package in the interpreter that has it: all its cases in one process, when the first is asked for."""
+    """Runs all cases of a package in one process of another interpreter, when the first result is needed."""
 
     def __init__(self, python: Path, kind: str) -> None:
         self._command = [str(python), str(HERE / "_environment_direct.py"), kind]
@@ -227,7 +225,7 @@ class Direct:
         self._found: list[Own] = []
 
     def case(self, where: Path, **told: Any) -> Callable[[], Own]:
-        """Return what gives the actions and the reward of one more case."""
+        """Add a case, and return a function that gives its actions and reward."""
         number = len(self._told)
         self._told.append({"where": str(where), **told})
         return lambda: self._all()[number]
@@ -258,7 +256,7 @@ def verifiers_case(
 
 
 def verifiers_cases(python: Path) -> list[Case]:
-    """Return the cases of verifiers: its own environment of two data sets, and two written for it."""
+    """Return the cases of verifiers: its environment for two data sets, and two environments written for it."""
     direct = Direct(python, "verifiers")
     call = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
     return [
@@ -270,7 +268,7 @@ def verifiers_cases(python: Path) -> list[Case]:
 
 
 def openenv_cases(python: Path) -> list[Case]:
-    """Return the cases of OpenEnv: the environment that its own `init` makes, and one written for it."""
+    """Return the cases of OpenEnv: the environment that its `init` creates, and one written for it."""
     folder, direct = scratch(), Direct(python, "openenv")
     made = [str(python.parent / "openenv"), "init", "echo_env"]
     subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -294,7 +292,7 @@ def openenv_cases(python: Path) -> list[Case]:
 
 
 def cases() -> tuple[list[Case], list[str]]:
-    """Return all cases that can run here, and what was left out."""
+    """Return all cases that can run here, and the reasons for those left out."""
     python = other_interpreter()
     if python is None:
         why = f"verifiers and openenv: `{sys.executable} scripts/environments/build.py` builds what they run in"

@@ -1,6 +1,6 @@
-"""An MCP server on standard input and output that writes what it is told to, byte for byte. It does without the SDK.
+"""An MCP server on standard input and output that writes the bytes of each request's argument. It does not use the SDK.
 
-tools/call {"say": "eyJqc29u…", "is_whole": true}      those bytes, the request's number for @ID@, then a right answer
+tools/call {"say": "eyJqc29u…", "is_whole": true}    writes those bytes, with the request's id for @ID@, then a right answer
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     mcp_http      the same behind a URL: damaged bodies, event streams, statuses
     desk          requests to the desk's page, papers and answers in its folder, lines that are typed
 
-Whatever a peer says, a call of ours ends in a result that has one of the documented kinds; `exception`, which is what a bug
-of ours looks like to the model, is a failure of the case. A server of ours must answer a right request afterwards.
+Whatever a peer sends, our call must end with a result of a documented kind. The kind `exception` is what the model sees of a
+bug of ours, so it fails the case. Our server must answer a right request afterwards.
 """
 
 # ruff: noqa: E501
@@ -40,14 +40,14 @@ Check = Callable[[int], None]
 
 SERVER = Path(__file__).with_name("_fuzz_mcp_server.py")
 PATIENCE_S = 0.1
-"""How long a call waits for a peer that does not answer."""
+"""Seconds that a call waits for a peer that does not answer."""
 SILENT = 0.02
-"""The share of the calls that a peer never answers."""
+"""Share of the calls that a peer never answers."""
 KINDS = (None, "tool_error", "connection", "timeout", "too_large", "circuit_open")
 
 
 CAME: Counter[str] = Counter()
-"""What came of calls to peers that lie, by the kind of the result."""
+"""Kind of the result -> number of calls to hostile peers."""
 
 
 class Broken(Exception):
@@ -55,10 +55,10 @@ class Broken(Exception):
 
 
 async def call(box: Toolbox, tool: str, arguments: Mapping[str, Any]) -> None:
-    """Call a tool in an episode of its own, and check what came of it."""
+    """Call a tool in a new episode and check the result."""
     (result,) = [r async for r in _called(box, tool, arguments)]
     CAME[result.error or "answered"] += 1
-    is_odd = result.error == "exception" and "DataError" in str(result.content)  # an image that is none
+    is_odd = result.error == "exception" and "DataError" in str(result.content)  # not a valid image
     if result.error not in KINDS and not is_odd:
         raise Broken(f"{result.error}: {str(result.content)[:300]}")
     json.dumps(result.content if isinstance(result.content, str) else list(result.content))
@@ -98,7 +98,7 @@ OF_PEERS = (CALLED, CALLED, CALLED, REFUSED, TOLD, ASKED, PROGRESS, CHANGED)
 
 
 def peer_bytes(rng: random.Random) -> bytes:
-    """Return what a hostile peer writes: a message with damage, or several; `@ID@` stands for the request's number."""
+    """Return one or several damaged messages of a hostile peer; `@ID@` stands for the request's id."""
     lines = []
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         value = damaged(rng.choice(OF_PEERS), rng) if rng.random() < 0.9 else [damaged(CALLED, rng), CALLED]
@@ -132,7 +132,7 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 
 @asynccontextmanager
 async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]:
-    """Give the cases of our own MCP server."""
+    """Yield the cases of our MCP server."""
     import uvicorn
 
     from polyturn.serving.auth import ServerRules, guarded
@@ -147,7 +147,7 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     port = bound.getsockname()[1]
     server = uvicorn.Server(http_config(app, rules, lifespan="on"))
     running = asyncio.create_task(server.serve(sockets=[bound]))
-    while not server.started and not running.done():  # noqa: ASYNC110 (uvicorn says it in no other way)
+    while not server.started and not running.done():  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
 
     async def session() -> str:
@@ -165,7 +165,7 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     live: list[str] = []
 
     async def case(rng: random.Random) -> None:
-        if not live or rng.random() < 0.02:  # a new client; it must be let in whatever the others sent
+        if not live or rng.random() < 0.02:  # a new client; the server must accept it whatever the others sent
             live[:] = [await session()]
         wrong = "".join(c for c in a_text(rng)[:40] if c.isascii() and c.isprintable())
         body = as_json(damaged(rng.choice(REQUESTS), rng), rng)
@@ -193,7 +193,7 @@ def _post(body: bytes, session: str) -> bytes:
 
 
 class OnStdin:
-    """`polyturn serve --mcp FILE --stdio`, a process that must answer a right request whatever came before it."""
+    """A process of `polyturn serve --mcp FILE --stdio`, which must answer a right request after any damaged ones."""
 
     def __init__(self, folder: Path) -> None:
         self._file = Path(_fuzz_tools.__file__)
@@ -201,7 +201,7 @@ class OnStdin:
         self._number = 1000
 
     async def case(self, rng: random.Random) -> None:
-        """Write damaged lines, then a ping; read until it is answered."""
+        """Write damaged lines, then a ping; read until the ping is answered."""
         process = self._process or await self._start()
         assert process.stdin is not None and process.stdout is not None
         lines = [as_json(damaged(rng.choice(REQUESTS[1:]), rng), rng) for _ in range(rng.choice((1, 1, 3)))]
@@ -247,7 +247,7 @@ PROPERTIES = {"say": {"type": "string"}, "is_whole": {"type": "boolean"}}
 
 
 def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[Toolbox, Any]:
-    """Return the tools of a run with one hostile server, and the server."""
+    """Return a run's tools with one hostile server, and the server."""
     from polyturn.tools.breaker import BreakerSettings
     from polyturn.tools.mcp import MCPBaseTool
     from polyturn.tools.mcp_connection import McpLimits, McpServer
@@ -262,7 +262,7 @@ def mcp_box(settings: Mapping[str, Any], *, session: str) -> tuple[Toolbox, Any]
 
 @asynccontextmanager
 async def mcp_stdio() -> AsyncIterator[Case]:
-    """Give the cases of a server that is a process of ours."""
+    """Yield the cases of a server in a process."""
     box, server = mcp_box({"command": sys.executable, "args": ["-S", str(SERVER)]}, session="run")
 
     async def case(rng: random.Random) -> None:
@@ -279,7 +279,7 @@ async def mcp_stdio() -> AsyncIterator[Case]:
 
 
 class HostilePeer:
-    """An HTTP server that answers each POST with the bytes that are next, and a GET with the document that it has."""
+    """An HTTP server that answers each POST with the next prepared bytes, and a GET with its document."""
 
     def __init__(self) -> None:
         self.next: tuple[int, str, bytes] | None = None
@@ -345,7 +345,7 @@ TYPES = (JSON, STREAM, "text/html", "", "application/json; charset=utf-16")
 
 
 def http_answer(rng: random.Random, message: bytes, *, expected: str) -> tuple[int, str, bytes]:
-    """Return an HTTP answer around a message, now and then of another type than is expected, or with another status."""
+    """Return an HTTP answer with a message, sometimes with an unexpected type or status."""
     kind = expected if rng.random() < 0.9 else rng.choice(TYPES)
     if kind == STREAM:
         field = rng.choice((b"data", b"data", b"data", b"event: message\ndata", b"id: 1\nretry: x\ndata", b"dat"))
@@ -356,7 +356,7 @@ def http_answer(rng: random.Random, message: bytes, *, expected: str) -> tuple[i
 
 @asynccontextmanager
 async def mcp_http() -> AsyncIterator[Case]:
-    """Give the cases of a server behind a URL."""
+    """Yield the cases of a server at a URL."""
     async with HostilePeer().listening() as peer:
         peer.document = b""
         box, server = mcp_box({"url": f"http://127.0.0.1:{peer.port}/mcp"}, session="run")
@@ -384,7 +384,7 @@ TYPED = ("And for four?", "/end thanks", "/end 1 thanks", "/score 0.5 go on", "/
 
 
 def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) -> Case:
-    """Return the cases of the desk: its page, its folder, and what is typed."""
+    """Return the cases of the desk: its page, its folder, and typed lines."""
     from polyturn.interactions.person import HumanQueue, HumanReply, read_answer
     from polyturn.serving.auth import ServerRules
     from polyturn.viewer.app import create_app
@@ -414,7 +414,7 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
         check(await ask_asgi(app, rng, "/api/waiting", b"", method="GET"))
 
     async def of_answer(rng: random.Random) -> None:
-        """A damaged answer is none; the conversation goes on waiting, until its time is over."""
+        """Write a damaged answer; the conversation must ignore it and wait until its time is over."""
         given = as_json(damaged(GIVEN, rng), rng)
         given = damaged_bytes(given, rng) if rng.random() < 0.4 else given
         waiting = asyncio.create_task(found.ask(PAPER["messages"], about=PAPER["about"], deadline_s=0.02))
@@ -445,7 +445,7 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
 async def services(
     folder: Path, *, ask_socket: AskSocket, ask_asgi: Callable[..., Awaitable[int]], check: Check
 ) -> AsyncIterator[dict[str, Case]]:
-    """Give the cases of all of them; those whose SDK is not installed are left out, and told of."""
+    """Yield all cases; print which are left out because their SDK is not installed."""
     cases: dict[str, Case] = {"desk": desk(folder, ask_asgi, check)}
     async with AsyncExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""The tool of the servers that are fuzzed, in this process and in one of its own."""
+"""The tool of the fuzzed servers, in this process and in another."""
 
 import polyturn
 

@@ -2,9 +2,9 @@
 
     GAME=even OMP_NUM_THREADS=1 python benchmarks/_ms_swift_worker.py MODEL --groups 4 --steps 5 --micro-batch 32
 
-Chosen for speed like TRL's side: no gradient checkpointing, no reference, nothing logged, saved or evaluated, float32. Its
-scheduler of turns samples with the model that is trained, which is its way without vLLM. Its ChatML and what the tool
-says are the bytes of the other side's template.
+The settings are chosen for speed, like TRL's: no gradient checkpointing, no reference, nothing logged, saved or evaluated,
+float32. Its multi-turn scheduler samples with the trained model, as ms-swift does without vLLM. Its ChatML and the tool's
+texts have the same bytes as the other side's template.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALL = re.compile(r"<tool_call>\n(.*)\n</tool_call>", re.DOTALL)
 
 
 class Clock(TrainerCallback):
-    """Notes the seconds between the ends of optimizer steps, and what was sampled in each."""
+    """Records the seconds between the ends of optimizer steps, and the samples of each."""
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []
@@ -57,7 +57,7 @@ clock = Clock()
 
 
 class Boxes(MultiTurnScheduler):
-    """Opens the box that the model asked for and tells it what was in it."""
+    """A scheduler that opens the box of the model's call and returns its content."""
 
     def check_finished(self, infer_request, response_choice, current_turn):
         clock.tokens += len(response_choice.token_ids)
@@ -73,14 +73,14 @@ class Boxes(MultiTurnScheduler):
 
 
 class ByChance(ORM):
-    """Reward every completion by chance."""
+    """Gives every completion a random reward."""
 
     def __call__(self, completions, **kwargs):
         return [game.reward() for _ in completions]
 
 
 def main() -> None:
-    """Train for a few steps and print what they took."""
+    """Train for a few steps and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--groups", type=int, default=4)

@@ -1,9 +1,9 @@
-"""What the benchmarks on real servers share: a small random Qwen3, a server of it on chosen cores, and its client.
+"""Shared by the benchmarks on real servers: a small random Qwen3, a server of it on chosen cores, and its client.
 
     async with server("vllm", cores={0}) as url:
         engine = client("vllm", url)
 
-The environments are those of `make engines`; a benchmark whose environment is missing says so and prints no figure.
+`make engines` builds the environments; a benchmark without its environment ends with a message and prints no figure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def python_of(engine: str) -> Path:
     """Return the interpreter of the environment that serves `engine`.
 
     Raises:
-        SystemExit: it was not built.
+        SystemExit: the environment was not built.
     """
     path = Path(__file__).parents[1] / "scripts" / "engines" / "build.py"
     spec = importlib.util.spec_from_file_location("engines_build", path)
@@ -68,10 +68,10 @@ async def server(
 
     Args:
         engine: "vllm" or "sglang".
-        cores: The cores that it may use; None for all.
-        args: More of its flags.
-        model: The folder that it serves; None for a small random model.
-        max_context: The longest prompt plus completion.
+        cores: The cores that the server may use; None for all.
+        args: Further flags of the server.
+        model: The model's folder; None for a small random model.
+        max_context: The largest number of tokens of a prompt plus its completion.
     """
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
@@ -81,7 +81,7 @@ async def server(
         )
         if cores is not None:
             listed = ",".join(map(str, sorted(cores)))
-            # Threads of a parallel region must not outnumber the cores, and vLLM binds its threads unless told not to.
+            # A parallel region must not have more threads than cores, and vLLM binds its threads by default.
             env = {**spec.env, "OMP_NUM_THREADS": str(len(set(cores))), "VLLM_CPU_OMP_THREADS_BIND": listed}
             spec = dataclasses.replace(spec, command=("taskset", "-c", listed, *spec.command), env=env)
         running = await Server.start(spec)
@@ -92,7 +92,7 @@ async def server(
 
 
 def client(engine: str, url: str, *, max_in_flight: int = 256) -> RemoteEngine:
-    """Return a client of that server."""
+    """Return a client of a server."""
     return CLIENTS[engine](
         url,
         ServedModel(vocab_size=VOCAB, max_context=MAX_CONTEXT),

@@ -1,10 +1,10 @@
-"""A rollout with fixed lengths and waits on real servers: the pool, the episodes and the clock are the real ones.
+"""Replays a rollout with fixed lengths and waits on real servers, with the real pool, episodes and clock.
 
 workload = Workload(tasks=8, group=4, slots=32)
 workload.plans()["g3/1"]                              EpisodePlan(lengths=(180, 240, 95), waits=(58.1, 66.0))
 await replay(workload, [VllmEngine(url, …)])          the seconds of the rollout
 
-Lengths are drawn with Python's own generator, whose sequence is fixed by the language.
+Lengths are drawn with Python's generator, whose sequence is the same in all Python versions.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Workload:
     slots: int
     prompt_tokens: int = 100
     turns: int = 4
-    """The mean number of turns; an episode has from one to twice as many."""
+    """The mean number of turns; an episode has from 1 to twice as many."""
     turn_tokens: float = 300.0
-    """The median length of a turn."""
+    """The median length of a turn, in tokens."""
     task_sigma: float = 0.5
-    """Spread (of the logarithm) of lengths between tasks."""
+    """Standard deviation of the logarithm of lengths between tasks."""
     turn_sigma: float = 0.5
-    """Spread (of the logarithm) of lengths between the turns of one task."""
+    """Standard deviation of the logarithm of lengths between the turns of one task."""
     tool_s: float = 0.5
-    """The median wait between two turns."""
+    """The median wait between two turns, in seconds."""
     tool_sigma: float = 0.5
     observation_tokens: int = 20
     max_turn_tokens: int = 8192
@@ -81,7 +81,7 @@ class Workload:
 
 
 class _Planned(EngineWrapper):
-    """A server that samples as many tokens as the plan has, whatever they are."""
+    """A server that samples exactly as many tokens as the plan has."""
 
     def __init__(self, engine: Engine, plans: Mapping[str, EpisodePlan]) -> None:
         super().__init__(engine)
@@ -96,7 +96,7 @@ class _Planned(EngineWrapper):
 
 @keeps_deadlines
 class _Waits(MultiTurnScheduler):
-    """The environment of a workload: waits, then answers with a fixed text."""
+    """The environment of a workload, which waits and then answers with a fixed text."""
 
     shared = True
 
@@ -104,7 +104,7 @@ class _Waits(MultiTurnScheduler):
         self._plans, self._text = plans, text
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
-        """Answer one turn after its wait."""
+        """Answer a turn after its wait."""
         number, waits = len(episode.turns) - 1, self._plans[episode.id].waits
         if number >= len(waits):
             return Reply(is_done=True)

@@ -1,4 +1,4 @@
-"""What both sides of `trl_comparison.py` play: tasks, a tool, a reward. Both environments import it. GAME names the game.
+"""The games of `trl_comparison.py`: tasks, a tool, a reward. Both sides import this module; the variable GAME selects one.
 
 A model of random weights learns to open boxes:
 
@@ -6,13 +6,13 @@ A model of random weights learns to open boxes:
     tool   go on with two                           model  <words of box two> <tool_call>open(box="two")</tool_call>
     tool   enough                                   model  That is all. The answer is known. #### 7
 
-The model has learnt by heart what to write before each box, so that both sides sample the same lengths at temperature 1
-without a limit on tokens. `even`: three boxes always. `ragged`: it is enough after 35 % of the boxes of each
-kind, in equal distances, and after the last, so that the lengths differ and their sum hardly depends on the order.
+The model has memorized the text before each box, so that both sides sample the same lengths at temperature 1 without a limit
+on tokens. `even`: always three boxes. `ragged`: a game ends after 35 % of the boxes of each kind, at equal distances, and
+after the last box, so that the lengths differ and their sum hardly depends on the order.
 
-A pretrained model plays two other games. `calculator`: it multiplies two numbers by one call of a tool, which a few
-demonstrations taught it, in two turns of equal lengths. `sums`: it adds two numbers in one turn, in its own words, without
-a tool and untaught, so the lengths differ.
+A pretrained model plays two other games. `calculator`: it multiplies two numbers with one tool call, which it learnt from a
+few demonstrations, in two turns of equal lengths. `sums`: it adds two numbers in one turn, without a tool or demonstrations,
+so the lengths differ.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _chance = random.Random(int(os.environ.get("GAME_SEED", "0")))
 
 
 def kind() -> str:
-    """The game that this process plays."""
+    """Return the name of the game of this process."""
     return os.environ.get("GAME", "even")
 
 
 def tools() -> list[Callable[[str], str]]:
-    """The tools of the game."""
+    """Return the tools of the game."""
     return {"sums": [], "calculator": [calculate]}.get(kind(), [open_box])
 
 
 def max_tokens() -> int:
-    """The tokens of a turn, at most."""
+    """Return the largest number of tokens of a turn."""
     return {"sums": 48, "calculator": 192}.get(kind(), 1024)
 
 
 def factors(number: int) -> tuple[int, int]:
-    """Two three-digit numbers, drawn for a task."""
+    """Return two three-digit numbers, drawn for a task."""
     rng = random.Random(number)
     return rng.randint(101, 999), rng.randint(101, 999)
 
@@ -79,12 +79,12 @@ def calculate(expression: str) -> str:
 
 
 def said(box: str) -> str:
-    """Return what the model has learnt to write before it opens a box, the call included."""
+    """Return the memorized text for opening a box, including the call."""
     return f"{WORDS[box]}\n{CALL % box}"
 
 
 def following(box: str, *, is_enough: bool) -> str:
-    """Return what the tool answers."""
+    """Return the tool's answer."""
     at = BOXES.index(box)
     return "enough" if is_enough or at == len(BOXES) - 1 else f"go on with {BOXES[at + 1]}"
 
@@ -103,5 +103,5 @@ def open_box(box: str) -> str:
 
 
 def reward() -> float:
-    """Return a reward that differs within a group, whatever was said, so that every sample is trained."""
+    """Return a reward that differs within a group, whatever the texts, so that every sample is trained."""
     return _chance.random()

@@ -1,4 +1,4 @@
-"""The game of `trl_comparison.py` in this library's words: tasks, demonstrations, the tool, the reward."""
+"""The games of `trl_comparison.py` for polyturn: tasks, demonstrations, the tool, the reward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ calculate = polyturn.tool(game.calculate)
 
 
 def tasks() -> list[polyturn.Task]:
-    """Return the tasks that both sides train on."""
+    """Return the training tasks of both sides."""
     return [
         polyturn.Task(id=f"boxes-{i}", data_source="boxes", prompt=(polyturn.Message(role="user", content=game.prompt(i)),))
         for i in range(game.NUM_TASKS)
@@ -23,7 +23,7 @@ def tasks() -> list[polyturn.Task]:
 
 
 def demonstrations(num_conversations: int) -> list[Conversation]:
-    """Return played games: products, or boxes of which every other game is ragged."""
+    """Return demonstrations: products, or games of boxes of which every other one is ragged."""
     if game.kind() == "calculator":
         return [_product(number) for number in range(game.NUM_TASKS, game.NUM_TASKS + num_conversations)]
     chance, found = random.Random(0), []
@@ -53,10 +53,10 @@ def _product(number: int) -> Conversation:
 
 
 def corpus() -> list[str]:
-    """Return the texts that the tokenizer learns from."""
+    """Return the texts to train the tokenizer on."""
     return [game.prompt(1234567890), game.ANSWER, *map(game.said, game.BOXES)] * 4
 
 
 def by_chance(trajectory: Any) -> float:
-    """Reward every trajectory by chance."""
+    """Return a random reward for a trajectory."""
     return game.reward()

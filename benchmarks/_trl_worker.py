@@ -1,9 +1,9 @@
-"""TRL's side of `trl_comparison.py`, run by the interpreter of its own environment. Prints one JSON line.
+"""TRL's side of `trl_comparison.py`, run by the interpreter of its environment. Prints one JSON line.
 
     python benchmarks/_trl_worker.py MODEL --groups 8 --group-size 8 --steps 6 --micro-batch 64
 
-What can be chosen is chosen for speed: no gradient checkpointing, no reference, nothing logged or saved, one micro-batch
-of the whole step unless another size is faster, float32 as on the other side.
+The settings are chosen for speed: no gradient checkpointing, no reference, nothing logged or saved, one micro-batch for the
+whole step unless another size is faster, float32 as on the other side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trl.chat_template_utils import qwen3_template
 
 
 class Clock(TrainerCallback):
-    """Notes the seconds of every optimizer step, generation included."""
+    """Records the seconds of every optimizer step, including generation."""
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []
@@ -44,12 +44,12 @@ class Clock(TrainerCallback):
 
 
 def by_chance(completions, **kwargs):
-    """Reward every completion by chance."""
+    """Return a random reward for every completion."""
     return [game.reward() for _ in completions]
 
 
 def main() -> None:
-    """Train for a few steps and print what they took."""
+    """Train for a few steps and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--groups", type=int, default=8)

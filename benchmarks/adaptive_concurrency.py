@@ -1,13 +1,14 @@
-"""Episodes a second: fixed numbers in flight, and one that follows the embedded engine's load. Prints one JSON line.
+"""Episodes per second with fixed numbers in flight, and with a number that follows the engine's load. Prints one JSON line.
 
     python benchmarks/adaptive_concurrency.py [--repeats 3] [--episodes 96]
 
-A tiny random model with 16 slots runs episodes of four turns of 32 tokens, behind prompts of about 200. Between two turns
-an episode waits for its environment, up to 0.2 seconds by its seed, and in a second game up to 2. With few in flight the
-engine's slots stay empty while episodes wait; with many, requests queue and conversations lose their slots, so that their
-tokens are computed again. Which fixed number is best depends on the environment; one setting should be close to it in both.
-The ways take turns, so that other work on the machine meets all of them, and each begins with episodes that do not count, in
-which the number finds its size. `prefilled` counts the prompt tokens that were computed, which other work does not change.
+A tiny random model with 16 slots runs episodes of four turns of 32 tokens, after prompts of about 200 tokens. Between two
+turns an episode waits for its environment: up to 0.2 seconds, depending on its seed, and up to 2 seconds in a second game.
+With few episodes in flight, the engine's slots stay empty while episodes wait. With many, requests queue and conversations
+lose their slots, so that their tokens are computed again. The best fixed number depends on the environment; the adaptive
+setting should be close to it in both. The settings alternate, so that other work on the machine affects all of them, and
+each begins with episodes that are not measured, in which the adaptive number settles. `prefilled` counts the computed prompt
+tokens, which do not depend on other work.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ TEXT = "She has 3 apples and buys 4 more, how many apples does she have now? " *
 
 
 class Slow(MultiTurnScheduler):
-    """Lets the model speak for all of its turns, and waits before each answer."""
+    """A scheduler that runs all turns of the plan, and waits before each answer."""
 
     def __init__(self, wait_s: float) -> None:
         self.wait_s = wait_s
 
     def check_finished(self, episode: Any, turn: Any) -> None:
-        """Go on behind a completion that its length cut."""
+        """Continue after a completion that was cut by its length limit."""
 
     async def step(self, episode: Any, turn: Any) -> str:
-        """Wait as an environment would."""
+        """Wait like an environment."""
         await asyncio.sleep(random.Random(f"{episode.id} {turn.index}").uniform(0, self.wait_s))
         return "Go on."
 
 
 def run(model: Any, *, wait_s: float, most: int, least: int | None, episodes: int) -> dict[str, float]:
-    """Run all episodes once, and return their rate and the tokens that were prefilled for them."""
+    """Run all episodes once; return episodes per second and the number of prefilled tokens."""
 
     async def main() -> dict[str, float]:
         engine = EmbeddedEngine(model, num_slots=SLOTS, max_context=1024)
@@ -87,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = tiny_model(len(tiny_codec().tokenizer), hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
     ways: dict[str, tuple[int, int | None]] = {str(n): (n, None) for n in FIXED} | {"auto": (MOST, LEAST)}
-    run(model, wait_s=0.0, most=MOST, least=None, episodes=SLOTS)  # warms up
+    run(model, wait_s=0.0, most=MOST, least=None, episodes=SLOTS)  # warm-up
     figures = {}
     for wait_s in WAITS_S:
         results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}

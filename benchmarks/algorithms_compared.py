@@ -1,12 +1,12 @@
-"""Does a choice in the algorithm help? Each against GRPO with PPO's clip on a guessing game, the same seeds for all.
+"""Compares variants of the algorithm with GRPO with PPO's clip, on a guessing game and with the same seeds.
 
     python benchmarks/algorithms_compared.py --out runs/compared
     python benchmarks/algorithms_compared.py --out runs/compared --only grpo vespo --seeds 0 1 2
 
 The game is that of `examples/one_file_grpo.py`: the user thinks of a number from 1 to 5 and says "higher" or "lower". The
-model has three guesses, and half of the demonstrations ignore the answers. All runs start from one warm start and take 60
-steps of 80 episodes (2 groups of 8 a number), two updates each. Two figures: the share of 400 games won
-afterwards, and the mean reward of all training episodes, which also shows how fast a run learns. A choice helps or hurts if
+model has three guesses, and half of the demonstrations ignore the answers. All runs start from the same warm start and take
+60 steps of 80 episodes (2 groups of 8 per number), with two updates each. There are two figures: the share of 400 games won
+afterwards, and the mean reward of all training episodes, which also shows how fast a run learns. A variant helps or hurts if
 the mean of its differences from GRPO, seed by seed, is further from 0 than Student's t allows at 95 %. The teacher is GRPO
 after 180 steps with another seed.
 
@@ -72,12 +72,12 @@ STUDENT_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8:
 
 
 def secret(trajectory: polyturn.Trajectory, group: polyturn.TrajectoryGroup) -> str:
-    """Return the number that the user thinks of, which the policy does not see."""
+    """Return the user's number, which the policy does not see."""
     return group.task.id.removeprefix("number-")
 
 
 class Table:
-    """What all runs share: the tokenizer, the warm start and the teacher."""
+    """The parts that all runs share: the tokenizer, the warm start and the teacher."""
 
     def __init__(self) -> None:
         """Train the warm start."""
@@ -92,7 +92,7 @@ class Table:
         self.teacher: PreTrainedModel | None = None
 
     def context(self, model: PreTrainedModel) -> polyturn.RolloutContext:
-        """Return the context of episodes that `model` plays."""
+        """Return the context for episodes of `model`."""
         return polyturn.RolloutContext(
             engine=polyturn.EmbeddedEngine(model, num_slots=GROUPS * GROUP_SIZE, max_context=128),
             codec=self.codec,
@@ -105,7 +105,7 @@ class Table:
         )
 
     def update(self, model: PreTrainedModel, section: dict[str, Any]) -> Update:
-        """Return the update that an `algorithm` section describes, over `model`."""
+        """Return the update of `model` for an `algorithm` section."""
         algorithm: Any = TypeAdapter(AlgorithmConfig).validate_python(section)
         loss = LossSettings(
             policy_loss=policy_losses.resolve(algorithm.loss.name),
@@ -185,7 +185,7 @@ async def train(
 
 
 def compare(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, Any]:
-    """Return for each family the mean and spread of a figure, and of its differences from GRPO on the same seeds."""
+    """Return, per family, the mean and spread of a figure and of its differences from GRPO with the same seeds."""
     values: dict[str, dict[int, float]] = {}
     for row in runs:
         values.setdefault(row["family"], {})[row["seed"]] = row[figure]
@@ -206,7 +206,7 @@ def compare(runs: Sequence[dict[str, Any]], figure: str) -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make the runs that are missing and return the comparison."""
+    """Do the missing runs and return the comparison."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = arguments.out / "runs.jsonl"
     found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []

@@ -1,9 +1,9 @@
-"""Steps a second with staleness 1 against staleness 0, where rollout and training take about equally long.
+"""Steps per second with staleness 1 compared to staleness 0, when rollout and training take about equally long.
 
-Engine and trainer are two processes in both settings, each pinned to a core of its own and with one thread; only whether
-they work at the same time differs. The event loop shares a core and the interpreter's lock with the training thread: how
-late it runs is told too (99 of 100 times less). The number of trajectories is chosen first so that a step's rollout takes
-as long as its training. Every setting runs in a fresh process, in turns. Prints one JSON line (target 1.7), and the same
+Engine and trainer are two processes in both settings, each with one thread and pinned to another core; the settings differ
+only in whether they work at the same time. The event loop shares a core and the interpreter's lock with the training thread,
+so its delay is reported too (99th percentile). The number of trajectories is chosen first, so that a step's rollout takes as
+long as its training. Every run uses a fresh process, and the settings alternate. Prints one JSON line (target 1.7), with and
 without pinning.
 
     python benchmarks/async_speedup.py
@@ -49,9 +49,9 @@ SETTINGS = [
     "evaluation.data=null",
     "evaluation.before=false",
     "algorithm.drop_zero_variance=false",
-    # The embedded engine's logprobs are the trainer's own; without this, staleness costs a forward pass more.
+    # The embedded engine's logprobs equal the trainer's; without this, staleness costs another forward pass.
     "algorithm.old_logprobs=engine",
-    # The forward pass done twice, in both settings: without it a rollout takes longer than training at every size.
+    # It repeats the forward pass in both settings: otherwise a rollout takes longer than training at every size.
     "model.gradient_checkpointing=true",
     "train.groups_per_step=4",
     "train.optim.lr=1e-6",
@@ -59,7 +59,7 @@ SETTINGS = [
 
 
 class Times(Observer):
-    """An observer that notes when steps end, and what they took."""
+    """An observer that records the end and the duration of each step."""
 
     def __init__(self, engine: ProcessEngine, *, pins: bool) -> None:
         self.ends: list[float] = []
@@ -68,20 +68,20 @@ class Times(Observer):
         self._pins = pins
 
     def on_group(self, group: Any, *, phase: str, total: int) -> None:
-        """Pin the engine's process as soon as it is there."""
+        """Pin the engine's process as soon as it exists."""
         if self._pins and self._engine.pid is not None:
             for thread in Path(f"/proc/{self._engine.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {ENGINE_CORE})
             self._pins = False
 
     def on_step(self, step: int, metrics: Any, groups: Any, trained: Any = None) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self.ends.append(time.perf_counter())
         self.metrics.append(dict(metrics))
 
 
 def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
-    """Train in this process and return the seconds of a step and what it is made of."""
+    """Train in this process; return the seconds of a step and of its parts."""
     if pins:
         os.sched_setaffinity(0, {TRAINER_CORE})
     with tempfile.TemporaryDirectory() as name:
@@ -124,7 +124,7 @@ def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, 
 
 
 def run_apart(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
-    """Do the same in a process of its own."""
+    """Do the same in another process."""
     options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}", *(["--pins"] if pins else [])]
     done = subprocess.run(
         [sys.executable, __file__, *options],
@@ -138,7 +138,7 @@ def run_apart(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str,
 
 
 def balanced_size() -> int:
-    """Return the group size at which rollout and training of a step take most nearly the same time."""
+    """Return the group size at which the times of a step's rollout and training are closest."""
     found = {}
     for size in SIZES:
         one = run_apart(staleness=0, size=size, steps=2, pins=True)

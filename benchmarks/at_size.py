@@ -1,13 +1,13 @@
-"""A model of half a billion parameters: load, score, update, checkpoint, sync beside the plain work. Prints one JSON line.
+"""Times load, score, update, checkpoint and sync of a 0.5B model against the plain work. Prints one JSON line.
 
     python benchmarks/at_size.py [--layers 24] [--tokens 128] [--repeats 2] [--engine vllm]
 
-The model has the sizes of Qwen2.5-0.5B and random weights in float32. Each part is timed in turns with what it cannot do
-without: `load` with reading the files' bytes, `score` and `update` with a bare loop over the same rows, `checkpoint` with
-writing as many bytes to one file and to the disk (`held` is how long training waits for it), and both halves of a weight
-sync (ours, which writes them where the server reads them, and the server's own loading) with a copy of the weights in
-memory. Seconds are medians on the clock, because disks and servers are waited for; so a machine that does other work says
-little. `peak_mb` is what each part took above what was there when it began, of which `mb` must move.
+The model has the sizes of Qwen2.5-0.5B and random weights in float32. Each part is timed alternately with the least work
+that it must do: `load` with reading the files' bytes, `score` and `update` with a bare loop over the same rows, `checkpoint`
+with writing as many bytes to one file and to the disk (`held` is how long training waits for it), and both halves of a
+weight sync (ours, which writes the weights for the server, and the server's loading) with a copy of the weights in memory.
+Seconds are medians of wall time, which includes waiting for disks and servers, so results of a busy machine mean little.
+`peak_mb` is the additional memory of each part; `mb` is the size of the data that it must move.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ LIMIT = 1.5
 
 
 def bytes_of(field: str) -> int:
-    """Return what the system says of this process: VmRSS, what it has in memory now, or VmHWM, the most it had."""
+    """Return a memory figure of this process, in bytes: VmRSS is the current size, VmHWM the largest."""
     found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])
 
 
 class Part:
-    """One part: its seconds, those of the plain work, and the most memory that it took."""
+    """One part: its seconds, the seconds of the plain work, and its peak memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes, self.ours, self.plain, self.peak = num_bytes, list[float](), list[float](), 0
 
     @contextlib.contextmanager
     def timed(self, seconds: list[float]) -> Iterator[None]:
-        """Time what is done here, and note the most memory that ours took."""
-        Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
+        """Time the block, and record the peak memory of our side."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before, began = bytes_of("VmRSS"), time.perf_counter()
         yield
         seconds.append(time.perf_counter() - began)
@@ -78,7 +78,7 @@ class Part:
             self.peak = max(self.peak, bytes_of("VmHWM") - before)
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the part as JSON."""
         ours, plain = statistics.median(self.ours), statistics.median(self.plain)
         return {
             "seconds": round(ours, 3),
@@ -90,7 +90,7 @@ class Part:
 
 
 def in_turns(part: Part, repeats: int, ours: Callable[[], object], plain: Callable[[], object]) -> Part:
-    """Run both, the first time for nothing."""
+    """Run both repeatedly; the first time is not measured."""
     for repeat in range(repeats + 1):
         for work, seconds in ((plain, part.plain), (ours, part.ours)):
             with part.timed(seconds if repeat else []):
@@ -99,7 +99,7 @@ def in_turns(part: Part, repeats: int, ours: Callable[[], object], plain: Callab
 
 
 def sample(number: int, tokens: int) -> TrainSample:
-    """Return a sample of which all but the first token are trained."""
+    """Return a sample in which all tokens but the first are trained."""
     rng, weights = np.random.default_rng(number), np.ones(tokens, np.float32)
     weights[0] = 0
     return TrainSample(
@@ -121,7 +121,7 @@ def read_all(folder: Path) -> None:
 
 
 def write_all(path: Path, weights: list[torch.Tensor], num_bytes: int) -> None:
-    """Write `num_bytes` to one file, of weights over and over again, and wait for the disk."""
+    """Write `num_bytes` of repeated weights to one file, and wait for the disk."""
     with path.open("wb", buffering=0) as file:
         left = num_bytes
         while left > 0:
@@ -129,18 +129,18 @@ def write_all(path: Path, weights: list[torch.Tensor], num_bytes: int) -> None:
                 view = tensor.view(torch.uint8).numpy().reshape(-1)[:left]
                 file.write(view.data)
                 left -= len(view)
-        os.fsync(file.fileno())  # a checkpoint is on the disk when it is said to be
+        os.fsync(file.fileno())  # a finished checkpoint is on the disk
     path.unlink()
 
 
 def bare(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the mean log-probability of a row, as one would write it by hand."""
+    """Return the mean log-probability of a row, in plain torch."""
     logits = model(ids).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).mean()
 
 
 def of_trainer(folder: Path, scratch: Path, *, tokens: int, repeats: int) -> tuple[dict[str, Part], ModelPolicy]:
-    """Measure what happens in the trainer's process."""
+    """Measure the parts in the trainer's process."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     load = Part(size)
     in_turns(load, repeats, lambda: load_model(folder, dtype=DTYPE), lambda: read_all(folder))
@@ -188,7 +188,7 @@ def of_trainer(folder: Path, scratch: Path, *, tokens: int, repeats: int) -> tup
 
 
 async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) -> tuple[Part, Part]:
-    """Measure how long new weights take into shared memory, and how long the server then takes to load them by itself."""
+    """Measure writing new weights to shared memory, and the server's loading of them."""
     weights = policy.weights()
     size = sum(weights[name].nbytes for name in set(first_names(weights).values()))
     written, loaded = Part(size), Part(size)

@@ -1,4 +1,4 @@
-"""The canary: of weight syncs in which one group of parameters is kept back, how many are found? Prints one JSON line.
+"""Measures how many faulty weight syncs, in which one group of parameters is not sent, are found. Prints one JSON line.
 
     python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways folder,gloo]
 
@@ -39,7 +39,7 @@ from polyturn.training.weight_sync import WeightSync
 
 
 class Leaky:
-    """Keeps some tensors back on the way to an engine; everything else is the engine's."""
+    """An engine that receives only part of the tensors; everything else is the wrapped engine's."""
 
     def __init__(self, engine: RemoteEngine, true: Mapping[str, torch.Tensor]) -> None:
         self._update = engine.update_weights
@@ -55,7 +55,7 @@ class Leaky:
 
 
 async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> dict[str, Any]:
-    """Return what was found on one server."""
+    """Return the results of one server."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

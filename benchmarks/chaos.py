@@ -1,15 +1,14 @@
-"""Five thousand episodes in a hostile world: what hangs, what leaks, what is not named, and what it costs.
+"""Runs five thousand episodes with faults and measures hangs, leaks, unnamed errors, and lost throughput.
 
-    20 % of the tool calls hang (some will not be cancelled, some hold a thread), crash, return garbage or 100 MB
-     5 % of the MCP sessions (a server process of their own over standard input and output) drop in the middle of a call
+    20 % of the tool calls hang (some ignore cancellation, some block a thread), crash, return garbage or 100 MB
+     5 % of the MCP sessions (a server process each, over standard input and output) drop in the middle of a call
          an inference server (a process) is killed every minute
-     5 % of the calls are the model's own mistakes
+     5 % of the calls are errors of the model
 
-Everything is run twice with the same plan. In the second run nothing goes wrong, and the work that the faults cost is done
-all the same: where a call hung it takes the call's deadline (and the grace of one that would not be cancelled), garbage and
-100 MB are made and thrown away, a server that dropped answers at that moment. What the killed inference servers had computed
-of requests that were lost is added to its time, divided by the episodes side by side. What is lost beyond the work really
-lost:
+Everything runs twice with the same plan. The second run has no faults but does the same work: a call that hung takes its
+deadline (plus the grace period if it ignored cancellation), garbage and 100 MB are created and discarded, and a server that
+dropped answers at that moment. The time that killed inference servers had spent on lost requests is added to the second
+run's time, divided by the number of concurrent episodes. The loss beyond the lost work is:
 
     lost_share = 1 - (seconds without faults + lost engine seconds / concurrency) / seconds with faults
 
@@ -71,23 +70,23 @@ SHORT = World(
     kill_every_s=0.7,
 )
 EPISODE_S = 60.0
-"""An episode that takes longer has hung."""
+"""Seconds after which an episode counts as hung."""
 SETTLE_S = 15.0
-"""How long what is idle may take to end."""
+"""Seconds that idle processes and connections may take to end."""
 MAX_LOST_SHARE = 0.05
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run came to."""
+    """The results of a run."""
 
     wall_s: float = 0.0
     ended: int = 0
     calls: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """Tool calls by the kind of their failure."""
+    """Kind of failure -> number of tool calls."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Trajectories by the type of their error."""
+    """Type of error -> number of trajectories."""
     stops: Counter[str] = field(default_factory=Counter)
     untyped: list[str] = field(default_factory=list)
     longest_s: float = 0.0
@@ -118,7 +117,7 @@ class Outcome:
 
 
 def holdings() -> dict[str, int]:
-    """Return what this process holds of the machine."""
+    """Return the numbers of resources that this process has."""
     links = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -132,7 +131,7 @@ def holdings() -> dict[str, int]:
 
 
 def num_descendants() -> int:
-    """Return how many processes came of this one, dead ones that nobody asked about included."""
+    """Return the number of processes started from this one, including zombies."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -146,13 +145,13 @@ def num_descendants() -> int:
 
 
 def rss_mib() -> float:
-    """Return the resident memory."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 @contextlib.asynccontextmanager
 async def killer(world: World, servers: list[ServerProcess], outcome: Outcome) -> AsyncIterator[None]:
-    """Kill one server after another meanwhile."""
+    """Kill one server after another."""
 
     async def kill() -> None:
         while True:
@@ -185,7 +184,7 @@ async def run(world: World, folder: Path) -> Outcome:
         tools += await asyncio.to_thread(initialize_tools_from_config, {"tools": [item]}, base=folder)
     box = Toolbox(tools, ToolOptions(timeout_s=world.deadline_s, max_result_tokens=512), codec=tiny_codec())
     if world.mcp_share:
-        box.bounded["work"].timeout_s = 30.0  # a session of its own is started within the call
+        box.bounded["work"].timeout_s = 30.0  # the session is started within the call
     servers = [ServerProcess(world, name=f"server {i}") for i in range(world.replicas)]
     for server in servers:
         await server.start()
@@ -222,14 +221,14 @@ async def run(world: World, folder: Path) -> Outcome:
 
 
 def has_mcp(world: World, number: int) -> bool:
-    """Return whether an episode has an MCP session, as its plan says."""
+    """Return whether the plan gives an episode an MCP session."""
     import random
 
     return random.Random(f"chaos {number}").random() < world.mcp_share
 
 
 async def settled(before: dict[str, int]) -> dict[str, int]:
-    """Return what is held more than before, once what is idle has ended."""
+    """Return the increase of each resource, after idle ones had time to end."""
     until = time.monotonic() + SETTLE_S
     while True:
         gc.collect()
@@ -241,12 +240,12 @@ async def settled(before: dict[str, int]) -> dict[str, int]:
 
 
 async def measure(world: World, *, compares: bool) -> dict[str, Any]:
-    """Run the world, and return what it showed."""
+    """Run the episodes with and without faults, and return the results."""
     if world.mcp_share and find_spec("mcp") is None:
         world = replace(world, mcp_share=0.0)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        await run(replace(world, episodes=8, is_hostile=False), folder)  # what is made once and kept
+        await run(replace(world, episodes=8, is_hostile=False), folder)  # resources that are created once and kept
         await settled(holdings())
         before, rss = holdings(), rss_mib()
         chaos = await run(world, folder)
@@ -280,7 +279,7 @@ async def measure(world: World, *, compares: bool) -> dict[str, Any]:
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """Return what misses its target."""
+    """Return a sentence for each missed target."""
     found = [f"{count} {name} leaked" for name, count in result["leaked"].items() if count]
     found += ["not every episode ended"] * bool(result["hung"])
     found += [f"not typed: {one}" for one in result["untyped"]]
@@ -290,7 +289,7 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run it and print one JSON line."""
+    """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="200 episodes, without the comparison")
     parser.add_argument("--episodes", type=int, help="another number of episodes")

@@ -1,11 +1,11 @@
-"""Checksums: what does comparing every tensor of a model cost at every sync? Prints one JSON line.
+"""Measures the cost of comparing every tensor of a model by checksum at every sync. Prints one JSON line.
 
     python benchmarks/checksum_cost.py [--values 100000000] [--repeats 5]
 
-A checksum reads every value once, on the trainer and on each server. Measured is the checksum of one tensor of `--values`
-values, as float32 and as bfloat16, beside a plain copy of it, which is the least that any sync does; the median of
-`--repeats`, with the threads that torch takes by itself. `seconds_for_0.5b` is for a model of half a billion parameters.
-On a machine with a GPU it is measured there too.
+A checksum reads every value once, on the trainer and on each server. The benchmark measures the checksum of one tensor of
+`--values` values, as float32 and as bfloat16, and for comparison a plain copy, which is the minimum for any sync. Figures
+are medians of `--repeats`, with torch's default number of threads. `seconds_for_0.5b` is for a model of half a billion
+parameters. On a machine with a GPU, the GPU is measured too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polyturn.engines.server_side.polyturn_weights import fold
 
 
 def seconds(work: Callable[[], object], repeats: int, device: str) -> float:
-    """Return the median time of `work`, once it has run."""
+    """Return the median seconds of `work`, after one run that is not measured."""
     times = []
     for _ in range(repeats + 1):
         if device == "cuda":

@@ -1,19 +1,19 @@
-"""Which of the names and keys that projects for verl and ms-swift use are answered here.
+"""Counts which names and keys of projects for verl and ms-swift work with polyturn.
 
-    python benchmarks/compat_census.py --folder ~/my-project                      one JSON line about your own project
+    python benchmarks/compat_census.py --folder ~/my-project                      one JSON line about your project
     python benchmarks/compat_census.py --folder A B C --library LIBRARY … --out benchmarks/results/compat_census.json
     python benchmarks/compat_census.py --again benchmarks/results/compat_census.json --write docs/migrate
 
-A folder is one project. Its Python files are parsed, not run: `from verl.tools.base_tool import BaseTool` is the name
-`verl.tools.base_tool:BaseTool`. Its shell scripts are searched for command lines of `verl.trainer.main_ppo` and of
-`swift rlhf`, for their keys. `--library` is a checkout of verl or ms-swift: a file that stands in it as well, under the same
-last two parts of its path, is a copy, and so is everything inside a package called verl or swift. Copies are not counted.
-Only names and the number of files that use each are kept, never a line of code.
+A folder is one project. Its Python files are parsed, not run: `from verl.tools.base_tool import BaseTool` gives the name
+`verl.tools.base_tool:BaseTool`. Its shell scripts are searched for command lines of `verl.trainer.main_ppo` and `swift
+rlhf`, for their keys. `--library` is a checkout of verl or ms-swift: files with the same last two parts of their path as a
+file in it are copies, and so are all files inside a package called verl or swift. Copies are not counted. Only names and the
+number of files that use each are stored, never a line of code.
 
-A name is `here` if importing it works, `refused` if an error names it and says why or what to do, `missing` otherwise. Files
-that build a trainer of their own, because they import one of verl's or ms-swift's trainers, workers or engines, are counted
-apart: nothing of such a program can run here, whatever the other names in it are. So are `foreign` keys, which no release
-of verl has: a trainer of the project's own reads them.
+A name is `here` if importing it works, `refused` if an error names it with the reason or a remedy, `missing` otherwise.
+Files that build another trainer, because they import one of verl's or ms-swift's trainers, workers or engines, are counted
+separately: such a program cannot run here, whatever its other names. So are `foreign` keys, which no release of verl has and
+which a trainer of the project reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TRAINERS = {
         r"|llm\.(train|argument|model|dataset|infer\.(rollout|infer_engine|infer|deploy)|export))\b"
     ),
 }
-"""Modules that make a file part of a trainer or an inference program of its own."""
+"""Modules whose import makes a file part of another trainer or inference program."""
 _KEY = re.compile(
     r"^\+{0,2}(?:actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward|reward_model|trainer)\.[\w.]+$"
 )
@@ -58,7 +58,7 @@ _ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>&1", "<"}
 
 
 def main() -> None:
-    """Count, resolve, print one JSON line, and write what was asked for."""
+    """Count and resolve the names, print one JSON line, and write the requested files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, nargs="*", default=[], help="projects, one a folder")
     parser.add_argument("--library", type=Path, nargs="*", default=[], help="checkouts of verl and ms-swift")
@@ -105,10 +105,10 @@ def count(folders: Collection[Path], *, library: Collection[str] = frozenset()) 
 
 
 def resolve(root: str, census: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shares of names and keys that are answered here, and the names that are not.
+    """Return the shares of names and keys that work here, and the names that do not.
 
     Raises:
-        SystemExit: the library itself is installed, which would answer in place of polyturn.
+        SystemExit: the library itself is installed, and would be imported instead of polyturn.
     """
     if not compat.install(root):
         raise SystemExit(f"{TITLES[root]} is installed here; run this in an environment without it")
@@ -137,7 +137,7 @@ def resolve_name(name: str) -> str:
 
 
 def resolve_key(root: str, key: str) -> str:
-    """Return here, refused, or missing for a key of a command line; `foreign` for one that no release of verl has."""
+    """Return here, refused or missing for a key of a command line; foreign if no release of verl has the key."""
     tables = [verl_table.table()] if root == "verl" else [swift_arguments.table(), swift_arguments.megatron_table()]
     if not any(table.covers(key) for table in tables):
         return "foreign" if root == "verl" and not verl_table.is_of_verl(key) else "missing"
@@ -146,7 +146,7 @@ def resolve_key(root: str, key: str) -> str:
 
 
 def _shares(counts: Mapping[str, int], state: Mapping[str, str]) -> dict[str, Any]:
-    """Return the shares by file and by distinct name, and the names that are not here, the most used first."""
+    """Return the shares by file and by distinct name, and the missing names, the most used first."""
     counts = {name: counts[name] for name in sorted(counts, key=lambda name: (-counts[name], name))}
     of = {kind: {n: c for n, c in counts.items() if state[n] == kind} for kind in ("here", "refused", "missing", "foreign")}
     foreign = of.pop("foreign")
@@ -168,7 +168,7 @@ def map_values(names: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
 
 
 def _files(folder: Path, root: str) -> Iterator[Path]:
-    """Yield the Python files and scripts of a project, without a copy of the library in it."""
+    """Yield the Python files and scripts of a project, without copies of the library."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).parts[:-1]
         if path.suffix in (".py", ".sh") and path.is_file() and root not in inside:
@@ -176,14 +176,14 @@ def _files(folder: Path, root: str) -> Iterator[Path]:
 
 
 def _local_modules(folder: Path, root: str, library: Collection[str]) -> set[str]:
-    """Return the modules inside a project's own copy of the library that the library itself does not have."""
+    """Return the modules in a project's copy of the library that the library does not have."""
     copies = [path for path in folder.rglob(root) if path.is_dir() and (path / "__init__.py").exists()]
     own = [file.relative_to(copy.parent) for copy in copies for file in copy.rglob("*.py") if _tail(file) not in library]
     return {".".join((file.parent if file.stem == "__init__" else file.with_suffix("")).parts) for file in own}
 
 
 def _names(path: Path, root: str) -> Iterator[str]:
-    """Yield the names that a file imports from a library, wherever in it."""
+    """Yield the names that a file imports from a library, at any depth of the code."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -198,7 +198,7 @@ def _names(path: Path, root: str) -> Iterator[str]:
 
 
 def _keys(path: Path, root: str) -> Iterator[str]:
-    """Yield the keys of the command lines in a script that train with a library."""
+    """Yield the keys of a script's command lines that train with a library."""
     text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
     for line in text.splitlines():
         if root == "verl" and "verl.trainer.main_ppo" in line:
@@ -228,7 +228,7 @@ def _tails(folder: Path) -> set[str]:
 
 
 def write(page: Path, root: str, census: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Put the shares between the markers of a page."""
+    """Write the shares between the markers of a page."""
     begin, end = "<!-- census: begin -->\n", "<!-- census: end -->"
     rows = [
         f"| counted on {census['date']}, {result['projects']} projects | uses | of them here | distinct | of them here |",

@@ -1,14 +1,14 @@
-"""Instances left after 10,000 episodes with errors, time-outs and cancellations mixed in: should be 0.
+"""Counts the instances left after 10,000 episodes with errors, time-outs and cancellations; the target is 0.
 
-The shipped tools and interactions, a tool and a partner that raise and hang, a real search server, cancellations from
-outside. Also how many episodes of that kind a second takes, and what stays in memory.
+It uses the shipped tools and interactions, a faulty tool and a faulty interaction, a real search server, and cancellations
+from outside. It also reports episodes per second and the memory that stays in use.
 
     report = await count_leaks(300, seed=0)
     report.num_left   ->   0
 
-Every episode calls the shipped tools and a troubled one, and talks to a shipped or a troubled partner; some raise, some hang
-past their deadline, some are cancelled at any moment. What is counted afterwards: instances in the plug-ins' own books,
-ids that are live for the framework, and connections that are still open.
+Every episode calls the shipped tools and the faulty one, and uses a shipped or the faulty interaction. Some calls raise,
+some hang past their deadline, some episodes are cancelled at any moment. Counted afterwards are the instances in the
+plug-ins' dictionaries, the ids that the framework still has, and the open connections.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ TROUBLES = ("none", "none", "none", "none", "raise", "hang", "plain")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakReport:
-    """What is left after the episodes, and how they ended."""
+    """The number of leftovers after the episodes, and their stop reasons."""
 
     num_episodes: int
     num_left: int
-    """Instances, live ids and users of connections together."""
+    """Sum of instances, live ids and users of connections."""
     left: dict[str, int]
     ends: dict[str, int]
-    """How many episodes ended by which stop reason; "cancelled" from outside."""
+    """Stop reason -> number of episodes; "cancelled" is a cancellation from outside."""
 
 
 class _Troubled:
-    """Keeps books of its instances, and raises or hangs where it is told to."""
+    """A plug-in that tracks its instances, and raises or hangs as the row says."""
 
     def __init__(self) -> None:
         self.live: set[str] = set()
@@ -67,14 +67,14 @@ class _Troubled:
 
 
 class TroubledPartner(BaseInteraction, _Troubled):
-    """Raises or hangs when it starts, answers or ends, as the row says."""
+    """An interaction that raises or hangs when it starts, answers or ends, as the row says."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         BaseInteraction.__init__(self, config)
         _Troubled.__init__(self)
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; what goes wrong goes wrong after something was taken."""
+        """Start an episode; faults happen after the instance was created."""
         chosen = await super().start_interaction(instance_id)
         self.live.add(chosen)
         await self.trouble(kwargs.get("start"))
@@ -88,13 +88,13 @@ class TroubledPartner(BaseInteraction, _Troubled):
         return len(messages) > 4, "And?", 0.5, {}
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """End the episode, badly for every fifth."""
+        """End the episode; every fifth time with a fault."""
         self.live.remove(str(instance_id))
         await self.trouble("raise" if hash(instance_id) % 5 == 0 else "none")
 
 
 class TroubledTool(BaseTool, _Troubled):
-    """Raises or hangs when it is created, called or released, as the row says."""
+    """A tool that raises or hangs when it is created, called or released, as the row says."""
 
     def __init__(self) -> None:
         function = {"name": "troubled", "parameters": {"type": "object", "properties": {"do": {"type": "string"}}}}
@@ -119,7 +119,7 @@ class TroubledTool(BaseTool, _Troubled):
 
 
 async def count_leaks(num_episodes: int, *, seed: int = 0, max_concurrent: int = 64) -> LeakReport:
-    """Run the episodes and count what they leave behind."""
+    """Run the episodes and count the leftovers."""
     choose = random.Random(seed)
     ends: Counter[str] = Counter()
     gsm8k, weather, troubled = Gsm8kInteraction({}), WeatherInteraction({}), TroubledPartner({})

@@ -1,11 +1,11 @@
-"""What the process that leads a run does beside two ranks, and what they wait for. Prints one JSON line.
+"""Measures the work of the leading process with two ranks, and how long the ranks wait. Prints one JSON line.
 
     python benchmarks/controller.py [--steps 8] [--hidden 256] [--layers 8]
 
-A run of `examples/quickstart` with a larger model of random weights and `train.distributed.ranks=2`. `message_bytes` and
-`memory_bytes` are of the commands to the ranks, a trajectory: what goes through a socket, and what both processes map.
-`idle_share` is the share of a step in which the update was under way and the ranks had no command (goal 5 %): samples,
-advantages and coefficients are made then. `controller_cpu_s` and `ranks_cpu_s` are CPU seconds a step, of one rank.
+It runs `examples/quickstart` with a larger model of random weights and `train.distributed.ranks=2`. `message_bytes` and
+`memory_bytes` are the bytes per trajectory of the commands to the ranks, in the socket and in shared memory. `idle_share` is
+the share of a step in which an update was running but the ranks had no command (target 5 %), because samples, advantages
+and coefficients were being prepared. `controller_cpu_s` and `ranks_cpu_s` are CPU seconds per step; the latter of one rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETTINGS = (
 
 
 class Counted(rank_processes.RankProcesses):
-    """Counts what is sent to the ranks, and how long they had a command."""
+    """Counts the bytes sent to the ranks, and how long they had a command."""
 
     messages = memory = 0
     busy_s = 0.0
@@ -47,7 +47,7 @@ class Counted(rank_processes.RankProcesses):
         super().__init__(*arguments, **options)
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run a command, and count its time."""
+        """Run a command and count its time."""
         began = time.perf_counter()
         try:
             return super().call(command, shares)
@@ -60,7 +60,7 @@ class Counted(rank_processes.RankProcesses):
         super()._send(packed)
 
     def cpu_s(self) -> float:
-        """CPU seconds of the first rank so far."""
+        """Return the CPU seconds of the first rank so far."""
         fields = Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

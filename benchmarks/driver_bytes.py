@@ -1,11 +1,11 @@
-"""What a trajectory costs the process that leads a run with workers and ranks: bytes and CPU. Prints one JSON line.
+"""Measures bytes and CPU time per trajectory in the leading process of a run with workers and ranks. Prints one JSON line.
 
     python benchmarks/driver_bytes.py [--repeats 50]
 
-Groups of eight of the conversations of `rollout_loop.py`, pickled as a worker sends them and a rank is sent their samples.
-`bytes_in` and `us_in` are of a trajectory that arrives, by what it holds, `bytes_in_journal` of what its episode said to the
-journal before; `bytes_out` and `us_out` of its samples, for one command to the ranks (a step without reference, critic and
-staleness has one).
+It pickles groups of eight conversations of `rollout_loop.py` as a worker sends them, and their samples as a rank receives
+them. `bytes_in` and `us_in` are for an arriving trajectory, by its content, and `bytes_in_journal` for the earlier journal
+messages of its episode. `bytes_out` and `us_out` are for its samples in one command to the ranks (a step without reference,
+critic and staleness has one command).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from polyturn.testing.episodes import task
 
 SIZE = 8
 CASES = ((70, 3), (1000, 8), (4000, 8))
-"""Tokens of the prompt, turns."""
+"""(Number of prompt tokens, number of turns)."""
 
 
 def group_of(prompt_tokens: int, turns: int) -> tuple[TrajectoryGroup, int]:
-    """Return one group of eight, and the bytes of what its episodes say to the leader's journal."""
-    rollout_loop.TURNS = turns  # which the limits of its context name
+    """Return one group of eight, and the bytes of its episodes' messages to the leader's journal."""
+    rollout_loop.TURNS = turns  # read by the limits of the context
     context = context_of(ANSWER, interactions={"gsm8k": Gsm8kInteraction({})})
     assert context.limits == Limits(max_turns=turns)
     one = task(prompt_of(prompt_tokens, seed=1), id="t", ground_truth="7", interaction="gsm8k")
@@ -64,7 +64,7 @@ def group_of(prompt_tokens: int, turns: int) -> tuple[TrajectoryGroup, int]:
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """Return the CPU time of one call for each member of a group."""
+    """Return the CPU time of one call, per member of a group."""
     began = time.process_time()
     for _ in range(repeats):
         work()
@@ -72,7 +72,7 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def costs(group: TrajectoryGroup, journal_bytes: int, repeats: int) -> dict[str, float]:
-    """Return what one trajectory of a group costs."""
+    """Return the cost of one trajectory of a group."""
     arrived = pickle.dumps(group, protocol=5)
     samples = [
         s.replace(advantages=s.loss_weights * np.float32(0.7)) for s in to_samples(pickle.loads(arrived), temperature=1.0)

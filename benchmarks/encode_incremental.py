@@ -1,12 +1,12 @@
-"""What incremental encoding saves over rendering and encoding the whole conversation at every turn. Prints one JSON line.
+"""Compares incremental encoding with rendering and encoding the whole conversation at every turn. Prints one JSON line.
 
     python benchmarks/encode_incremental.py [--turns 50] [--tokens 32000] [--repeats 9]
 
-A conversation of 50 turns that ends at 32,000 tokens; every other turn calls a tool. Incrementally, an episode encodes the
-prompt once and then what answers each turn; whole, the usual way, it renders and encodes everything before each turn. Both
-sample nothing. CPU seconds of one thread, encoders warm as in a second episode. `same_ids`: both ways end with the same
-ids (a template that writes the end of a turn otherwise in a history cannot). Templates: three of tests/data/templates with
-a small tokenizer, and Llama 3.1, gpt-oss and Qwen 2.5 with Qwen's vocabulary where they lie.
+The conversation has 50 turns and ends at 32,000 tokens; every other turn calls a tool. The incremental way encodes the
+prompt once and then the answer to each turn; the usual way renders and encodes the whole conversation before each turn.
+Nothing is sampled. Figures are CPU seconds of one thread, with warm encoders as in a second episode. `same_ids` is whether
+both give the same ids (impossible for templates that end a turn differently in a history). The templates are three of
+tests/data/templates with a small tokenizer, and, if available, Llama 3.1, gpt-oss and Qwen 2.5 with Qwen's vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SENTENCE = "Anna has 12 apples and gives 5 of them to Ben, who pays 3 coins for 
 
 
 def conversation(subject: TemplateCase, turns: int, tokens: int) -> Dialogue:
-    """Return a conversation of about `tokens`; nothing follows the last answer but the generation prompt."""
+    """Return a conversation of about `tokens` tokens that ends with the generation prompt after the last answer."""
     each = tokens // turns
     words = SENTENCE * max(1, round(each * 0.49 / len(subject.codec.encode(SENTENCE))))
     spoken = []

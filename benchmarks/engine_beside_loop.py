@@ -1,7 +1,7 @@
-"""Decoding beside a saturated event loop, against decoding alone.
+"""Compares the speed of decoding beside a saturated event loop with decoding alone.
 
-Eight tasks keep the loop busy without a pause, each holding it for 0.5 ms at a time, as parsing and tools do. Prints one
-JSON line with the ratio of decoding speeds (target 0.7), and how often each busy task still ran a second.
+Eight tasks keep the loop busy, each for 0.5 ms at a time, like parsing and tools. Prints one JSON line with the ratio of the
+decoding speeds (target 0.7), and how often per second each busy task still ran.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""CPU time of a turn in our process when the engine is a server: the loop, the request and the answer. Prints one JSON line.
+"""Measures our process's CPU time per turn when the engine is a server. Prints one JSON line.
 
     python benchmarks/engine_client_cpu.py [--repeats 7]
 
-A bare TCP server in another process answers every request with the same bytes, in the words of a vLLM or an SGLang server,
-so that only our side is at work. Three figures, all in CPU microseconds of this process, its kernel calls included:
+A bare TCP server in another process answers every request with the same bytes, in the format of a vLLM or SGLang server, so
+that only our side does work. There are three figures, in CPU microseconds of this process including system calls:
 
     client     one `Engine.generate`, prompts of 1k to 32k ids, 64 tokens back, 32 requests in flight
     floor      the same bytes: orjson there and back, and one socket per request in flight, no HTTP library, no checks
@@ -44,13 +44,13 @@ SIZES = (1_000, 4_000, 16_000, 32_000)
 IN_FLIGHT, REQUESTS, ANSWER_TOKENS = 32, 256, 64
 CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 FACTS = {"logprobs_mode": "processed_logprobs", "policy": "fcfs", "max_model_len": 40_000, "context_length": 40_000}
-"""What a client asks a server for before its first request."""
+"""Facts that a client requests from a server before its first request."""
 PATHS = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 MAX_TURN_MS, MAX_SLOPE = 0.5, 1.5
 
 
 def reply_of(engine: str, ids: list[int]) -> dict[str, Any]:
-    """Return what a server answers, with every field that it sends."""
+    """Return a server's answer, with every field that it sends."""
     logprob = [-6.986291885375977 - 0.01 * i for i in range(len(ids))]
     versions = [{"version": "default", "start": 0, "end": len(ids)}]
     if engine == "sglang":
@@ -85,7 +85,7 @@ def reply_of(engine: str, ids: list[int]) -> dict[str, Any]:
 
 
 class _Answers(asyncio.Protocol):
-    """Reads a request's length and sends the answer of its path."""
+    """A protocol that reads a request's length and sends the answer of its path."""
 
     def __init__(self, answers: dict[bytes, bytes]) -> None:
         self._answers, self._buffer = answers, bytearray()
@@ -112,12 +112,12 @@ class _Answers(asyncio.Protocol):
 
 
 def http(body: bytes) -> bytes:
-    """Return an answer of HTTP."""
+    """Return an HTTP answer."""
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
 def serve(pipe: Connection, answers: dict[bytes, bytes], cores: set[int]) -> None:
-    """Serve until killed; say on which port."""
+    """Print the port, and serve until killed."""
     os.sched_setaffinity(0, cores)
 
     async def run() -> None:
@@ -143,12 +143,12 @@ async def cpu_us(one: Callable[[int], Awaitable[None]]) -> float:
 
 
 async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]:
-    """Return client and floor in microseconds by prompt size, and the slopes."""
+    """Return the figures client and floor, in microseconds by prompt size, and the slopes."""
     loop = asyncio.get_running_loop()
     client = CLIENTS[engine](f"http://127.0.0.1:{port}", ServedModel(vocab_size=152_000))
     prompts = {size: np.random.default_rng(size).integers(0, 150_000, size, np.int32) for size in SIZES}
     for ids in prompts.values():
-        ids.setflags(write=False)  # as those of an episode are, which nobody copies
+        ids.setflags(write=False)  # as in an episode, whose ids are not copied
     size = SIZES[0]
 
     async def ask(number: int) -> None:
@@ -181,7 +181,7 @@ async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]
         writer.close()
     del loop
     medians = {name: {str(n): round(median(values), 1) for n, values in by.items()} for name, by in found.items()}
-    # Slopes between neighbours in time, so that a machine that is slower for a while does not decide them.
+    # Slopes are between runs that are close in time, so that a temporarily slow machine does not distort them.
     thousands = (SIZES[-1] - SIZES[0]) / 1000
     slopes = {
         name: [(b - a) / thousands for a, b in zip(by[SIZES[0]], by[SIZES[-1]], strict=True)] for name, by in found.items()
@@ -193,7 +193,7 @@ async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]
 
 
 class _Timed:
-    """A tokenizer whose time is counted."""
+    """A tokenizer that measures its time."""
 
     def __init__(self, of: Any) -> None:
         self._of = of
@@ -215,7 +215,7 @@ class _Timed:
 
 
 def measure_turn(engine: str, port: int, repeats: int) -> dict[str, float]:
-    """Return CPU microseconds of a rollout's turn through the client, with and without the tokenizer's time."""
+    """Return the CPU microseconds of a rollout's turn through the client, with and without the tokenizer's time."""
     context = scripted_context(
         [], limits=Limits(max_turns=TURNS), sanity_every=0, interactions={"gsm8k": Gsm8kInteraction({})}
     )

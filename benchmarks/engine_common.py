@@ -1,6 +1,6 @@
-"""What the engine benchmarks share: a demo-sized random Qwen3, requests, and a median over interleaved repeats.
+"""Shared by the engine benchmarks: a demo-sized random Qwen3, requests, and a median over interleaved repeats.
 
-Other work may share the machine, so every script compares ways of doing the same thing within one run, in turns.
+Other work may share the machine, so every script alternates between the compared variants within one run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def ask_all(
     *,
     sessions: Sequence[str] | None = None,
 ) -> list[Completion]:
-    """Send all requests at once and return their completions; without `sessions` each one ends with its request."""
+    """Send all requests at once and return their completions; without `sessions` every request is a separate session."""
 
     async def one(index: int) -> Completion:
         session = f"s{index}" if sessions is None else sessions[index]
@@ -60,7 +60,7 @@ async def ask_all(
 
 
 def in_turns(ways: dict[str, Callable[[], None]], *, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of `repeats` runs of each way, taken in turns after one warm-up each."""
+    """Return the seconds of `repeats` runs of each variant, in alternation, after one warm-up each."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
@@ -72,5 +72,5 @@ def in_turns(ways: dict[str, Callable[[], None]], *, repeats: int) -> dict[str, 
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Return the median of the ratios of runs that were neighbours in time."""
+    """Return the median of the ratios of runs that are adjacent in time."""
     return median(a / b for a, b in zip(over, under, strict=True))

@@ -1,8 +1,8 @@
-"""Prefill of a second turn: counted, not timed.
+"""Counts the prefilled tokens of a second turn.
 
-Sessions take a first turn and come back with their history and new tokens; members of a group share one prompt. Prints one
-JSON line: the tokens that went through the model against the new ones, which include the last sampled token: it was never
-fed before.
+Sessions take a first turn and continue with their history and new tokens; members of a group share a prompt. Prints one JSON
+line with the tokens that the model processed and the new ones, including the last sampled token, which was not processed
+before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Embedded engine against `model.generate` and transformers' continuous batching, 32 requests at once.
+"""Compares the embedded engine with `model.generate` and transformers' continuous batching, for 32 requests at once.
 
-Two batches: completions of equal length (generate's best case), and of lengths that differ by 4 times (generate runs every
-row to the longest). Prints one JSON line; tokens are the ones that were asked for. Targets: 0.8 and 1.0 times generate.
+There are two batches: completions of equal length (the best case of `generate`), and of lengths that differ by a factor of 4
+(`generate` runs every row to the longest). Prints one JSON line; only requested tokens count. Targets: 0.8 and 1.0 times
+`generate`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
 def measure(
     model: torch.nn.Module, prompts: list[list[int]], counts: list[int], *, repeats: int, continuous: bool
 ) -> dict[str, float]:
-    """Return median tokens a second of each way, and the engine's ratio to the others."""
+    """Return the median tokens per second of each variant, and the engine's ratio to the others."""
     engine = EmbeddedEngine(model, num_slots=NUM_REQUESTS, share_prefixes=False)
     ids = torch.tensor(prompts)
 
@@ -65,7 +66,7 @@ def measure(
 
 
 def run_continuous(model: torch.nn.Module, prompts: list[list[int]], counts: list[int]) -> None:
-    """Run the batch through a `ContinuousBatchingManager`, with the settings that were fastest of those tried."""
+    """Run the batch with a `ContinuousBatchingManager`, with the fastest of the settings that were tried."""
     paging = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=128)
     config = GenerationConfig(do_sample=True, max_new_tokens=max(counts), eos_token_id=-1, pad_token_id=0)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=paging)

@@ -1,12 +1,13 @@
-"""Tokens per second of a multi-turn rollout through polyturn, against a bare client that replays it. One JSON line.
+"""Compares a multi-turn rollout through polyturn with a bare client that replays it. Prints one JSON line.
 
     python benchmarks/engine_vs_raw.py [--engine vllm] [--repeats 5] [--unpinned]
 
-32 episodes at once, fixed lengths. One run through polyturn records every request. The bare client then sends the same
-bodies with the same HTTP library and flags: for each episode in turn order, the next one when the answer is there and the
-tool's wait is over. Decoding is greedy, so that what was sampled before is what the next recorded prompt holds, and both
-ways find the same prefixes in the server's cache, which is emptied before each run. Server on one core, client on the other
-(--unpinned: both on all). Pairs alternate; the figure is the median of the ratios of pairs. Target: 0.95.
+32 episodes with fixed lengths run at once. One run through polyturn records every request. The bare client then sends the
+same bodies with the same HTTP library and flags, in the order of each episode's turns: the next request follows when the
+answer has arrived and the tool's wait is over. Decoding is greedy, so that the recorded prompts have the sampled tokens and
+both sides find the same prefixes in the server's cache, which is emptied before each run. The server runs on one core, the
+client on another (--unpinned: both on all). Runs alternate; the figure is the median ratio of tokens per second of pairs.
+Target: 0.95.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TARGET = 0.95
 
 
 class Recorder(EngineWrapper):
-    """A client that notes what it sends, and decodes greedily; `core.protocols.Engine`."""
+    """A client that records its requests and decodes greedily; implements `core.protocols.Engine`."""
 
     engine: RemoteEngine
 
@@ -66,10 +67,10 @@ class Recorder(EngineWrapper):
 
 
 async def through_polyturn(engine: str, url: str) -> tuple[float, dict[str, list[tuple[str, bytes]]]]:
-    """Return the seconds of the rollout, and what was sent."""
+    """Return the seconds of the rollout, and its requests."""
     recorder = Recorder(client(engine, url))
     try:
-        await recorder.update_weights(0)  # the version that it has: only drops what was computed before
+        await recorder.update_weights(0)  # the current version, so this only empties the cache
         seconds = await replay(ROLLOUT, [recorder])
     finally:
         await recorder.close()
@@ -77,7 +78,7 @@ async def through_polyturn(engine: str, url: str) -> tuple[float, dict[str, list
 
 
 async def raw(engine: str, url: str, sent: Mapping[str, list[tuple[str, bytes]]], number: int) -> float:
-    """Return the seconds of the same requests, sent by a bare client."""
+    """Return the seconds of the same requests with a bare client."""
     emptier = client(engine, url)
     await emptier.update_weights(0)
     await emptier.close()
@@ -102,7 +103,7 @@ async def raw(engine: str, url: str, sent: Mapping[str, list[tuple[str, bytes]]]
 
 
 async def measure(engine: str, repeats: int, *, is_pinned: bool) -> dict[str, Any]:
-    """Return tokens per second of both ways, and the ratio."""
+    """Return the tokens per second of both sides, and the ratio."""
     cores = sorted(os.sched_getaffinity(0))
     if is_pinned:
         os.sched_setaffinity(0, {cores[-1]})

@@ -1,11 +1,11 @@
-"""SmolLM2-135M: the embedded engine against `generate` of transformers and the CPU servers of vLLM and SGLang.
+"""Compares the embedded engine with transformers' `generate` and the CPU servers of vLLM and SGLang, on SmolLM2-135M.
 
     python benchmarks/engines_smollm2.py [--peers generate vllm sglang] [--model FOLDER]
 
-Each engine answers the same questions of `examples/sums` at once, 8 and 32 of them, with 64 tokens each at temperature 1,
-in float32 on all cores. They run one after the other, because servers would compete for the cores: the embedded engine
-before and after each peer, so that a slower hour shows. Prints one JSON line: tokens a second, medians. Goal: 0.8 times
-vLLM at 32 requests.
+Each engine answers the same 8 or 32 questions of `examples/sums` at once, with 64 tokens each at temperature 1, in float32
+on all cores. They run one after another, because servers would compete for the cores. The embedded engine runs before and
+after each peer, so that changes of the machine's speed are visible. Prints one JSON line with median tokens per second.
+Target: 0.8 times vLLM at 32 requests.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from polyturn.engines.request_limits import ServedModel
 BATCHES, NUM_NEW, REPEATS = (8, 32), 64, 3
 CONTEXT = 256
 Answer = Callable[[list[list[int]]], Awaitable[int]]
-"""Answers prompts at once and returns the number of tokens sampled."""
+"""(Prompts) -> number of sampled tokens, after answering all prompts at once."""
 
 
 def questions(tokenizer: Any, count: int) -> list[list[int]]:
-    """Return prompts of sums, as the example shows them."""
+    """Return prompts of sums in the format of the example."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "sums"))
     from teacher import sums
 
@@ -52,7 +52,7 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def of_engine(engine: Engine) -> Answer:
-    """Return an engine's way of answering."""
+    """Return a function that answers prompts with an engine."""
     number = iter(range(10**9))
 
     async def answer(prompts: list[list[int]]) -> int:
@@ -70,7 +70,7 @@ def of_engine(engine: Engine) -> Answer:
 
 
 def of_generate(model: PreTrainedModel, pad: int) -> Answer:
-    """Return the way of transformers' `generate`, with prompts padded on the left."""
+    """Return a function that answers prompts with transformers' `generate`, padded on the left."""
 
     async def answer(prompts: list[list[int]]) -> int:
         width = max(map(len, prompts))
@@ -85,7 +85,7 @@ def of_generate(model: PreTrainedModel, pad: int) -> Answer:
 
 
 async def tokens_per_s(answer: Answer, prompts: list[list[int]], *, repeats: int = REPEATS) -> list[float]:
-    """Return the tokens a second of each repeat, after one that warms up."""
+    """Return the tokens per second of each repeat, after one warm-up."""
     rates = []
     for repeat in range(repeats + 1):
         began = perf_counter()
@@ -96,7 +96,7 @@ async def tokens_per_s(answer: Answer, prompts: list[list[int]], *, repeats: int
 
 
 async def measure(model: PreTrainedModel, tokenizer: Any, folder: Path, peers: list[str]) -> dict[str, Any]:
-    """Return the rates of every engine, and the ratios of the embedded one."""
+    """Return the tokens per second of every engine, and the ratios of the embedded engine."""
     prompts = {size: questions(tokenizer, size) for size in BATCHES}
     rates: dict[str, dict[int, list[float]]] = {}
 
@@ -128,7 +128,7 @@ async def measure(model: PreTrainedModel, tokenizer: Any, folder: Path, peers: l
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything that was asked for."""
+    """Measure the engines of the command line and print one JSON line."""
     folder = arguments.model or models.smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,14 +1,14 @@
-"""Environments of other packages, unmodified: does an episode here earn what the package itself gives?
+"""Checks that episodes of unmodified environments of other packages have the packages' own rewards.
 
-Each environment is driven twice with the same seed and the same actions: by the package's own calls, and by this library's
-one loop, where a scripted engine says the actions. All episodes of the second kind run at the same time, in threads, which
-also shows that environments that share a random generator do not disturb each other.
+Each environment runs twice with the same seed and actions: through the package's API, and in polyturn's episode loop with a
+scripted engine that writes the actions. All episodes of the second kind run concurrently in threads, which also shows that
+environments with a shared random generator do not affect each other.
 
     python benchmarks/environments.py              all: those that share this interpreter, and verifiers and OpenEnv
     python benchmarks/environments.py --short      one of each package that shares this interpreter
 
-verifiers and OpenEnv run in an interpreter of their own: python scripts/environments/build.py. Left out, because they
-download: GEM's Wordle, Hangman and WordSearch (word lists), and its math, code and qa data sets; skyrl-gym's search and
+verifiers and OpenEnv run in another interpreter: python scripts/environments/build.py. Environments that need downloads are
+left out: GEM's Wordle, Hangman and WordSearch (word lists), and its math, code and qa data sets; skyrl-gym's search and
 searchcode (a search service); verifiers' TextArenaEnv (word lists).
 """
 
@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """Compare, print one JSON line, and return 1 where a reward differs."""
+    """Compare the rewards, print one JSON line, and return 1 if a reward differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one environment of each package that is here")
     is_short = parser.parse_args().short
@@ -70,7 +70,7 @@ def one_of_each(cases: Any) -> list[Any]:
 
 
 async def compare_all(cases: list[Any]) -> list[dict[str, Any]]:
-    """Ask the packages first, one by one, then run all episodes at once."""
+    """Run the packages one by one, then all episodes at once."""
     adapters: dict[str, Adapter] = {}
     prepared = [prepare(case, adapters) for case in cases]
     try:
@@ -85,7 +85,7 @@ async def compare_all(cases: list[Any]) -> list[dict[str, Any]]:
 
 
 def prepare(case: Any, adapters: dict[str, Adapter]) -> tuple[Any, Any]:
-    """Let the package itself play a case, and make its adapter; return what it gives, or what went wrong."""
+    """Run a case with the package itself, and create its adapter; return the result or the error."""
     try:
         if is_seeded(case):
             return case, case.recorded()
@@ -98,17 +98,17 @@ def prepare(case: Any, adapters: dict[str, Adapter]) -> tuple[Any, Any]:
 
 
 def is_seeded(case: Any) -> bool:
-    """Return whether a case is of the kind that a seed says all about."""
+    """Return whether a case is determined by its seed."""
     return type(case).__module__ == "_environment_cases"
 
 
 def key_of(case: Any) -> str:
-    """Return what cases with one adapter have in common."""
+    """Return the key of a case's adapter; cases with the same key share it."""
     return f"{case.name} {json.dumps(dict(case.kwargs), sort_keys=True, default=str)}"
 
 
 async def compare(case: Any, number: int, adapters: dict[str, Adapter], own: Any) -> dict[str, Any]:
-    """Run a case through this library's loop and compare."""
+    """Run a case in polyturn's episode loop and compare the rewards."""
     theirs = {"name": case.name, "counts": is_seeded(case) or case.is_theirs, "problem": None}
     if isinstance(own, Exception):
         return {**theirs, "problem": one_line(own)}
@@ -123,7 +123,7 @@ async def compare(case: Any, number: int, adapters: dict[str, Adapter], own: Any
 
 
 async def play_case(case: Any, number: int, adapter: Adapter, own: Any) -> float:
-    """Return what an episode is worth in which the model says what the package was told."""
+    """Return the reward of an episode in which the model writes the package's actions."""
     said: Iterator[str] = iter(own.actions)
 
     def says(request: GenerateRequest) -> str | Exception:
@@ -154,7 +154,7 @@ def same(ours: Any, own: Any) -> bool:
 
 
 def report(compared: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the numbers: distinct environments of the packages' own, and what differs."""
+    """Return the number of distinct environments of the packages, and the differences."""
     theirs = [one for one in compared if one["counts"]]
     return {
         "environments": len({one["name"] for one in theirs}),
@@ -168,7 +168,7 @@ def report(compared: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def values(reward: Any) -> list[float]:
-    """Return the numbers in a reward."""
+    """Return all numbers in a reward."""
     return list(reward.values()) if isinstance(reward, dict) else [reward]
 
 

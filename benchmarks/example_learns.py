@@ -1,14 +1,14 @@
-"""Do the examples learn, and from their rewards? Trains search and sandbox from scratch, and SmolLM2. One JSON line.
+"""Checks that the examples learn from their rewards: search and sandbox from scratch, others with SmolLM2. One JSON line.
 
     python benchmarks/example_learns.py [search] [sandbox] [--seeds 0] [--threads 2] [--controls shuffled]
     python benchmarks/example_learns.py sums calculator --seeds 0 1 2 --out runs/learns --plot docs/images/learning.webp
     python benchmarks/example_learns.py calculator --controls without_tool one_turn --out runs/learns
 
-Success on held-out tasks before reinforcement learning and after it. `search` and `sandbox` imitate someone who mostly
-answers without the tool, and so does `calculator`, which is SmolLM2 with 160 demonstrations; `sums` starts from SmolLM2
-as it is. The controls are those of `CONTROLS`: for `search` and `sandbox` with the first seed, else with all. The claim:
-greedily at most 60 % before and at least the share of `CLAIMS` after, and every control 20 points below; else the exit
-code is 1. A run that is finished in `--out` is not repeated, so several calls may share the work.
+It measures the success on held-out tasks before and after reinforcement learning. `search` and `sandbox` imitate someone who
+mostly answers without the tool, and so does `calculator`, which is SmolLM2 with 160 demonstrations; `sums` starts from
+SmolLM2 itself. The controls of `CONTROLS` run with the first seed for `search` and `sandbox`, else with all seeds. The claim
+is a greedy success of at most 60 % before and at least the share of `CLAIMS` after, with every control 20 points below;
+otherwise the exit code is 1. A run that is finished in `--out` is not repeated, so several calls can share the work.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CONTROLS = {
     "without_tool": ("rollout.tools.functions=[]", "warm_start.kwargs.guess_share=1.0"),
     "one_turn": ("rollout.limits.max_turns=1",),
 }
-"""What each control changes: the rewards of a group in random order; no calculator, and no calls in its demonstrations;
-no turn after the first."""
+"""Control -> overrides: the rewards of a group in random order; no calculator, and no calls in its demonstrations; no turn
+after the first."""
 
 
 def prepare(example: str, scratch: Path) -> Path:
-    """Copy an example and make what it needs."""
+    """Copy an example and run its commands."""
     for name in (example, "quickstart"):
         leftovers = shutil.ignore_patterns("*.index", "people.jsonl", "runs")
         shutil.copytree(EXAMPLES / name, scratch / name, ignore=leftovers, dirs_exist_ok=True)
@@ -58,7 +58,7 @@ def prepare(example: str, scratch: Path) -> Path:
 
 
 def figures(run: Path) -> dict[str, Any]:
-    """Success before and after by evaluation set, and the success of each step's episodes."""
+    """Success before and after training by evaluation set, and the success of each step's episodes."""
     evaluations: dict[str, list[float]] = {}
     steps: list[float] = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
@@ -72,7 +72,7 @@ def figures(run: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, out: Path, seed: int, threads: int, *, name: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Train one seed, unless `out` holds its finished run; return its success before and after."""
+    """Train one seed, unless `out` has its finished run; return its success before and after."""
     run = out / name
     seconds = None
     if not (run / "finished").is_file():
@@ -88,7 +88,7 @@ def train(folder: Path, out: Path, seed: int, threads: int, *, name: str, overri
 
 
 def measure(example: str, *, seeds: list[int], threads: int, controls: list[str], out: Path) -> dict[str, Any]:
-    """Train one example with each seed, and its controls; say whether it came out as claimed."""
+    """Train an example with each seed, and its controls; the result says whether the claim holds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = prepare(example, Path(scratch))
         runs = [train(folder, out, seed, threads, name=f"{example}-seed-{seed}") for seed in seeds]
@@ -129,7 +129,7 @@ def plot(found: list[dict[str, Any]], file: Path) -> None:
 
 
 def main() -> int:
-    """Train, print, and return the exit code."""
+    """Train, print one JSON line, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(PREPARED_BY)
     parser.add_argument("examples", nargs="*", metavar="example", help=f"of {known}; search and sandbox where none is named")

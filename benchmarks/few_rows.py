@@ -1,9 +1,9 @@
-"""How much faster are linear layers of a decoding step with the weight on the left? One JSON line.
+"""Measures how much faster the linear layers of a decoding step are with the weight on the left. Prints one JSON line.
 
     python benchmarks/few_rows.py [--threads 2] [--rows 8 32 64]
 
-The layers have the shapes of SmolLM2-135M and Qwen3-0.6B, the vocabulary included; the two forms of a layer take turns, and
-the figure is the median of the ratios of their times: above 1, `engines/few_rows.py` is worth it on this processor.
+The layers have the shapes of SmolLM2-135M and Qwen3-0.6B, including the vocabulary. The two forms of a layer alternate, and
+the figure is the median ratio of their times: if it is above 1, `engines/few_rows.py` helps on this processor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = {
 
 
 def seconds(layer: nn.Module, x: Tensor, calls: int) -> float:
-    """Return the time of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         layer(x)
@@ -33,7 +33,7 @@ def seconds(layer: nn.Module, x: Tensor, calls: int) -> float:
 
 
 def ratio(shape: tuple[int, int], rows: int, *, rounds: int = 7) -> float:
-    """Return the usual layer's time over the other's."""
+    """Return the time of the usual layer divided by that of the other form."""
     usual = nn.Linear(*shape, bias=False)
     other = FewRowsLinear(*shape, bias=False)
     other.weight = usual.weight

@@ -1,9 +1,10 @@
-"""How much does someone write before something trains, and how long does it take? One JSON line.
+"""Measures how many lines a first training needs and how long it takes to start. Prints one JSON line.
 
-Counted are lines of code: no blank lines, comments or docstrings. Imports are those of polyturn; a piece has those of its
-file. The goal of a whole training script is 25 lines and one import of polyturn. Seconds are those from its import to
-the line of the first step, in a process of its own, with a model of random weights, and those of commands until they end
-(goals: 0.3 for the help, 1 for lists) or say their first line (goal: 3); on a machine that others use, CPU seconds say more.
+Lines are lines of code, without blank lines, comments and docstrings. Imports are imports of polyturn; a part of a file has
+the imports of the file. The target for a whole training script is 25 lines and one import of polyturn. Seconds are measured
+in a new process with a model of random weights, from the import to the log line of the first step; for commands, until they
+end (targets: 0.3 for the help, 1 for lists) or print their first line (target: 3). On a shared machine, CPU seconds are more
+reliable.
 """
 
 from __future__ import annotations
@@ -56,27 +57,27 @@ polyturn.train(model, ["What is 1 + 1?"], reward=lambda t: float(t.segments[0].t
 
 
 class Seconds(NamedTuple):
-    """What a process took."""
+    """The wall-clock and CPU seconds of a process."""
 
     wall: float
     cpu: float
 
 
 def seconds_to_first_step(scratch: Path) -> Seconds:
-    """Return how long a small run takes from the import to the line of its first step; it leaves runs/run in `scratch`."""
+    """Return the time of a small run from the import to the line of its first step; runs/run stays in `scratch`."""
     done = subprocess.run([sys.executable, "-c", FIRST_STEP], cwd=scratch, check=True, capture_output=True, text=True)
     return Seconds(*(round(float(word), 2) for word in done.stdout.split()[:2]))
 
 
 def seconds_of_command(*words: str, scratch: Path, until: str | None = None) -> Seconds:
-    """Return how long a command takes until it ends, or until it says `until` on stderr."""
+    """Return the time until a command ends, or until it prints `until` on stderr."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "polyturn", *words]
     with subprocess.Popen(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         said = next((line for line in process.stderr if until is not None and until in line), None)
         if said is None:
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # what it took can still be read
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its CPU times can still be read
         wall = time.perf_counter() - began
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         process.kill()
@@ -84,7 +85,7 @@ def seconds_of_command(*words: str, scratch: Path, until: str | None = None) -> 
 
 
 def measure_seconds() -> dict[str, Seconds]:
-    """Return how long each beginning takes."""
+    """Return the time of each script and command."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         (scratch / "run.yaml").write_text("model: {path: somewhere}\n", encoding="utf-8")
@@ -98,7 +99,7 @@ def measure_seconds() -> dict[str, Seconds]:
 
 
 def code_lines(text: str) -> int:
-    """Return how many lines hold code."""
+    """Return the number of lines of code."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -111,7 +112,7 @@ def code_lines(text: str) -> int:
 
 
 def measure(path: str, name: str | None) -> dict[str, int]:
-    """Return the lines of a file, or of one definition in it, and how many modules of polyturn it imports from."""
+    """Return the lines of a file or of one definition in it, and the number of polyturn modules that it imports from."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         text = text.partition("```python\n")[2].partition("```")[0]  # the first block of a page

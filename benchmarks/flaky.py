@@ -1,8 +1,8 @@
-"""How often does the first tier of the tests fail although nothing is wrong?
+"""Measures how often the first tier of the tests fails on unchanged code.
 
-Runs the tests of `make test` again and again on the same code; every second run shares the machine with eight busy
-processes. Each run has a temporary folder of its own. A run that fails is a red; each test that failed is named with the
-number of runs in which it did.
+Runs the tests of `make test` repeatedly on the same code; every second run shares the machine with eight busy processes.
+Each run has another temporary folder. A failed run is a red; each failed test is listed with the number of runs in which it
+failed.
 
     python benchmarks/flaky.py                  20 runs: about three hours on two cores
     python benchmarks/flaky.py --runs 2         one run alone, one beside the busy processes
@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NUM_BUSY = 8
 RUN_S = 3600
-"""A run that takes longer is a red."""
+"""Seconds after which a run is stopped and counted as a red."""
 
 
 def _spin() -> None:
@@ -41,7 +41,7 @@ def _spin() -> None:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Keep `count` processes busy meanwhile."""
+    """Keep `count` processes busy while the block runs."""
     processes = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(count)]
     for process in processes:
         process.start()
@@ -53,7 +53,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def run(paths: list[str], num_processes: int) -> tuple[float, list[str]]:
-    """Run the tests once; the seconds it took and the ids of the tests that failed."""
+    """Run the tests once; return the seconds and the ids of the failed tests."""
     folder = Path(tempfile.mkdtemp(prefix="flaky-"))
     cache = folder / "cache"
     command = [

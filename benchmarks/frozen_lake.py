@@ -1,9 +1,10 @@
-"""Does the frozen lake example learn? Trains examples/frozen_lake from scratch. One JSON line.
+"""Checks that examples/frozen_lake learns, by training it from scratch. Prints one JSON line.
 
     python benchmarks/frozen_lake.py [--seeds 0] [--threads 2] [--out DIR]
 
-Success on 256 lakes that training never saw, before reinforcement learning (the imitation of a beginner) and after it. The
-claim is that it at least doubles, sampled at temperature 1 and decoded greedily; the exit code is 1 where it does not.
+It measures the success on 256 lakes that are not in training, before reinforcement learning (the imitation of a beginner)
+and after it. The claim is that success at least doubles, sampled at temperature 1 and decoded greedily; otherwise the exit
+code is 1.
 """
 
 from __future__ import annotations

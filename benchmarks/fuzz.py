@@ -1,13 +1,13 @@
-"""Damaged input through everything that reads input: rows, tool calls, configs, HTTP, peers (MCP), people. One JSON line.
+"""Feed damaged input to everything that reads input: rows, tool calls, configs, HTTP, peers (MCP), people. One JSON line.
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
-A case is valid input with damage (`_corruption.py`), drawn from its seed, surface and number: `--only SURFACE --case
-NUMBER` runs it again, alone, with the whole traceback. It fails if
+A case is damaged valid input (`_corruption.py`), determined by its seed, surface and number: `--only SURFACE --case NUMBER`
+repeats it alone, with the whole traceback. It fails if
 
-    it crashes    anything is raised but an error of ours, a server answers 5xx, or a crash is logged
+    it crashes    it raises anything but an error of ours, a server answers 5xx, or a crash is logged
     it hangs      it takes longer than 2 seconds, or never ends
-    it lies       what was read breaks its contract: a call without its text, a row that cannot be written as JSON
+    it lies       the result breaks its contract: a call without its text, a row that cannot be written as JSON
 
 The time of every parser on ten times as much text is measured too (`worst_growth`; times under 10 ms count as 10 ms, with the
 garbage collector off). The exit code is 1 when anything failed, when growth passes 15, or when memory grew by more than 200 MB.
@@ -51,7 +51,7 @@ from support.parser_samples import PIECES, TOOLS, VARIANTS, WRITINGS, mutate
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 2.0
-"""Of processor time; other processes do not count."""
+"""Limit of a case, in seconds of processor time; other processes do not count."""
 WAIT_S = 15.0
 """For an answer."""
 MAX_GROWTH_MB = 200.0
@@ -76,7 +76,7 @@ SHARES = {
     "mcp_http": 1,
     "desk": 1,
 }
-"""Surface -> its part of all cases."""
+"""Surface -> weight of its share of all cases."""
 
 ANSWERS: Counter[str] = Counter()
 """How servers answered."""
@@ -85,7 +85,7 @@ Case = Callable[[random.Random], Awaitable[None]]
 
 
 class Broken(Exception):
-    """What was read breaks its contract."""
+    """A result breaks its contract."""
 
 
 class Hung(BaseException):
@@ -133,7 +133,7 @@ ROWS = (NATIVE, VERL, SWIFT)
 
 
 def rows(folder: Path) -> dict[str, Case]:
-    """Return the cases of rows, from a file to the tokens of their prompt."""
+    """Return the cases of rows, from a file to the prompt's tokens."""
     from polyturn.data.dataset import TaskDataset
     from polyturn.testing.episodes import scripted_context
 
@@ -194,7 +194,7 @@ def families() -> dict[str, TurnParser]:
 
 
 def problem_of(turn: ParsedTurn) -> str | None:
-    """Return what breaks the contract of parsers in a turn that was read."""
+    """Return how a parsed turn breaks the contract of parsers."""
     if len({c.id for c in turn.tool_calls}) < len(turn.tool_calls):
         return "ids are not unique"
     for call in turn.tool_calls:
@@ -210,7 +210,7 @@ def problem_of(turn: ParsedTurn) -> str | None:
 
 
 def calls() -> dict[str, Case]:
-    """Return the cases of tool calls: damaged turns through the parser that they were written for, or another."""
+    """Return the cases of tool calls: damaged turns, parsed by their own parser or another."""
     made = families()
     seeds = [(name, text) for name, text in (*WRITINGS.items(), *VARIANTS)]
     by_family: dict[Any, TurnParser] = {type(parser): parser for parser in made.values()}
@@ -234,7 +234,7 @@ OPENERS = (
 
 
 def growth() -> tuple[float, float]:
-    """Return the worst ratio of times for ten times the text over all parsers, and the longest time in seconds."""
+    """Return the worst ratio over all parsers of the time for ten times the text, and the longest time in seconds."""
     worst, longest = 0.0, 0.0
     for parser in families().values():
         for opener in OPENERS:
@@ -247,7 +247,7 @@ def growth() -> tuple[float, float]:
 
 
 def _seconds(parser: TurnParser, text: str) -> float:
-    gc.disable()  # its cost depends on all that is alive in the process
+    gc.disable()  # its cost depends on all objects of the process
     start = time.process_time()
     parser.parse(text, tools=TOOLS)
     seconds = time.process_time() - start
@@ -278,7 +278,7 @@ OF_SWIFT = (
 
 
 def configs(folder: Path) -> dict[str, Case]:
-    """Return the cases of configurations, in our own keys and in those of two other libraries."""
+    """Return the cases of configurations, in our keys and in those of two other libraries."""
     from polyturn.compat.swift.args.arguments import parse, read, rollout_to_native, to_native
     from polyturn.compat.verl_config.compose import compose_file, compose_name
     from polyturn.compat.verl_config.paths import absolute
@@ -296,7 +296,7 @@ def configs(folder: Path) -> dict[str, Case]:
     path = folder / "config.yaml"
 
     def some(of: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-        """Return a few of the sections, and the one that must be there."""
+        """Return a few of the sections, and the required one."""
         return {k: v for k, v in of.items() if k == "model" or rng.random() < 0.3}
 
     def write(value: Any, rng: random.Random) -> None:
@@ -336,7 +336,7 @@ def configs(folder: Path) -> dict[str, Case]:
 
 
 def _yamlable(value: Any) -> Any:
-    """Return data that the writer of YAML takes."""
+    """Return data that can be written as YAML."""
     if isinstance(value, Mapping):
         return {str(k).encode("utf-8", "replace").decode(): _yamlable(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -433,7 +433,7 @@ def head_of(rng: random.Random, *, path: str, length: int) -> tuple[str, str, li
 
 
 async def ask_asgi(app: Any, rng: random.Random, path: str, body: bytes, *, method: str | None = None) -> int:
-    """Ask an ASGI application as a server would, and return the status."""
+    """Send a request to an ASGI application as a server would, and return the status."""
     found, target, headers = head_of(rng, path=path, length=len(body))
     plain, _, query = target.partition("?")
     pieces = [body[i : i + 700] for i in range(0, len(body), 700)] if rng.random() < 0.2 else [body]
@@ -469,7 +469,7 @@ def body_of(path: str, rng: random.Random) -> bytes:
 
 
 def check(status: int) -> None:
-    """Count an answer, and refuse that of a server that crashed."""
+    """Count an answer, and fail the case if the server crashed."""
     ANSWERS[f"{status // 100}xx" if status else "closed"] += 1
     if status >= 500 and status not in (501, 503):
         raise Broken(f"the server answered {status}")
@@ -477,7 +477,7 @@ def check(status: int) -> None:
 
 @asynccontextmanager
 async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
-    """Give the cases of all servers; the endpoint and one of uvicorn's listen on real sockets."""
+    """Yield the cases of all servers; the endpoint and a uvicorn server listen on real sockets."""
     import torch
     import uvicorn
 
@@ -577,7 +577,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
 
 
 async def ask_socket(port: int, data: bytes, *, may_close: bool = False) -> int:
-    """Send bytes to a server, and return the status that comes back; 0 where it closed the connection instead."""
+    """Send bytes to a server, and return the status; 0 if it closed the connection instead."""
     connection = socket.socket()
     connection.setblocking(False)
     loop = asyncio.get_running_loop()
@@ -600,7 +600,7 @@ async def ask_socket(port: int, data: bytes, *, may_close: bool = False) -> int:
 
 
 class Crashes(logging.Handler):
-    """Keeps the crashes that are logged instead of raised."""
+    """A log handler that collects crashes that are logged instead of raised."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -622,7 +622,7 @@ def _too_late(number: int, frame: Any) -> None:
 
 
 async def run_case(case: Case, rng: random.Random, crashes: Crashes) -> BaseException | None:
-    """Run one case and return how it failed; None if it was refused with an error of ours, ACCEPTED if it was taken."""
+    """Run one case; return its failure, None if an error of ours rejected the input, or ACCEPTED."""
     crashes.found.clear()
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * DEADLINE_S)
     start = time.process_time()
@@ -644,7 +644,7 @@ async def run_case(case: Case, rng: random.Random, crashes: Crashes) -> BaseExce
 
 
 async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | None = None) -> dict[str, Any]:
-    """Run cases and return what became of them; each failure is told on stderr with the words that repeat it."""
+    """Run cases and return the counts; each failure is printed on stderr with the command to repeat it."""
     crashes = Crashes()
     logging.getLogger().addHandler(crashes)
     signal.signal(signal.SIGVTALRM, _too_late)
@@ -710,7 +710,7 @@ def _rss_mb() -> float:
 
 
 def main() -> int:
-    """Run and print the JSON line."""
+    """Run the cases and print the JSON line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--cases", type=int, default=100_000)
     options.add_argument("--seed", type=int, default=0)

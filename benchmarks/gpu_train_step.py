@@ -1,11 +1,11 @@
-"""Model FLOPs utilisation of one optimizer step on one GPU: a dense model in bfloat16, packed 32k tokens. One JSON line.
+"""Measures the model FLOPs utilisation of an optimizer step on one GPU, for a dense bfloat16 model. Prints one JSON line.
 
     python benchmarks/gpu_train_step.py --model 0.5b|1.5b [--tokens 32768] [--length 2048] [--checkpointing] [--steps 5]
-    python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model; so without a GPU
+    python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model, also without a GPU
 
-Weights are random: they do not change the time. A step is `ModelPolicy.forward_backward` and `optim_step` as training calls
-them. FLOPs are those of the model (not of what is computed twice): 6 for every weight of the layers and token, 6 for every
-weight of the output embedding and target, 6 * length^2 * width of attention for every layer and sample.
+Weights are random, which does not change the time. A step is `ModelPolicy.forward_backward` and `optim_step` as in training.
+FLOPs are those of the model, without recomputation: 6 per weight of the layers and token, 6 per weight of the output
+embedding and target, and 6 * length^2 * width per layer and sample for attention.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TARGET = 0.4
 
 
 def make_samples(*, tokens: int, length: int, vocab: int, trained: float, seed: int = 0) -> list[TrainSample]:
-    """Return samples of about `length` tokens, `tokens` together, of which the last share `trained` is trained on."""
+    """Return samples of about `length` tokens, `tokens` in total; the last share `trained` of each is trained."""
     rng = np.random.default_rng(seed)
     samples: list[TrainSample] = []
     left = tokens
@@ -79,7 +79,7 @@ def make_samples(*, tokens: int, length: int, vocab: int, trained: float, seed: 
 
 
 def model_flops(model: torch.nn.Module, samples: list[TrainSample], config: dict[str, Any]) -> float:
-    """Return the FLOPs of one forward and backward."""
+    """Return the FLOPs of one forward and backward pass."""
     embedding = config["vocab_size"] * config["hidden_size"]
     in_layers = count_parameters(model) - embedding
     lengths = np.array([len(s) for s in samples], np.float64)

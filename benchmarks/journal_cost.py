@@ -1,10 +1,10 @@
-"""What does it cost to keep conversations in flight on disk, behind every turn?
+"""Measures the cost of writing running conversations to disk after every turn.
 
     .venv/bin/python benchmarks/journal_cost.py
 
-64 conversations at once of 8 turns each: 300 sampled tokens with logprobs and a tool's answer of 200 characters a turn, a
-tool and an interaction with a snapshot. The same with and without a journal, in turns; CPU time of the process, so that
-other work on the machine does not count. Prints one JSON line.
+64 conversations run at once, with 8 turns each: 300 sampled tokens with logprobs and a tool result of 200 characters per
+turn, and a tool and an interaction with snapshots. Runs with and without a journal alternate. The figures are CPU time of
+the process, which does not depend on other work on the machine. Prints one JSON line.
 """
 
 from __future__ import annotations

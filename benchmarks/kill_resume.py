@@ -1,10 +1,10 @@
-"""Kill a training run at random moments, many times, and let it go on: is a task skipped or repeated, how long is a resume?
+"""Kills and resumes training runs at random moments; checks for skipped or repeated tasks, and measures the resume time.
 
     .venv/bin/python benchmarks/kill_resume.py --kills 100
 
-Runs of a tiny model in conversations of four turns, whose interaction takes a random time and has a state that it offers as
-a snapshot; one run after another, each killed up to ten times by kill -9 within two seconds or so of its first sign of life;
-asynchronous (max_staleness 1) and synchronous in turns. Prints one JSON line.
+A tiny model has conversations of four turns with an interaction that takes a random time and has a snapshot. Runs follow one
+another, and each is killed up to ten times by kill -9, within about two seconds of its first output. Asynchronous runs
+(max_staleness 1) and synchronous ones alternate. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Coach(BaseInteraction):
     async def finalize_interaction(self, instance_id=None, **kwargs):
         self.counts.pop(instance_id, None)
 """
-"""Fails a conversation that does not go on where it was."""
+"""Code of an interaction that fails if a conversation does not continue from its state."""
 
 
 def one_run(folder: Path, *, kills: int, seed: int) -> Killed:
-    """Kill and resume one run until it is done."""
+    """Kill and resume one run until it ends."""
     config = write_tiny_run(folder)
     plugins = (folder / "plugins.py").read_text()
     head, _, tail = plugins.partition("class Coach")

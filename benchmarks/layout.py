@@ -1,13 +1,13 @@
-"""Training tokens per second of the layout step, against the best loop one would write by hand. Prints one JSON line.
+"""Compares training tokens per second of the layout step with hand-written loops. Prints one JSON line.
 
     python benchmarks/layout.py [--threads 1] [--repeats 5]
 
-All take the same samples (a multi-turn length distribution), the same model (Qwen3, 0.9 million parameters), the same
-loss and one backward, and must end with the same gradient. `layout` is `ModelPolicy.forward_backward` as training calls it:
-coefficients, layout, entropy, metrics, checks. `sorted_rows` is a bare loop: rows sorted by length, padded, cut at the same
-token budget, vocabulary only at the targets, no metric and no check. `dense` is what a first version does: rows as they
-come, an attention mask, logits everywhere. Seconds are CPU seconds of this process, best of the repeats, taken in turn; so
-a busy machine does not decide the answer.
+All use the same samples (a multi-turn length distribution), the same model (Qwen3, 0.9 million parameters), the same loss
+and one backward pass, and must end with the same gradient. `layout` is `ModelPolicy.forward_backward` as in training, with
+coefficients, layout, entropy, metrics and checks. `sorted_rows` is a bare loop: rows sorted by length, padded, split at the
+same token budget, logits only at the targets, without metrics and checks. `dense` is a naive version: unsorted rows, an
+attention mask, logits at all positions. Figures are CPU seconds of this process, the best of alternating repeats, so a busy
+machine has little effect.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def sorted_rows(model: PreTrainedModel, samples: list[TrainSample]) -> None:
 
 
 def dense(model: PreTrainedModel, samples: list[TrainSample]) -> None:
-    """Accumulate the gradient over rows as they come, with a mask and every logit."""
+    """Accumulate the gradient over unsorted rows, with a mask and all logits."""
     total = sum(s.num_weighted for s in samples)
     for start in range(0, len(samples), 16):
         batch = samples[start : start + 16]

@@ -1,11 +1,11 @@
-"""How many calls 64 episodes make to one MCP server, what waits behind what, and what is left after a server dies often.
+"""Measures calls of 64 episodes to one MCP server: rate, waiting times, and leftovers after the server dies often.
 
     python benchmarks/mcp_calls.py [--calls 40] [--storm-s 10]
 
-The server is this file, with the SDK's own server behind it: a quick tool and one that takes a second. Prints one JSON line:
-calls a second over each way, beside the SDK's bare client; milliseconds of a quick call while 63 slow ones run; milliseconds
-until the first answer of an episode with a server of its own; and, of a storm in which the server is killed again and again,
-how the calls ended and what is left: processes, tasks, file descriptors.
+This file is also the server, built with the SDK: it has a quick tool and a tool that takes a second. Prints one JSON line
+with calls per second over each transport, compared to the SDK's bare client; the milliseconds of a quick call while 63 slow
+ones run; the milliseconds until the first answer of an episode with its own server; and, for a storm in which the server is
+killed repeatedly, the results of the calls and the leftover processes, tasks and file descriptors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def ask(session: EpisodeTools, name: str, a: int = 1, b: int = 2) -> tuple
 
 @contextlib.asynccontextmanager
 async def episodes(box: Toolbox, count: int) -> Any:
-    """Begin episodes, and end them."""
+    """Start episodes, and end them after the block."""
     async with contextlib.AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(EpisodeTools(box, f"e{n}")) for n in range(count)]
         for session in sessions:
@@ -95,7 +95,7 @@ async def episodes(box: Toolbox, count: int) -> Any:
 
 
 async def calls_per_s(settings: dict[str, Any], *, num_calls: int) -> tuple[float, list[float]]:
-    """Return calls a second of all episodes together, and the seconds of each call."""
+    """Return the calls per second of all episodes together, and the seconds of each call."""
     times: list[float] = []
     async with episodes(box_of(McpServer("bench", settings)), NUM_EPISODES) as sessions:
         await ask(sessions[0], "add")
@@ -113,7 +113,7 @@ async def calls_per_s(settings: dict[str, Any], *, num_calls: int) -> tuple[floa
 
 
 async def bare_per_s(*, num_calls: int) -> float:
-    """Return calls a second of the SDK's client alone."""
+    """Return the calls per second of the SDK's client alone."""
     from mcp import Client, StdioServerParameters
 
     async with Client(StdioServerParameters(**HERE)) as client:
@@ -143,7 +143,7 @@ async def behind_slow_ones() -> list[float]:
 
 
 async def first_calls(count: int = 8) -> list[float]:
-    """Return the seconds until the first answer of episodes with servers of their own, one after another."""
+    """Return the seconds until the first answer of episodes that each start a server, one after another."""
     times = []
     box = box_of(McpServer("bench", HERE, session="episode"))
     for number in range(count):
@@ -156,12 +156,12 @@ async def first_calls(count: int = 8) -> list[float]:
 
 
 def living(pids: set[int]) -> int:
-    """Return how many of these processes are there."""
+    """Return how many of these processes exist."""
     return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 async def storm(seconds: float) -> dict[str, Any]:
-    """Kill the server again and again while all episodes call it; return how the calls ended, and what is left."""
+    """Kill the server repeatedly while all episodes call it; return the results of the calls, and the leftovers."""
     server = McpServer("bench", HERE)
     ends: collections.Counter[str | None] = collections.Counter()
     pids: set[int] = set()

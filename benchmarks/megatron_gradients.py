@@ -1,9 +1,10 @@
-"""Megatron against one process: the largest differences per parallelism, float32, as its tests measure them. One JSON line.
+"""Compares Megatron with a single process: the largest differences per parallelism, in float32. Prints one JSON line.
 
     python benchmarks/megatron_gradients.py [--ranks 1 2 4] [--only context context_stages]
 
-Tiny models of two layers, real processes with gloo (tests/support/rank_matrix.py): scores, loss, gradient, its norm, the
-weights behind two steps of AdamW, the state that is written, and the share of a model's file that a rank reads.
+It uses tiny models of two layers and real processes with gloo (tests/support/rank_matrix.py), like the tests. It compares
+scores, loss, gradient, gradient norm, the weights after two steps of AdamW, the written state, and the share of a model's
+file that a rank reads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from support.rank_matrix import MEGATRON
 from support.ranks import results_of_ranks
 
 FIGURES = ("/scores", "loss", "gradient", "largest", "norm", "weights", "state", "share")
-"""What the names of a measurement end with; `largest` is the largest number of the gradient."""
+"""Suffixes of the names of measurements; `largest` is the largest absolute value of the gradient."""
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""Mutation test of the core: change one operator, constant or statement at a time, and see whether a test notices.
+"""Mutation test of the core: change one operator, constant or statement at a time, and check that a test fails.
 
     python benchmarks/mutants.py                       120 mutants; the last line of output is JSON
     python benchmarks/mutants.py --num 40 --seed 3 --packages tokens rollout
     python benchmarks/mutants.py --only "batching/layout.py:88"     those of one line, with the difference
 
-All tests of the packages, the properties and the goldens run once, and it is noted which functions each calls. Each mutant
-then runs in a copy of `src` of its own against those that call its function, until one fails, and against those of its
-package that start processes of their own. A mutant that survives is an error, unless `mutants_argued.json` says why the
-change cannot be seen.
+First, all tests of the packages, the properties and the goldens run once, to record which functions each calls. Each mutant
+then runs in another copy of `src`, with the tests that call its function, until one fails, and with the tests of its package
+that start processes. A surviving mutant is an error, unless `mutants_argued.json` explains why the change has no effect.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/polyturn"
 PACKAGES = ("core", "tokens", "rollout", "batching", "algorithms", "training")
 EVERYWHERE = ("tests/property", "tests/golden")
-"""Tests that execute any of the packages."""
+"""Folders of tests that may execute any of the packages."""
 ARGUED = Path(__file__).with_name("mutants_argued.json")
 QUIET = ("-q", "-pno:cacheprovider", "-pno:xdist")
 MAX_SECONDS = 1800.0
-"""A mutant under which a circle of tests does not end in so long is noticed, too."""
+"""Seconds after which a set of tests counts as failed."""
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Processes are forked from one that has imported what every test needs, and nothing of the package itself."""
+"""Forks processes from one that has imported the dependencies of the tests, but nothing of the package."""
 PRELOADED = ["torch", "transformers.models.qwen3.modeling_qwen3", "pytest", "hypothesis", "pyarrow.parquet", "pydantic"]
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -65,13 +64,13 @@ class Mutant(NamedTuple):
     function: str
     line: int
     span: tuple[int, int]
-    """Where the changed expression or statement stands, in bytes of the file."""
+    """Start and end of the changed expression or statement, in bytes of the file."""
     before: str
     after: str
 
     @property
     def key(self) -> str:
-        """What names the mutant whatever stands above it in the file."""
+        """Return a name of the mutant that does not depend on the code above it in the file."""
         return f"{self.file}: {self.function}: {self.before} -> {self.after}"
 
 
@@ -111,7 +110,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _is_left_alone(node: ast.AST) -> bool:
-    """Return whether the node is not a behaviour: an error's sentence, a log line, a docstring, imports for types."""
+    """Return whether the node has no behaviour to test: an error's message, a log line, a docstring, imports for types."""
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return True
@@ -125,7 +124,7 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 
 def changes(node: ast.AST) -> Iterator[ast.expr | str]:
-    """Yield what a node becomes in each of its mutants."""
+    """Yield the replacements of a node."""
     match node:
         case ast.Compare(left, [operator], [right]) if type(operator) in COMPARISONS:
             yield ast.Compare(left, [COMPARISONS[type(operator)]()], [right])
@@ -149,7 +148,7 @@ def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
     path = mutant.file.removesuffix(".py")
     of_file = {test for test, made in calls.items() if any(name.startswith(f"{path}:") for name in made.names)}
     of_function = {test for test in of_file if f"{path}:{mutant.function}" in calls[test].names}
-    tests = of_function or of_file  # what stands in a class is executed where it is imported
+    tests = of_function or of_file  # the body of a class is executed when it is imported
     seconds: dict[str, float] = defaultdict(float)
     for test in tests:
         seconds[test.partition("::")[0]] += calls[test].seconds
@@ -161,12 +160,12 @@ def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
 
 
 class Calls(NamedTuple):
-    """What a test calls in its own process."""
+    """The functions that a test calls in its process."""
 
     names: frozenset[str]
     """FILE:FUNCTION below src/polyturn."""
     has_processes: bool
-    """It starts others, whose calls are not known."""
+    """Whether the test starts other processes, whose calls are not recorded."""
     seconds: float
 
 
@@ -193,13 +192,13 @@ class CallNotes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        """Note what is called to prepare a test, and those of its file that share it."""
+        """Record the calls of a test's fixtures, also for the tests of its file that share them."""
         self._traced(self._of_file[item.nodeid.partition("::")[0]])
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Note what a test calls."""
+        """Record the calls of a test."""
         began = time.perf_counter()
         self._traced(self._of_test.setdefault(item.nodeid, set()))
         try:
@@ -209,7 +208,7 @@ class CallNotes:
             self._seconds[item.nodeid] = time.perf_counter() - began
 
     def pytest_sessionfinish(self) -> None:
-        """Write all of it down."""
+        """Write all records to the folder."""
         found = {}
         for test, called in self._of_test.items():
             every = called | self._of_file[test.partition("::")[0]]
@@ -228,7 +227,7 @@ def _name(file: str, function: str) -> str:
 
 
 def note_calls(tests: Sequence[str], folder: Path) -> None:
-    """Run `tests` in a process of its own, and write what each calls into a folder."""
+    """Run `tests` in a new process, and write the calls of each to a folder."""
     os.chdir(ROOT)
     sys.path[:0] = [str(SOURCE.parent), str(ROOT)]
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
@@ -237,7 +236,7 @@ def note_calls(tests: Sequence[str], folder: Path) -> None:
 
 
 def calls_of_tests(packages: Sequence[str], jobs: int) -> dict[str, Calls]:
-    """Return test -> what it calls, of the tests of the packages and of those that execute any of them."""
+    """Return test -> its calls, for the tests of the packages and those that may execute any of them."""
     files = [path for p in (*(f"tests/unit/{p}" for p in packages), *EVERYWHERE) for path in (ROOT / p).rglob("test_*.py")]
     shares = [[str(path.relative_to(ROOT)) for path in sorted(files)[i :: 4 * jobs]] for i in range(4 * jobs)]
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -256,23 +255,23 @@ def calls_of_tests(packages: Sequence[str], jobs: int) -> dict[str, Calls]:
 
 
 class FirstFailure:
-    """A plug-in of pytest that remembers which test failed first."""
+    """A plug-in of pytest that records the first failed test."""
 
     name = ""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note a failure, of the test or of what it needs."""
+        """Record a failure of a test or of its fixtures."""
         if report.failed and not self.name:
             self.name = report.nodeid
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Note a file that cannot be imported."""
+        """Record a file that cannot be imported."""
         if report.failed and not self.name:
             self.name = report.nodeid
 
 
 def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
-    """Run `tests` with the package of `source`, in a process of its own; write the first failure to `found`."""
+    """Run `tests` with the package of `source`, in a new process; write the first failure to `found`."""
     os.chdir(ROOT)
     os.setpgrp()
     os.environ["PYTHONPATH"] = str(source)
@@ -286,7 +285,7 @@ def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
 
 
 def failing(source: Path, tests: Sequence[str]) -> str:
-    """Return the first of `tests` that fails with the package of `source`, or nothing where all pass."""
+    """Return the first of `tests` that fails with the package of `source`, or "" if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found")
         process = PROCESSES.Process(target=run_tests, args=(source, tests, found))
@@ -300,7 +299,7 @@ def failing(source: Path, tests: Sequence[str]) -> str:
 
 
 def catches(mutant: Mutant, calls: Mapping[str, Calls]) -> str:
-    """Return the test that fails because of the mutant, or nothing where all pass."""
+    """Return the test that fails because of the mutant, or "" if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "src/polyturn"
         shutil.copytree(SOURCE, tree, ignore=shutil.ignore_patterns("__pycache__"))

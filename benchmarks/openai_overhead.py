@@ -1,12 +1,12 @@
-"""What the OpenAI-compatible endpoint adds to a request, at a stated open-loop rate; print one JSON line.
+"""Measures the overhead of the OpenAI-compatible endpoint per request, at an open-loop rate. Prints one JSON line.
 
     python benchmarks/openai_overhead.py [--rate 200] [--seconds 20] [--latency-ms 20]
 
-64 sessions, each an episode of its own whose history grows by a turn and a tool's answer (1,000 to 4,000 tokens, then it
-begins anew). Requests arrive at random times at the rate, whether or not earlier ones were answered. Server and client are
-processes of their own; the engine takes a fixed time and samples nothing. Overhead is the time from the moment at which a
-request was due until its whole answer was read, less the engine's own time (its sleep, as measured in the server).
-The client sends bodies that are encoded beforehand, so what is measured is the server and the socket, and a little client.
+There are 64 sessions, each with its own episode, whose history grows by a turn and a tool result (from 1,000 to 4,000
+tokens, then it restarts). Requests arrive at random times at the given rate, whether or not earlier ones were answered.
+Server and client are separate processes; the engine takes a fixed time and samples nothing. The overhead is the time from
+when a request was due until its whole answer was read, minus the engine's time (its sleep, as measured in the server). The
+client sends bodies that were encoded beforehand, so the figure covers the server and the socket, and little of the client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TURNS = 24
 
 
 def serve(latency_s: float, pipe: Any) -> None:
-    """Serve 64 episodes from a process of its own until told to stop."""
+    """Serve 64 episodes in this process until a message ends it."""
     from polyturn.core.generation import Completion, FinishReason, GenerateRequest
     from polyturn.rollout.limits import Limits
     from polyturn.rollout.run_episode import run_episode
@@ -85,7 +85,7 @@ def serve(latency_s: float, pipe: Any) -> None:
 
 
 class Session:
-    """A history that grows, as the bodies of its requests."""
+    """A growing history, as the bodies of its requests."""
 
     def __init__(self, number: int, address: tuple[str, str]) -> None:
         self.number = number
@@ -105,7 +105,7 @@ class Session:
         self.body = json.dumps({"model": "m", "messages": self.messages, "max_tokens": 400}).encode()
 
     def heard(self, message: Any) -> None:
-        """Go on with what was answered."""
+        """Continue the history with an answer."""
         self.messages += [message, {"role": "user", "content": RESULT}]
         if len(self.messages) > 2 * MAX_TURNS:
             self._begin()
@@ -114,7 +114,7 @@ class Session:
 
 
 async def drive(sessions: list[Session], *, rate: float, seconds: float) -> tuple[list[float], int]:
-    """Return the seconds from when each request was due until it was answered, and the ids that prompts had at most."""
+    """Return the seconds from when each request was due until its answer, and the largest number of prompt ids."""
     rng, took, most = random.Random(0), [], 0
     free: asyncio.Queue[Session] = asyncio.Queue()
     for session in sessions:
@@ -135,7 +135,7 @@ async def drive(sessions: list[Session], *, rate: float, seconds: float) -> tupl
         due, end, asked = time.perf_counter() + 0.1, time.perf_counter() + 0.1 + seconds, []
         while due < end:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            # A session answers one request after the other, so a request waits where all 64 are busy: that counts too.
+            # A session answers one request at a time, so a request waits while all 64 are busy; the wait counts.
             session = await free.get()
             asked.append(asyncio.create_task(ask(session, due)))
             due += rng.expovariate(rate)
@@ -154,14 +154,14 @@ def main() -> None:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(given.latency_ms / 1000, theirs), daemon=True)
     server.start()
     sessions = [Session(i, address) for i, address in enumerate(ours.recv())]
-    asyncio.run(drive(sessions, rate=given.rate, seconds=2.0))  # every path once
+    asyncio.run(drive(sessions, rate=given.rate, seconds=2.0))  # warm-up
     ours.send("start")
     ours.recv()
     took, most = asyncio.run(drive(sessions, rate=given.rate, seconds=given.seconds))
     ours.send("stop")
     cpu_s, slept = ours.recv()
     server.join(10)
-    # The engine's time is nearly the same for all requests, so its median is taken off each.
+    # The engine's time is nearly the same for all requests, so its median is subtracted from each.
     overhead_ms = 1000 * (np.array(took) - float(np.median(slept)))
     print(
         json.dumps(

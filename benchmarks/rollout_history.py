@@ -1,12 +1,11 @@
-"""Cost of a turn at a history of 32,000 tokens against one of 1,000. Prints one JSON line.
+"""Compares the cost of a turn after a history of 32,000 tokens with one after 1,000 tokens. Prints one JSON line.
 
     python benchmarks/rollout_history.py [--repeats 25]
 
-One episode at a time, with a scripted engine, the GSM8K interaction and 24 turns; what is timed is the way from one
-request of the engine to the next: reading the completion, recording it, the interaction's reply, encoding it, limits, and
-handing over the prompt. The prompt itself is encoded before the clock starts. Both lengths alternate within one run, and
-the figure is the median over neighbouring episodes of the ratio of their median turns, in CPU seconds, so a busy machine
-does not decide it.
+One episode runs at a time, with a scripted engine, the GSM8K interaction and 24 turns. The measured time is that between two
+requests to the engine: parsing and recording the completion, the interaction's reply, encoding it, limits, and building the
+request. The prompt is encoded before the clock starts. Both lengths alternate within one run, and the figure is the median
+over adjacent episodes of the ratio of their median turns, in CPU seconds, so a busy machine has little effect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TARGET = 1.2
 
 
 def episode_of(history: int) -> list[float]:
-    """Run one episode and return the CPU seconds from each request of the engine to the next."""
+    """Run one episode and return the CPU seconds between successive requests to the engine."""
     ids = turn_ids(ANSWER)
     said = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
     at: list[float] = []
@@ -52,7 +51,7 @@ def episode_of(history: int) -> list[float]:
     trajectory = asyncio.run(run_episode(context, one, id="e"))
     assert len(trajectory.turns) == TURNS
     assert 0.9 * history < lengths[0] < 1.1 * history
-    # The first turns make the frame of the observation's shape and grow the buffer; they are not counted.
+    # The first turns fill caches and grow the buffer; they are not counted.
     return np.diff(at)[4:].tolist()
 
 

@@ -1,13 +1,13 @@
-"""Turns a second through the whole multi-turn loop, on one core, with a scripted engine. Prints one JSON line.
+"""Measures turns per second of the whole multi-turn loop, on one core, with a scripted engine. Prints one JSON line.
 
     python benchmarks/rollout_loop.py [--repeats 7]
 
-Groups run through `RolloutPool` exactly as in training: scheduler, limits, engine request, decoding and parsing of the
-turn, the GSM8K interaction, incremental encoding, recording, and the reward through the router; the token ids of every
-sixteenth episode are checked against a full render, as by default. Only the model is missing. Every history starts at
-1,000 tokens and each episode takes 8 turns, all wrong, so that each draws feedback. A second figure calls a tool in every
-turn instead of asking the interaction. Wall and CPU seconds are both shown: the rate counts CPU seconds of this process,
-which other work on the machine does not change.
+Groups run through `RolloutPool` exactly as in training: scheduler, limits, engine request, decoding and parsing of the turn,
+the GSM8K interaction, incremental encoding, recording, and the reward through the router. The token ids of every sixteenth
+episode are checked against a full render, as by default. Only the model is missing. Every history starts at 1,000 tokens,
+and each episode has 8 turns, all wrong, so that each gets feedback. A second figure is for episodes that call a tool in
+every turn instead. Both wall and CPU seconds are shown; the rate uses CPU seconds of this process, which hardly depend on
+other work on the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prompt_of(num_tokens: int, *, seed: int) -> str:
 
 
 def context_of(text: str, **options: Any) -> RolloutContext:
-    """Return a context whose model always says `text`, at no cost of its own."""
+    """Return a context whose engine always returns `text`, at almost no cost."""
     ids = turn_ids(text)
     said = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
     context = scripted_context([], limits=Limits(max_turns=TURNS), sanity_every=16, **options)
@@ -59,7 +59,7 @@ def context_of(text: str, **options: Any) -> RolloutContext:
 
 
 def rollouts(context: RolloutContext, *, with_partner: bool) -> Callable[[], int]:
-    """Return a function that runs all groups once and returns how many turns they took."""
+    """Return a function that runs all groups once and returns their number of turns."""
     tasks = [
         task(prompt_of(HISTORY, seed=i), id=f"t{i}", ground_truth="7", interaction="gsm8k" if with_partner else None)
         for i in range(GROUPS)

@@ -1,10 +1,11 @@
-"""Turns a second with episodes in this process, in one worker and in two (`cluster.workers.count`). Prints one JSON line.
+"""Compares turns per second with episodes in this process, in one worker, and in two. Prints one JSON line.
 
     python benchmarks/rollout_workers.py [--repeats 3] [--tool-ms 2]
 
-The scripted engine of `rollout_loop.py` stays here, as a run's engine does; tools, encoding, parsing and rewards go to the
-workers. Each turn calls a tool that computes in Python for `--tool-ms`. The three ways run in turns; what counts is their
-ratio, and the CPU seconds that a turn costs this process, whose inverse is what any number of workers can reach.
+The scripted engine of `rollout_loop.py` runs in this process, like a run's engine; tools, encoding, parsing and rewards run
+in the workers (`cluster.workers.count`). Each turn calls a tool that computes in Python for `--tool-ms`. The three settings
+alternate. The important figures are their ratio and this process's CPU seconds per turn, whose inverse is the limit for any
+number of workers.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ CONCURRENT = 64
 
 
 class SlowTool(Gsm8kTool):
-    """Computes before it answers."""
+    """A tool that computes before it answers."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Compute for a while, as a parser or a simulator does."""
+        """Compute for some milliseconds, like a parser or a simulator."""
         until = time.thread_time() + self.config["ms"] / 1000
         while time.thread_time() < until:
             sum(range(100))
@@ -45,7 +46,7 @@ class SlowTool(Gsm8kTool):
 
 
 def context(tool_ms: float) -> RolloutContext:
-    """Return what episodes share, with the tool."""
+    """Return the context of episodes with the tool."""
     return context_of(CALL, tools=[SlowTool({"ms": tool_ms})])
 
 
@@ -57,7 +58,7 @@ def build(tool_ms: float, journal: WorkerJournal, engine: Engine) -> RolloutPool
 
 
 async def turns(pool: RolloutPool) -> int:
-    """Run all groups once, and return how many turns they took."""
+    """Run all groups once and return their number of turns."""
     specs = [
         GroupSpec(id=f"g{i}", task=task(prompt_of(HISTORY, seed=i), id=f"t{i}"), size=GROUP_SIZE) for i in range(GROUPS)
     ]
@@ -67,8 +68,8 @@ async def turns(pool: RolloutPool) -> int:
 
 
 async def measure(repeats: int, tool_ms: float) -> dict[str, tuple[float, float]]:
-    """Return for each way the turns a second and this process's CPU milliseconds a turn, the medians."""
-    # The functions of this file travel by value, because a worker does not have it.
+    """Return, for each setting, the median turns per second and CPU milliseconds per turn of this process."""
+    # The functions of this file are pickled by value, because workers cannot import it.
     here, made = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms))
     pools: dict[str, RolloutPool] = {"here": RolloutPool(here, max_concurrent=CONCURRENT)}
     for count in (1, 2):

@@ -1,11 +1,11 @@
-"""Replayed routes: how far apart are engine and trainer on a mixture of experts, with and without them? One JSON line.
+"""Measures the gap between engine and trainer on a mixture of experts, with and without replayed routes. One JSON line.
 
     python benchmarks/routing_replay.py [--completions 16] [--tokens 48] [--repeats 5]
 
-A small Qwen3-MoE of random weights (8 layers of 16 experts, 4 a token) is sampled from by an embedded engine whose weights
-are rounded to bfloat16, as a server's are, and by one whose router weights alone were disturbed by a thousandth of their
-size. The trainer holds the float32 weights and scores the same tokens with its own choice of experts and with the engine's.
-Step times are processor seconds of one thread, live and replayed in turns, the median of `--repeats`.
+A small Qwen3-MoE with random weights (8 layers of 16 experts, 4 per token) samples in an embedded engine whose weights are
+rounded to bfloat16, as in a server, and in one whose router weights only are perturbed by a thousandth of their size. The
+trainer has the float32 weights and scores the same tokens with its own choice of experts and with the engine's. Step times
+are processor seconds of one thread; live and replayed steps alternate, and the figure is the median of `--repeats`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TASK = Task(id="t", prompt=())
 
 
 async def sample(model: Any, *, completions: int, tokens: int) -> list[TrainSample]:
-    """Return the samples of one group that an engine over `model` wrote, two turns each."""
+    """Return the samples of one group of an engine with `model`, two turns each."""
     engine = EmbeddedEngine(model, num_slots=completions, routes=True)
     builders = [TrajectoryBuilder() for _ in range(completions)]
     rng = np.random.default_rng(0)
@@ -87,7 +87,7 @@ async def sample(model: Any, *, completions: int, tokens: int) -> list[TrainSamp
 
 
 def apart(policy: Any, samples: list[TrainSample]) -> dict[str, float]:
-    """Return how far the trainer's logprobs are from the engine's."""
+    """Return the differences between the trainer's logprobs and the engine's."""
     places = [s.loss_weights > 0 for s in samples]
     own = np.concatenate([lp[p] for lp, p in zip(policy.score(samples), places, strict=True)]).astype(np.float64)
     engine = np.concatenate([np.asarray(s.rollout_logprobs)[p] for s, p in zip(samples, places, strict=True)])
@@ -100,7 +100,7 @@ def apart(policy: Any, samples: list[TrainSample]) -> dict[str, float]:
 
 
 def without(samples: list[TrainSample]) -> list[TrainSample]:
-    """Return the samples as an engine without routes would leave them."""
+    """Return the samples without routes."""
     return [s.replace(routed_experts=None) for s in samples]
 
 

@@ -1,13 +1,13 @@
 """Run every benchmark and store the numbers: benchmarks/results/DATE.json.
 
-A benchmark is a script in this folder whose last line on stdout is one JSON object; everything else it prints is for the
-reader. The results are stored with the date, the commit and the machine, because a number without them means nothing.
+A benchmark is a script in this folder whose last line on stdout is one JSON object; its other output is for the reader. The
+results are stored with the date, the commit and the machine, because numbers without these mean nothing.
 
     python benchmarks/run_all.py                  all of them
     python benchmarks/run_all.py throughput       benchmarks/throughput.py alone
 
-A benchmark that fails is stored as {"error": ...}, the others still run, and the exit code is 1. A second run on the same
-day adds to that day's file: what ran again replaces its old numbers.
+If a benchmark fails, {"error": ...} is stored, the others still run, and the exit code is 1. A second run on the same day
+updates that day's file: new results replace the earlier ones of the same benchmark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NOT_RUN = {"run_all", "flaky"}
-"""`flaky` runs the tests for hours and measures no code of the library."""
+"""Scripts that are left out; `flaky` runs the tests for hours and measures no code of the library."""
 
 
 def main(names: list[str]) -> int:
@@ -70,13 +70,13 @@ def run(script: Path) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, with "+" when tracked files differ from it."""
+    """Return the commit that is checked out, with "+" if tracked files were changed."""
     head = _git("rev-parse", "--short=12", "HEAD")
     return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py") else "")
 
 
 def cpu_model() -> str:
-    """Return the processor's name as the kernel gives it, or as Python does elsewhere than on Linux."""
+    """Return the processor's name from the kernel on Linux, from Python elsewhere."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

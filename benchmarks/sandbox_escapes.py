@@ -70,7 +70,7 @@ def call(name, *args):
 
 
 def attempts(outside: Path) -> dict[str, str]:
-    """Return the attempts by name; `outside` is a folder of the machine that must stay as it is."""
+    """Return the attempts by name; `outside` is a folder of the machine that must not change."""
     repository = Path(__file__).resolve().parents[1]
     home, me = Path.home(), os.getpid()
     hosts_files = [
@@ -196,7 +196,7 @@ def _port(outside: Path) -> int:
 
 @contextmanager
 def place() -> Iterator[Path]:
-    """Prepare what attempts are after: a secret file, a listening port and an abstract socket of this process."""
+    """Prepare the targets of the attempts: a secret file, a listening port and an abstract socket of this process."""
     import socket
 
     with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
@@ -218,9 +218,9 @@ def place() -> Iterator[Path]:
 def attempt(
     name: str, code: str, outside: Path, limits: SandboxLimits = LIMITS, *, slack_s: float | None = SLACK_S
 ) -> tuple[list[str], RunResult]:
-    """Run one attempt in a sandbox of its own and return what is wrong (nothing: contained), and how it ended.
+    """Run one attempt in a new sandbox and return the violations (none: contained) and the result of the run.
 
-    `slack_s` is what it may take beyond its timeout; None where the machine may be busy.
+    `slack_s` is the time that it may take beyond its timeout, in seconds; None if the machine may be busy.
     """
     isolation, why = find_isolation()
     if isolation is Isolation.NONE:
@@ -252,7 +252,7 @@ def attempt(
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs on; one that is dead and not yet buried does not."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -260,7 +260,7 @@ def is_running(pid: int) -> bool:
 
 
 def processes_of(sandbox: Interpreter) -> set[int]:
-    """Return the machine's ids of a sandbox's processes, read from its user or its first process's children."""
+    """Return the host's ids of a sandbox's processes, from its user or its first process's children."""
     found, todo = set(), [sandbox.pid]
     while todo:
         pid = todo.pop()
@@ -273,7 +273,7 @@ def processes_of(sandbox: Interpreter) -> set[int]:
 
 
 def measure_speed(num: int = 60) -> dict[str, float]:
-    """Return how long a cold start, the first call of an episode from a warm pool, and a later call take."""
+    """Return the times of a cold start, the first call of an episode from a warm pool, and a later call."""
     isolation, _ = find_isolation()
     start = lambda: Interpreter(SandboxLimits(), isolation=isolation, python=bare_python())  # noqa: E731
     cold, first, later, ends = [], [], [], []

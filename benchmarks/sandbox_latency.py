@@ -1,11 +1,11 @@
-"""Sandboxes: seconds to start, run a command, write and read a file, and close; and many alive at once. One JSON line.
+"""Measures the time to start a sandbox, run a command, write and read a file, and close; and many at once. One JSON line.
 
     python benchmarks/sandbox_latency.py [--backends bubblewrap podman] [--image NAME] [--repeats 50] [--alive 64]
 
-Each back-end starts sandboxes one after the other and runs `true` five times in each; then `--alive` of them are started at
-once, run one command together, and are closed. What its program names after the end counts as leaked. Podman and docker need
-an image; without one they take a file system of empty folders over this machine's /usr, made here in a second. A back-end
-that does not start here is left out with its reason.
+Each back-end starts sandboxes one after another and runs `true` five times in each. Then `--alive` sandboxes are started at
+once, run one command together, and are closed. Sandboxes that still exist at the end count as leaked. Podman and docker need
+an image; the default is a file system of empty folders with this machine's /usr, created in a second. A back-end that does
+not start is left out with the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def thin_image(program: str, folder: Path) -> tuple[str, ...]:
 
 
 async def timed(seconds: list[float], call: Awaitable[Any]) -> Any:
-    """Await `call`, and note how long it took."""
+    """Await `call` and record its time."""
     began = perf_counter()
     value = await call
     seconds.append(perf_counter() - began)
@@ -57,7 +57,7 @@ async def timed(seconds: list[float], call: Awaitable[Any]) -> Any:
 
 
 def alive(backend: str) -> int:
-    """Return how many sandboxes live: containers on this machine, or bubblewraps that this process started."""
+    """Return the number of running sandboxes: containers on this machine, or bubblewraps that this process started."""
     if backend == "bubblewrap":
         return sum(child.name() == "bwrap" for child in psutil.Process().children(recursive=True))
     return len(subprocess.run([backend, "ps", "-aq"], capture_output=True, text=True).stdout.split())
@@ -94,7 +94,7 @@ async def measure(spec: SandboxSpec, *, repeats: int, num_alive: int) -> dict[st
 
 
 def main() -> None:
-    """Measure each back-end and print."""
+    """Measure each back-end and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--image", help="of podman and docker")

@@ -1,9 +1,9 @@
-"""512 concurrent episodes whose scheduler's plain `step` sleeps 50 ms, against one episode's critical path. One JSON line.
+"""Compares 512 concurrent episodes with a blocking scheduler to one episode's critical path. Prints one JSON line.
 
     python benchmarks/scheduler_threads.py [--episodes 512] [--turns 4]
 
-Each episode has a copy of the scheduler; each turn's `step` blocks its thread. Nothing else costs time, so an episode alone
-takes turns x 50 ms, and all of them together should take about as long: at most 1.5 times that, plus 2 s.
+Each episode has a copy of the scheduler, whose synchronous `step` blocks its thread for 50 ms. Nothing else costs time, so a
+single episode takes turns x 50 ms. All together should take at most 1.5 times that, plus 2 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLEEP_S = 0.05
 
 
 class Sleeps(MultiTurnScheduler):
-    """Blocks its thread in every step."""
+    """A scheduler that blocks its thread in every step."""
 
     def step(self, episode: Any, turn: Any) -> str:
         time.sleep(SLEEP_S)

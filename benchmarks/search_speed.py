@@ -1,10 +1,10 @@
-"""How long an index takes to build and a query takes to be answered, on words drawn as real text has them.
+"""Measures the time to build a search index and to answer a query, on random passages with real word frequencies.
 
     python benchmarks/search_speed.py [--passages 200000]
 
-Passages are sixty words drawn from the words of Python's own documentation with their real frequencies; queries are eight
-words. Prints one JSON line: seconds to build, milliseconds to open, milliseconds of a query (median and 99th percentile) in
-the process and through `POST /retrieve` with 16 clients, megabytes on disk.
+Passages have sixty words, drawn from the words of Python's documentation with their frequencies; queries have eight. Prints
+one JSON line: seconds to build, milliseconds to open, milliseconds per query (median and 99th percentile) in the process and
+through `POST /retrieve` with 16 clients, megabytes on disk.
 """
 
 from __future__ import annotations

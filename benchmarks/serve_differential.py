@@ -1,6 +1,6 @@
 """Play 200 random schedulers in process and through the server's HTTP application; print one JSON line.
 
-The model's words are scripted by the prompt, so every difference is the server's. Exit code 1 if there is one.
+The prompt determines the model's texts, so the server causes every difference. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS = ("messages", "response_token_ids", "response_loss_mask", "rollout_logprob
 
 
 async def main() -> int:
-    """Return how many plans differ."""
+    """Return the number of schedulers with different results."""
     model, start, num_tokens, different = tiny_model(tiny_tokenizer()), time.perf_counter(), 0, []
     requests = [{"messages": [{"role": "user", "content": "What is 2+2?"}], "uuid": "u"}]
     body = {"infer_requests": requests, "request_config": {"seed": 1}}

@@ -1,11 +1,11 @@
-"""Time of forward and backward with common prefixes computed once, against padded rows and packed rows. One JSON line.
+"""Compares forward and backward passes that compute common prefixes once with padded and with packed rows. One JSON line.
 
     python benchmarks/shared_prefix.py [--threads 1] [--repeats 5] [--tokens 640] [--common 0.8] [--members 8] [--groups 2]
 
-Groups of 8 members of which 80 % are common tokens (prompt, tools, first turns) and the rest is their own and trained.
-All three ways go through `ModelPolicy.forward_backward` and must end with the same gradient; `ratio` is shared against the
-faster of the two others, `ideal` the share of tokens that are left. Seconds are CPU seconds of this process, the best of
-the repeats, taken in turn, so a busy machine does not decide the answer.
+In groups of 8 members, 80 % of a member's tokens are common (prompt, tools, first turns); the rest differs and is trained.
+All three variants use `ModelPolicy.forward_backward` and must end with the same gradient. `ratio` is the time with shared
+prefixes relative to the faster of the others, `ideal` the share of tokens that remain. Figures are CPU seconds of this
+process, the best of alternating repeats, so a busy machine has little effect.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TARGET = 0.4
 
 
 def make_samples(*, groups: int, members: int, tokens: int, common: float, seed: int = 0) -> list[TrainSample]:
-    """Return the members of some groups, `tokens` long each."""
+    """Return the members of some groups, each with `tokens` tokens."""
     rng = np.random.default_rng(seed)
     num_common = round(tokens * common)
     samples = []

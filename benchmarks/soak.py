@@ -1,4 +1,4 @@
-"""Two hundred thousand episodes, with failures of every kind mixed in: is the memory flat?
+"""Checks that memory stays flat over two hundred thousand episodes with failures of every kind.
 
 Episodes of one to four turns on simulated servers in virtual time, so that waiting costs nothing and everything else is
 real: the loop, tools that are created, called and released, an interaction, deadlines, breakers, limits, rewards. Tools
@@ -7,7 +7,7 @@ episodes the garbage is collected and the resident memory read; the slope is tha
 after the first 50,000, which fill caches and the allocator's pools.
 
     python benchmarks/soak.py                      200,000 episodes
-    python benchmarks/soak.py --episodes 20000     fewer, for a look
+    python benchmarks/soak.py --episodes 20000     a quick look
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def flaky(n: int) -> str:
 
 
 class User(BaseInteraction):
-    """Raises, hangs, or answers."""
+    """An interaction that raises, hangs, or answers."""
 
     def __init__(self) -> None:
         super().__init__({"name": "user"})
@@ -100,7 +100,7 @@ class User(BaseInteraction):
 
 
 def said(request: GenerateRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return what is said to a request, always the same."""
+    """Return the text for a request, always the same."""
     return _ids(zlib.crc32(request.request_id.encode()) % len(SAYS))
 
 
@@ -110,7 +110,7 @@ def _ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 class Speaking(TimedEngine):
-    """A simulated server that says something."""
+    """A simulated server that returns texts."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the text of `said`, when the server would have."""
@@ -121,13 +121,13 @@ class Speaking(TimedEngine):
 
 
 def rss_mib() -> float:
-    """Return the resident memory, without what could be collected."""
+    """Return the resident memory after a garbage collection."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def slope_per_10k(readings: list[tuple[int, float]]) -> float:
-    """Return how many MiB are added by 10,000 episodes, by least squares."""
+    """Return the MiB that 10,000 episodes add, by least squares."""
     if len(readings) < 2:
         return float("nan")
     x, y = np.array(readings).T
@@ -135,7 +135,7 @@ def slope_per_10k(readings: list[tuple[int, float]]) -> float:
 
 
 async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVERY) -> dict[str, Any]:
-    """Run the episodes, and return what the memory did."""
+    """Run the episodes and return the memory figures."""
     servers = [Speaking(plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)]
     user = User()
     options = ToolOptions(timeout_s=5.0, max_result_tokens=64, max_concurrency={"flaky": 64})
@@ -166,7 +166,7 @@ async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVER
         server = servers[(first // BATCH) % 2]
         if first // BATCH % 10 == 9:
             server.kill()
-            asyncio.get_running_loop().call_later(1.0, server.restart)  # the pool looks whether it is back
+            asyncio.get_running_loop().call_later(1.0, server.restart)  # the pool checks whether the server is back
         async with asyncio.timeout(3600):
             await asyncio.wait(tasks)
         for task in tasks:
@@ -185,7 +185,7 @@ async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVER
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """Return what misses its target."""
+    """Return a sentence for each missed target."""
     found = [f"{result['left']} instances and tasks are left"] * bool(result["left"])
     if not result["mib_per_10k"] < MAX_MIB_PER_10K:
         found.append(f"10,000 episodes add {result['mib_per_10k']} MiB; at most {MAX_MIB_PER_10K} may be")
@@ -193,7 +193,7 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run it and print one JSON line."""
+    """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=EPISODES)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The bound on staleness, token by token: a million simulated tokens and more, under every way to be asynchronous.
+"""Checks the bound on staleness for every token of a million simulated tokens, under all asynchronous settings.
 
-The real loop, buffer, groups and episodes on a simulated engine and a virtual clock; lengths and training times are random.
-Prints one JSON line with the number of tokens, of completions that cross an update, and of violations (target 0).
+The loop, buffer, groups and episodes are real; the engine and the clock are simulated, and lengths and training times are
+random. Prints one JSON line with the numbers of tokens, of completions that cross an update, and of violations (target 0).
 
     python benchmarks/staleness_bound.py                 a million tokens
     python benchmarks/staleness_bound.py --tokens 50000
@@ -25,11 +25,11 @@ MODES = ("in_flight", "wait", "abort_resume")
 
 
 def main() -> None:
-    """Run settings drawn at random until there are enough tokens, and print."""
+    """Run random settings until there are enough tokens, and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     tokens = parser.parse_args().tokens
-    logging.disable(logging.WARNING)  # of steps in which every task happens to have no signal
+    logging.disable(logging.WARNING)  # about steps in which no task happens to have a signal
     began = time.perf_counter()
     num_tokens = num_mixed = num_violations = num_runs = 0
     at_bound = 0

@@ -1,13 +1,13 @@
-"""CPU time that recording adds to a training step. Prints one JSON line.
+"""Measures the CPU time that recording adds to a training step. Prints one JSON line.
 
     python benchmarks/store_cost.py [--repeats 15] [--run RUN]
 
 128 trajectories of the demo's size (16 groups of 8; about 150 tokens in 3 turns, half of them sampled, with a tool call,
-feedback and scores) are added and flushed as one part, as once per training step. CPU seconds of this process, all its
-threads, with the bytes on disk; beside them the time to read all of them back as trajectories.
+feedback and scores) are added and flushed as one part, as in a training step. Figures are CPU seconds of this process with
+all threads, the bytes on disk, and the time to read all trajectories back.
 
-With --run, the training trajectories of a finished run are recorded once more, with all that training made of them, step by
-step, and the CPU seconds are divided by the run's own `time/step_s`: the share of a run that its store costs.
+With --run, the training trajectories of a finished run are recorded again step by step, with the results of training, and
+the CPU seconds are divided by the run's `time/step_s`: the share of the run's time that its store costs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEMPLATE = Path(__file__).parents[1] / "examples/quickstart/chat_template.jinja"
 GROUPS, GROUP_SIZE = 16, 8
 TARGET_MS = 50.0
 PAYLOAD = ("ids.", "logprobs.", "policy_logprobs.", "trajectory", "texts.", "question")
-"""Columns of ids, logprobs and text, by how their path begins; the trajectory is its text and what describes it."""
+"""Prefixes of the paths of columns with ids, logprobs and text; `trajectory` has texts and metadata."""
 SAYS = (
     '<tool_call>\n{"name": "calc_gsm8k_reward", "arguments": {"answer": "8"}}\n</tool_call>',
     "3 + 4 = 8\n#### 8",
@@ -56,7 +56,9 @@ def make_groups() -> list[TrajectoryGroup]:
 
     def answer(request: GenerateRequest) -> Completion:
         ids = turn_ids(SAYS[int(request.request_id.rpartition("/")[2])])
-        logprobs = -rng.exponential(0.3, len(ids)).astype(np.float32)  # that do not compress, as a model's
+        logprobs = -rng.exponential(0.3, len(ids)).astype(
+            np.float32
+        )  # random, so that they do not compress, like those of a model
         return Completion(token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.STOP)
 
     context = scripted_context(
@@ -70,7 +72,7 @@ def make_groups() -> list[TrajectoryGroup]:
 
 
 def beyond(folder: Path, num_turns: int) -> dict[str, float]:
-    """Return the bytes on disk of a turn: all of them, and those beyond the columns of ids, logprobs and text."""
+    """Return the bytes on disk per turn: in total, and without the columns of ids, logprobs and text."""
     data = total = 0
     for path in folder.rglob("*.parquet"):
         about = pq.ParquetFile(path).metadata
@@ -86,7 +88,7 @@ def beyond(folder: Path, num_turns: int) -> dict[str, float]:
 
 
 def replay(run: Path) -> dict[str, object]:
-    """Return what recording the training steps of a run costs, as a share of their seconds."""
+    """Return the cost of recording the training steps of a run, as a share of their seconds."""
     took = {s["step"]: s.get("time/step_s") for s in read_metrics(run / "metrics.jsonl")}
     steps: dict[int, dict[str, list[StoredTrajectory]]] = {}
     for record in open_store(run).select(split="train").records():

@@ -1,13 +1,14 @@
-"""Do the TextArena examples learn, and from their rewards? Trains examples/textarena from scratch. One JSON line.
+"""Checks that examples/textarena learn from their rewards, by training them from scratch. Prints one JSON line.
 
     python benchmarks/textarena_games.py [--games guess nim nim-past] [--seeds 0] [--threads 2] [--no-control] [--out DIR]
 
-guess: the share of games in which the number is found in three guesses, on held-out seeds. nim: the share of games won
-against an opponent that makes any legal move, from both seats; training itself is self-play. nim-past: the same, trained
-against a copy of the policy that is taken again every five steps, for twice as many steps, because it has one seat of two.
-All before reinforcement learning (an imitation of beginners) and after it, sampled at temperature 1 and decoded greedily.
-The control is the first seed again, with each group's rewards in a random order. The claim: sampled at temperature 1 the
-policy gains at least 15 points, and ends at least 15 above the control; else the exit code is 1.
+guess: the share of games in which the number is found in three guesses, on held-out seeds. nim: the share of games won from
+both seats against an opponent with random legal moves; training itself is self-play. nim-past: the same, trained against a
+copy of the policy that is refreshed every five steps, for twice as many steps, because the policy has only one of two seats.
+All are measured before reinforcement learning (an imitation of beginners) and after it, sampled at temperature 1 and decoded
+greedily. The control repeats the first seed with each group's rewards in a random order. The claim is that, sampled at
+temperature 1, the policy gains at least 15 points and ends at least 15 points above the control; otherwise the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAST = ("policies={past: {model: self, refresh_every: 5}}", "env.seats=[policy, past]", "train.steps=80")
 GAMES: dict[str, tuple[str, tuple[str, ...]]] = {"guess": ("guess", ()), "nim": ("nim", ()), "nim-past": ("nim", PAST)}
-"""The example of each game, and what is changed in it."""
+"""Game -> its example and the overrides."""
 SET = "temperature 1"
 GAIN = 0.15
 SHUFFLED = "algorithm.advantage=../quickstart/controls.py:shuffled_grpo"
@@ -48,7 +49,7 @@ def train(game: str, seed: int, out: Path, threads: int, *, name: str, overrides
 
 
 def measure(game: str, *, seeds: list[int], threads: int, has_control: bool, out: Path) -> dict[str, Any]:
-    """Train one game with each seed, and its control; say whether it came out as claimed."""
+    """Train a game with each seed, and its control; the result says whether the claim holds."""
     runs = [train(game, seed, out, threads, name=f"{game}-{seed}") for seed in seeds]
     controls = [train(game, seeds[0], out, threads, name=f"{game}-control", overrides=(SHUFFLED,))] if has_control else []
     learnt = all(run[SET]["after"] - run[SET]["before"] >= GAIN for run in runs)

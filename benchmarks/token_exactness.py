@@ -1,4 +1,4 @@
-"""Are the tokens exact, whatever the template? The long form of the property tests. Prints one JSON line.
+"""Checks that tokens are exact for all templates: the long form of the property tests. Prints one JSON line.
 
     python benchmarks/token_exactness.py                                 all templates: minutes, on one core each of --jobs
     python benchmarks/token_exactness.py --docs benchmarks/README.md  and rewrite that page's table
@@ -96,7 +96,7 @@ _COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as the docs show them."""
+    """Return the rows as a table for the docs."""
     heads = ["template", *(label for _, label in _COLUMNS), "strategy", "at inference", "dialogues", "violations"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
@@ -108,7 +108,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write_docs(page: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Replace what stands between the two marks of `page`."""
+    """Replace the text between the two marks of `page`."""
     before, _, rest = page.read_text(encoding="utf-8").partition(MARK)
     after = rest.partition(MARK)[2]
     kinds: Counter[str] = Counter()
@@ -125,7 +125,7 @@ def write_docs(page: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) 
 
 
 def main() -> None:
-    """Examine what the command line asks for."""
+    """Examine the templates of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dialogues", type=int, default=1000, help="for each published template")
     parser.add_argument("--texts", type=int, default=10_000, help="over all templates")

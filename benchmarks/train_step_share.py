@@ -1,15 +1,15 @@
-"""Share of a run's wall time outside generation, forward and backward. Prints one JSON line.
+"""Measures the share of a run's wall time outside generation, forward and backward. Prints one JSON line.
 
     python benchmarks/train_step_share.py                     a short quick-start run, in this process
-    python benchmarks/train_step_share.py runs/quickstart     the medians of a run that is there, from its metrics.jsonl
+    python benchmarks/train_step_share.py runs/quickstart     the medians of an existing run, from its metrics.jsonl
 
-The median over training steps of `time/other_share`, and what a step is made of: generation (everything inside the
+It reports the median over training steps of `time/other_share` and of the parts of a step: generation (everything inside the
 engine's steps), training (forward, backward, optimizer), preparing (metrics, filters, samples, advantages), and the rest,
-which is the rollout's own Python: episodes, templates, tools, rewards. `update_other_share` is what training and
-preparing spend outside forward, backward and optimizer (target 10 %), as a share of both. A run in this process is also
-timed where no metric looks: recording, which comes after a step's numbers are closed; generation and training without
-what engine and trainer do around the model; and the whole run from reading the config to the last checkpoint, evaluations
-included, where what does not grow with the number of steps weighs more than in a run of full length.
+which is the Python code of the rollout (episodes, templates, tools, rewards). `update_other_share` is the share of training
+and preparing that is outside forward, backward and optimizer (target 10 %). A run in this process is also timed where no
+metric does: recording, which happens after a step's metrics are complete; generation and training without the work of
+engine and trainer around the model; and the whole run, from reading the config to the last checkpoint, with evaluations.
+There, costs that do not grow with the number of steps have more weight than in a run of full length.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHORT = [
     "evaluation.every=0",
     "evaluation.data.kwargs.num_tasks=64",
     "num_threads=1",
-    # A model that has hardly learnt anything scores alike in many groups; they are trained on all the same.
+    # An untrained model has equal scores in many groups; these are trained too.
     "algorithm.drop_zero_variance=false",
 ]
 TARGET = 0.15
@@ -71,14 +71,14 @@ def of_steps(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class TimedObserver(RunObserver):
-    """Notes how long recording takes after each step."""
+    """An observer that measures the time of recording after each step."""
 
     record_s: list[float]
 
     def on_step(
         self, step: int, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup], trained: Mapping[str, Trained]
     ) -> None:
-        """A training step is done."""
+        """Record a training step and its time."""
         began = time.perf_counter()
         super().on_step(step, metrics, groups)
         self.record_s.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Multi-turn GRPO with a tool against TRL's GRPOTrainer, or ms-swift's: samples a second, same model, tokens and batch.
+"""Compares samples per second of multi-turn GRPO with a tool to TRL's GRPOTrainer, or ms-swift's.
 
     python benchmarks/trl_comparison.py                                    both games, two interleaved rounds
     python benchmarks/trl_comparison.py --threads 2                        two threads for torch on both sides
@@ -7,13 +7,13 @@
     python benchmarks/trl_comparison.py --sizes small --games even         a model of 5 M parameters in place of 0.3 M
     python benchmarks/trl_comparison.py --quick                            one short round of one game, to see that it runs
 
-The model learns the game of `_trl_game.py` by heart first, or a few products with a calculator where it is a real one, so
-that both sides sample turns of the same lengths at temperature 1 and call the same tool as often. Each side then trains for
-a few optimizer steps in a process of its own, in turns with the other; what counts is the median wall time of a step after
-the first two, generation, tool calls, rewards and update included. CPU seconds are compared too, for machines that others
-use. The peer runs in its environment of `scripts/environments/build.py`, with the same torch, in the micro-batch that is
-fastest for it (the first round tries several). Prints one JSON line. It refuses to compare where tokens or calls a sample
-are more than 3 % apart (even, calculator), or 10 % (ragged, sums).
+Both sides have the same model, tokens and batch. The model first memorizes the game of `_trl_game.py`, or, if it is a real
+model, learns a few products with a calculator, so that both sides sample turns of the same lengths at temperature 1 and call
+the same tool equally often. Then the sides alternate, and each trains for a few optimizer steps in a new process. The figure
+is the median wall time of a step after the first two, with generation, tool calls, rewards and update. CPU seconds are
+compared too, for shared machines. The peer runs in its environment of `scripts/environments/build.py`, with the same torch
+and the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. The comparison fails if
+tokens or calls per sample differ by more than 3 % (even, calculator) or 10 % (ragged, sums).
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def config_of(*, model: Path, steps: int, size: str | None = None) -> dict[str, 
 
 
 def make_model(size: str, folder: Path) -> float:
-    """Train a model until it knows the game, save it; return the seconds that took.
+    """Train a model until it knows the game, save it, and return the seconds.
 
     Args:
-        size: A name of `SIZES`, which starts from random weights, or `smollm2`.
-        folder: Where the model is written.
+        size: A name in `SIZES`, which starts from random weights, or `smollm2`.
+        folder: The folder to write the model to.
     """
     import _trl_game as game
     import torch
@@ -122,7 +122,7 @@ def make_model(size: str, folder: Path) -> float:
     from polyturn.training.sft import run_sft
 
     folder.mkdir(parents=True)
-    # The libraries write a tool's schema differently; with its name alone both show the model the very same prompt.
+    # The libraries render a tool's schema differently; with only its name, both prompts are the same.
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- tool | tojson", "{{- tool.function.name"))
     began = time.perf_counter()
     place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
@@ -139,7 +139,7 @@ def make_model(size: str, folder: Path) -> float:
 
 @dataclass
 class Clock(Observer):
-    """Notes the seconds between the ends of steps, and what was sampled in each."""
+    """An observer that records the seconds between the ends of steps, and the sampled tokens and calls of each."""
 
     last: tuple[float, float] = (0.0, 0.0)
     wall_s: list[float] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Clock(Observer):
         self.last = time.perf_counter(), time.process_time()
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Any], trained: Any = None) -> None:
-        """Note the seconds of the step, and what was sampled in it."""
+        """Record the seconds, sampled tokens and calls of the step."""
         now = time.perf_counter(), time.process_time()
         self.wall_s.append(now[0] - self.last[0])
         self.cpu_s.append(now[1] - self.last[1])
@@ -162,7 +162,7 @@ class Clock(Observer):
 
 
 def train_here(model: Path, steps: int) -> dict[str, Any]:
-    """Train `model` for `steps` in this process; return what the steps took."""
+    """Train `model` for `steps` in this process; return the figures of the steps."""
     from polyturn import build
     from polyturn.config.models import RunConfig
 
@@ -183,7 +183,7 @@ def train_here(model: Path, steps: int) -> dict[str, Any]:
 
 
 def in_process(command: Sequence[str], *, kind: str = "even", seed: int = 0, threads: int = 1) -> dict[str, Any]:
-    """Run one side in a process of its own and return what it printed last."""
+    """Run one side in a new process and return the JSON of its last line."""
     environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(threads), "GAME": kind, "GAME_SEED": str(seed)}
     done = subprocess.run(list(command), capture_output=True, text=True, env=environment, cwd=HERE, check=False)
     if done.returncode:
@@ -195,10 +195,10 @@ def in_process(command: Sequence[str], *, kind: str = "even", seed: int = 0, thr
 def compare(
     model: Path, *, kind: str, python: str, args: argparse.Namespace, micro_batches: Sequence[int]
 ) -> dict[str, Any]:
-    """Return samples a second of both sides over pairs of runs, and their ratio.
+    """Return the samples per second of both sides over pairs of runs, and their ratio.
 
     Raises:
-        SystemExit: the sides did not sample the same.
+        SystemExit: the sides sampled different numbers of tokens or calls.
     """
     ours: list[dict[str, Any]] = []
     theirs: list[dict[str, Any]] = []
@@ -230,7 +230,7 @@ def compare(
 
 
 def _say(side: str, run: Mapping[str, Any]) -> None:
-    """Print one run's seconds, so that an interrupted comparison leaves something."""
+    """Print one run's seconds, so that an interrupted comparison leaves results."""
     print(f"{side}: {[round(s, 1) for s in run['wall_s']]} s a step", file=sys.stderr, flush=True)
 
 
@@ -250,7 +250,7 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def interpreter_of(peer: str) -> str:
-    """Return the interpreter of the peer's environment, which is built where it is missing."""
+    """Return the interpreter of the peer's environment; build the environment if it is missing."""
     spec = importlib.util.spec_from_file_location("build_environments", BUILD)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

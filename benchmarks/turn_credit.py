@@ -1,15 +1,15 @@
-"""Episodes that each estimator needs in a game whose credit is known: sixteen turns, each with its own score.
+"""Measures the episodes that each estimator needs in a game with known credit: sixteen turns, each with a score.
 
     python benchmarks/turn_credit.py [--seeds 20]
 
-Every estimator plays with the learning rate that suits it best; the median over seeds counts. Prints one JSON line.
+Every estimator has its best learning rate; the figure is the median over seeds. Prints one JSON line.
 
     turn      0        1        …   15           in each turn one of A actions is right, and scores 1 at once
     reward    the sum of the scores              the policy is a table of logits [turn, action], the critic a value a turn
 
-Every turn is an equal share of the reward and owes nothing to the others. An estimator of outcomes has to find that out from
-sums; one of turns is told. Everything goes through the real path: trajectories with scored turns, samples with observations
-between the turns, `assign_advantages`; only the policy is a table, so that thousands of episodes take a second.
+Every turn contributes equally to the reward and is independent of the others. An estimator of outcomes must learn this from
+sums; an estimator of turns reads the scores. The trajectories with scored turns, the samples with observations between the
+turns and `assign_advantages` are real; only the policy is a table, so that thousands of episodes take a second.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Game:
     groups_per_step: int = 1
     group_size: int = 8
     solved_at: float = 0.9
-    """The share of the greatest reward that counts as learned."""
+    """Share of the largest reward at which the game counts as solved."""
     max_steps: int = 400
     critic_lr: float = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """A table of logits and a table of values, trained with the advantages of one estimator."""
+    """Trains a table of logits and a table of values with the advantages of one estimator."""
 
     game: Game
     name: str
@@ -60,7 +60,7 @@ class Learner:
     seed: int = 0
 
     def episodes_needed(self) -> int:
-        """Return how many episodes it takes until the policy's expected reward is high enough; all, if it never is."""
+        """Return the number of episodes until the policy's expected reward is high enough; the maximum if it never is."""
         game, rng = self.game, np.random.default_rng(self.seed)
         estimator = bind_estimator(advantages.resolve(self.name), offered={}, kwargs=self.kwargs)
         right = rng.integers(game.actions, size=game.turns)
@@ -142,11 +142,11 @@ TURN_LEVEL: dict[str, dict[str, Any]] = {
     "turn_gae": {"lam": 0.5},
     "bilevel_gae": {"turn_lam": 0.5},
 }
-"""The estimators of turns, with the options that they play with."""
+"""Estimators of turns -> their options."""
 
 
 def best_median(game: Game, name: str, kwargs: dict[str, Any], *, lrs: Sequence[float], seeds: Sequence[int]) -> float:
-    """Return the median number of episodes over seeds, at the learning rate that suits the estimator best."""
+    """Return the median number of episodes over seeds, at the estimator's best learning rate."""
     return min(
         float(np.median([Learner(game=game, name=name, kwargs=kwargs, lr=lr, seed=s).episodes_needed() for s in seeds]))
         for lr in lrs

@@ -1,15 +1,15 @@
-"""What runs here of each release of verl: the keys of its config tree, and its multi-turn launch scripts.
+"""Counts the parts of each release of verl that work with polyturn: keys of its config tree and multi-turn launch scripts.
 
     python benchmarks/verl_releases.py --wheels DIR --checkouts DIR --write benchmarks/README.md
     python benchmarks/verl_releases.py --wheels DIR --names src/polyturn/compat/verl_config/names.txt
 
-DIR of the wheels holds verl-0.6.1-….whl and the like (`pip download --no-deps verl==0.6.1`), that of the checkouts one
-folder per release, called 0.6.1 and so on. A script is run by bash with stand-ins for python and torchrun, which write down
-the command lines that it would start; each is then composed, translated and validated as `polyturn run-as verl` does it, at
-the script's place in the checkout and, outside, from a copy of examples and recipe alone. The table goes between the markers
-of the page; what `verl_tests.py` found, `--tests FILE`, stands behind those. `--names` writes the
-names of all keys with their releases, which tell a misspelt key in a section that means nothing here from one that verl has;
-`--modules` (of src/polyturn/compat/verl/modules.txt) those of all modules, which tell verl's own from a project's.
+The folder of wheels has files such as verl-0.6.1-….whl (`pip download --no-deps verl==0.6.1`), the folder of checkouts has a
+folder per release, such as 0.6.1. bash runs each script with stand-ins for python and torchrun, which record the command
+lines. Each is then composed, translated and validated as in `polyturn run-as verl`, both inside the checkout and from a copy
+of examples and recipe alone. The table is written between the markers of the page, followed by the results of
+`verl_tests.py` (`--tests FILE`). `--names` writes the names of all keys with their releases, which distinguish a misspelt
+key from a key of verl in sections without a meaning here. `--modules` (for src/polyturn/compat/verl/modules.txt) writes the
+names of all modules, which distinguish verl's modules from a project's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FILLED = [
     "critic.model.path=tiny",
 ]
 FILES = {"train": "train.parquet", "val": "test.parquet"}
-"""What a script leaves to the machine it runs on."""
+"""Files that a script expects on its machine."""
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def unpack(wheel: Path, where: Path) -> None:
 
 
 def known_keys(package: Path) -> dict[str, int]:
-    """Return how many keys there are in the trees of a wheel or a checkout, and how many of them the table knows."""
+    """Return the number of keys in the trees of a wheel or a checkout, and the number of those in the table."""
     every = tree_values(package)
     return {"known": sum(map(table().covers, every)), "of": len(every)}
 
@@ -221,14 +221,14 @@ def verdict(script: Path, checkout: Path) -> tuple[str, str]:
 
 
 def accept(asked: HydraArguments) -> None:
-    """Compose, translate and validate what a command line describes."""
+    """Compose, translate and validate the configuration of a command line."""
     folder = None if asked.folder is None else config_path(asked.folder)
     translation = translate(compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more))
     load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
 
 
 def commands_of(script: Path, checkout: Path) -> list[list[str]]:
-    """Run a script at its place with stand-ins for the programs it starts; return their command lines."""
+    """Run a script in its folder with stand-ins for the programs that it starts; return their command lines."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("python", "python3", "torchrun", "ray", "nvidia-smi", "ulimit", "pip", "pip3", "sleep"):
             program = Path(folder) / name
@@ -253,7 +253,7 @@ def cells(tests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 
 def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the table as Markdown, without columns of which nothing was measured."""
+    """Return the table as Markdown, without columns that were not measured."""
     columns = sorted({column for row in more.values() for column in row})
     head = [
         "release",

@@ -1,10 +1,10 @@
-"""Call verl's shipped tools, or what answers under their names here, and write down what came of it.
+"""Call verl's shipped tools, or polyturn's under the same names, and write facts about the results to a file.
 
     PYTHONPATH=UNPACKED_WHEEL python benchmarks/verl_sides.py verl facts.json        an environment in which verl works
     python benchmarks/verl_sides.py polyturn facts.json
 
-The same calls on both sides, of services that a script answers. Facts are numbers, shapes, fields of the wire and digests
-of texts; no sentence of verl is among them. Its pools are Ray actors; here their functions run in threads.
+Both sides make the same calls to scripted services. Facts are numbers, shapes, fields of requests and digests of texts; they
+include no text of verl. verl's pools are Ray actors; here their functions run in threads.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ ANSWERED: list[Facts] = [{"answer": a} for a in ("72", "#### 72", 72, "71", None
 
 
 class Service:
-    """Answers by the path of a request, and keeps the requests."""
+    """A server that answers by the path of a request, and keeps the requests."""
 
     def __init__(self) -> None:
         asked = self.asked = []  # type: ignore[var-annotated]
@@ -105,7 +105,7 @@ class Service:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Say nothing of a client that has gone."""
+                """Ignore a client that has disconnected."""
 
         self.server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -115,14 +115,14 @@ class Service:
         return f"http://127.0.0.1:{port}/{case.replace(' ', '%20')}"
 
     def digest(self, text: str | None) -> str | None:
-        """Return what tells texts apart."""
+        """Return a digest of a text, without the server's port."""
         if text is None:
             return None
         return hashlib.sha256(text.replace(str(self.server.server_port), "").encode()).hexdigest()[:12]
 
 
 def prepare(side: str) -> None:
-    """Let `verl` be polyturn, or verl without Ray and without pauses between its tries."""
+    """Install polyturn as `verl`, or prepare verl itself to run without Ray and without pauses between tries."""
     if side == "polyturn":
         import polyturn.compat
 
@@ -152,7 +152,7 @@ async def called(tool: Any, id: str, parameters: Facts, service: Service) -> Fac
 
 @contextmanager
 def raises(found: Facts, what: str) -> Iterator[None]:
-    """Note which of the usual exceptions the block raises."""
+    """Record which of the usual exceptions the block raises."""
     found[what] = "nothing"
     try:
         yield
@@ -197,7 +197,7 @@ async def tools(service: Service) -> Facts:
 
 
 def names() -> Facts:
-    """Return the members of the enumerations that users compare with."""
+    """Return the members of the enumerations that users compare values with."""
     from verl.experimental.agent_loop.tool_agent_loop import AgentState
     from verl.workers.rollout import schemas
 

@@ -3,13 +3,12 @@
     python benchmarks/verl_tests.py --cache DIR --python VENV/bin/python --out benchmarks/results/verl_tests.json
     python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write benchmarks/README.md
 
-The wheels are downloaded from the package index and the checkouts cloned into DIR where they are not there, with the
-recipes at the commit that a checkout names; `--repository` and `--recipes` are clones to start from in place of the public
-ones. A release that has no tag there is its package alone, which holds a part of the tests. The tests are those of the
-checkout. VENV is an environment in which verl itself works: polyturn's requirements, verl's, `setuptools<81`,
-`transformers<5` and `datasets<4.5` for the older releases. A test counts where verl itself passes it. The file keeps for
-each release and area how many of those pass here, and why each of the others does not; `--side` measures one side anew and
-takes the other from DIR.
+Missing wheels are downloaded from the package index and missing checkouts are cloned into DIR, with the recipes at the
+commit that a checkout names; `--repository` and `--recipes` are clones to use instead of the public ones. A release without
+a tag has only its package, with part of the tests. VENV is an environment in which verl itself works: polyturn's
+requirements, verl's, `setuptools<81`, `transformers<5`, and `datasets<4.5` for the older releases. A test counts if verl
+itself passes it. The file has, for each release and area, the number of these tests that pass here, and the reason for each
+failure. `--side` repeats one side and takes the other from DIR.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ RELEASES = {
     "2026-01": "main",
     "0.9.1": "v0.9.1",
 }
-"""Release -> its tag; 2026-01 is the main branch of the end of that month."""
+"""Release -> its tag; 2026-01 is the main branch at the end of that month."""
 REPOSITORY = "https://github.com/verl-project/verl"
 RECIPES = "https://github.com/verl-project/verl-recipe"
 UNTIL = "2026-02-01T00:00:00Z"
@@ -51,10 +50,10 @@ AREAS = {
         r"|reward/test_.*_on_cpu"
     ),
 }
-"""Area -> the paths of its tests; the first one that fits."""
+"""Area -> pattern of the paths of its tests; the first match counts."""
 LIMIT_S = 600
 TEST_LIMIT_S = 180
-"""Of a file, and of a test."""
+"""Time limits of a file and of a test, in seconds."""
 Results = dict[str, tuple[str, str]]
 """Test -> (passed, skipped, failed or error; the message)."""
 
@@ -107,7 +106,7 @@ def fetched(release: str, cache: Path, *, repository: str, recipes: str) -> Path
 
 
 def _clone(repository: str, at: str, folder: Path) -> str:
-    """Clone a repository at a tag, a commit or the end of a branch's month; return the commit, "" where it has none such."""
+    """Clone a repository at a tag, a commit or the end of a branch's month; return the commit, "" if there is none."""
     subprocess.run(["git", "clone", "--quiet", "--no-checkout", repository, str(folder)], check=True)
     commit = _git(folder, "rev-list", "-1", "--first-parent", *([f"--before={UNTIL}", "HEAD"] if at == "main" else [at]))
     if commit:
@@ -132,7 +131,7 @@ def test_files(checkout: Path) -> dict[str, list[str]]:
 
 
 def measured(files: Sequence[str], checkout: Path, side: str, python: Path | None) -> dict[str, Results]:
-    """Run files in their checkout: all by one pytest, or each by its own where that one does not end."""
+    """Run files in their checkout with one pytest; if it does not end, with one for each file."""
     if not files:
         return {}
     variables = {
@@ -192,7 +191,7 @@ def _result(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
 
 
 def summary(results: Path) -> dict[str, Any]:
-    """Return release -> area -> {passed, of, files, others}: of the tests that verl passes; why others do not pass here."""
+    """Return release -> area -> {passed, of, files, others}, over the tests that verl passes; `others` has the reasons."""
     found: dict[str, Any] = {}
     for path in sorted(results.glob("verl-*.json")):
         release, _, area = path.stem.removeprefix("verl-").rpartition("-")
@@ -214,7 +213,7 @@ def _load(results: Path, side: str, release: str, area: str) -> Mapping[str, Res
 
 
 def _reason(text: str) -> str:
-    """Return the line of a report that says what went wrong."""
+    """Return the line of a report with the error."""
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return re.sub(r" \(/\S+\)", "", (lines or [text.strip()])[-1])[:160]
 

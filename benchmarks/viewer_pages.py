@@ -1,4 +1,4 @@
-"""What the viewer's pages cost on a run of 100,000 trajectories and one of 5,000 steps, in CPU time. Prints one JSON line.
+"""Measures the CPU time of the viewer's pages on a run of 100,000 trajectories and one of 5,000 steps. Prints one JSON line.
 
     python benchmarks/viewer_pages.py [--trajectories 100000] [--steps 5000]
 
@@ -48,7 +48,7 @@ def write_run(folder: Path, count: int) -> None:
 
 
 def write_metrics(folder: Path, steps: int, *, num_metrics: int = 200) -> int:
-    """Write metrics of `steps` steps, as many a step as a run with tools has; return the bytes of the file."""
+    """Write metrics of `steps` steps, with as many per step as a run with tools; return the size of the file in bytes."""
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -59,7 +59,7 @@ def write_metrics(folder: Path, steps: int, *, num_metrics: int = 200) -> int:
 
 
 def curve_times(folder: Path, steps: int) -> dict[str, float]:
-    """Return the milliseconds of CPU until the first curves of a long run are there, and of those after."""
+    """Return the CPU milliseconds until the first curves of a long run are available, and of later ones."""
     size = write_metrics(folder, steps)
     names = ["reward/mean", *(f"tool/search/m{i}" for i in range(9))]
     began = clock()
@@ -74,7 +74,7 @@ def curve_times(folder: Path, steps: int) -> dict[str, float]:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the median milliseconds of CPU of a call."""
+    """Return the median CPU milliseconds of a call."""
     spent = []
     for _ in range(REPEATS):
         began = clock()

@@ -1,4 +1,4 @@
-"""What the benchmarks share with the tests: the modules of `tests/support`, under this name."""
+"""Makes the modules of `tests/support` importable for benchmarks as `support`."""
 
 from pathlib import Path
 

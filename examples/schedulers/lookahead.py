@@ -7,8 +7,8 @@
 
 The same user and the same policy run `num_repeat_rollouts` continuations, of up to `window` further turns, from every turn
 that addresses the user; the mean of their scores is the turn's score "lookahead". Their tokens are in the record, in
-segments of the agent "lookahead", and are only trained with `train_forks`. Source: Wu et al. 2025 (CollabLLM, multiturn-
-aware reward).
+segments of the agent "lookahead", and are only trained with `train_forks`. Source: Wu et al. 2025 (CollabLLM,
+multiturn-aware reward).
 
 The example shows `episode.mark()`, forks from earlier turns, forks that are not trained (`Aside`), and a reward that the
 scheduler computes.
