@@ -1,8 +1,8 @@
-"""Make the pictures of the documentation from a run that was trained: python scripts/screenshots.py RUN
+"""Create the screenshots of the documentation from a trained run: python scripts/screenshots.py RUN
 
-The viewer is served as `polyturn view` serves it and looked at with headless Chromium (`make browser` installs both it and
-playwright). The trajectory shown is one of the last step that was told it is wrong, called a tool and was right in the
-end, in a group whose members differ; `--trajectory`, `--split` and `--step` choose another. A picture is at most 150 KB.
+The viewer is served as in `polyturn view` and opened in headless Chromium (`make browser` installs it and playwright). The
+shown trajectory is one of the last step that got feedback on a wrong answer, called a tool and was right in the end, in a
+group whose members differ; `--trajectory`, `--split` and `--step` select another. An image has at most 150 KB.
 
     docs/images/trajectory-light.webp, trajectory-dark.webp, curves.webp, curve.webp
 """
@@ -57,7 +57,7 @@ def keep(picture: bytes, name: str) -> None:
 
 
 def telling(run: Path, *, split: str, step: int | None) -> dict[str, object]:
-    """Return what names the trajectory to show: one that was repaired, with a tool call where there is such a one."""
+    """Return the query of the trajectory to show: a corrected one, if possible with a tool call."""
     store = polyturn.Run(run).select(split=split)
     steps = set(store.table(["step"])["step"].to_pylist())
     if not steps or (step is not None and step not in steps):
@@ -77,10 +77,10 @@ def telling(run: Path, *, split: str, step: int | None) -> dict[str, object]:
     return {"id": max(found, key=interest)[1].id, "split": split, "step": at}
 
 
-def photograph(browser: Browser, address: str, way: str, ready: str, *, scheme: str, click: str | None = None) -> bytes:
-    """Return a screenshot of one page of the viewer, taken when `ready` is there and nothing moves."""
+def photograph(browser: Browser, address: str, path: str, ready: str, *, scheme: str, click: str | None = None) -> bytes:
+    """Return a screenshot of a page of the viewer, taken when the element `ready` exists and nothing moves."""
     page = browser.new_page(viewport={"width": 1280, "height": 800}, device_scale_factor=1.5, color_scheme=scheme)
-    page.goto(f"{address}/#/0/{way}")
+    page.goto(f"{address}/#/0/{path}")
     page.wait_for_selector(ready)
     if click is not None:
         page.click(click)
@@ -91,7 +91,7 @@ def photograph(browser: Browser, address: str, way: str, ready: str, *, scheme: 
 
 
 def main() -> None:
-    """Make every picture of one run."""
+    """Create all screenshots of a run."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("run", type=Path, metavar="RUN")
     arguments.add_argument("--trajectory", help="the id of the trajectory to show")

@@ -1,10 +1,10 @@
-"""Virtual environments under the user's cache, each built once: complete, or not there.
+"""Builds virtual environments in the user's cache, each once; an environment is either complete or missing.
 
-    interpreter = built(folder, fill)     folder/bin/python; `fill(python)` installs into it where it is not there yet
+    interpreter = built(folder, fill)     folder/bin/python; `fill(python)` installs packages if it is not built yet
 
-An environment is built in a folder of its own, stamped, and moved into place with one rename, so that half of one is never
-taken for the whole. A second build of the same one waits for the first, and a build that was interrupted is made again.
-Environments are named NAME-HASH. A build removes those of the same name that were not used for two weeks.
+An environment is built in a temporary folder, stamped, and moved to its folder with one rename, so that a partial build is
+never used. A second build of the same environment waits for the first, and an interrupted build is repeated. Environments
+are named NAME-HASH. A build removes those of the same name that were not used for two weeks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 STAMP = ".complete"
-"""Its time of modification is the last use."""
+"""File in a complete environment; its modification time is the last use."""
 UNUSED_S = 14 * 24 * 3600
 
 
 def interpreter(folder: Path) -> Path | None:
-    """Return the interpreter of the environment in `folder`; None where it was never built to the end."""
+    """Return the interpreter of the environment in `folder`; None if the environment is not complete."""
     return folder / "bin" / "python" if (folder / STAMP).exists() else None
 
 
 def built(folder: Path, fill: Callable[[Path], object], *, python: str = sys.executable) -> Path:
-    """Build the environment in `folder` unless it is there; return its interpreter.
+    """Build the environment in `folder` unless it exists; return its interpreter.
 
     Args:
-        folder: Where it will lie; its name says what is in it.
-        fill: Installs packages with the interpreter that it is given.
-        python: The interpreter that the environment is made with.
+        folder: The folder of the environment; its name must change with the content.
+        fill: Installs packages with the environment's interpreter.
+        python: The interpreter to create the environment with.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released however its holder ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released even if the process is killed
         if found := interpreter(folder):
             (folder / STAMP).touch()
             return found
@@ -55,7 +55,7 @@ def built(folder: Path, fill: Callable[[Path], object], *, python: str = sys.exe
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove environments of the same name and another hash that were not used for `UNUSED_S`."""
+    """Remove environments with the same name and another hash that were not used for `UNUSED_S` seconds."""
     name = folder.name.rpartition("-")[0]
     for stamp in folder.parent.glob(f"{name}-*/{STAMP}"):
         if stamp.parent != folder and stamp.stat().st_mtime < time.time() - UNUSED_S:
@@ -63,7 +63,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _write_other_folder(here: Path, there: Path) -> None:
-    """Let the programs in `here` start the interpreter that will lie in `there`."""
+    """Change the interpreter path in the programs of `here` to the future folder `there`."""
     for program in (*(here / "bin").iterdir(), here / "pyvenv.cfg"):
         if program.is_symlink() or not program.is_file():
             continue

@@ -1,10 +1,10 @@
-"""Asserts on how long something took: a busy machine takes as long as it likes, so `house.py` lets no test have one.
+"""Finds asserts on durations in tests. `house.py` rejects them, because they fail on a busy machine.
 
     timed_asserts("began = time.monotonic()\nwork()\nassert time.monotonic() - began < 2")  ->  [3]
 
-A test waits for causes instead: an event, a barrier where all meet, the order of calls, a clock of its own
-(`tests/support/virtual_time.py`), or counted steps (`tests/support/steps.py`). What must not wait for something slow is
-given something that never ends, so that it proves itself by coming back.
+A test should use causes instead: an event, a barrier, the order of calls, a virtual clock
+(`tests/support/virtual_time.py`), or counted steps (`tests/support/steps.py`). To show that code does not wait for a slow
+call, the test uses a call that never ends, and checks that the code returns.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 import ast
 
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "thread_time"}
-"""Functions that are read for durations only, under whatever name their module has."""
+"""Functions that are only used to measure durations, in a module of any name."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def timed_asserts(source: str) -> list[int]:
-    """Return the lines of asserts on a duration: a clock's reading less another, or a reading against a deadline.
+    """Return the lines of asserts on a duration: the difference of two clock readings, or a reading and a deadline.
 
-    A name that a duration is assigned to is one too in the same definition, and a function that returns one in the file.
+    A name with an assigned duration is a duration too within the same definition, and so is a call of a function that
+    returns a duration within the same file.
     """
     if "assert " not in source or not any(clock in source for clock in (*CLOCKS, "time()")):
         return []

@@ -1,9 +1,9 @@
-"""What mkdocs calls while it builds the site: generated pages, and links out of docs/.
+"""Hooks for the mkdocs build of the site: they add generated pages, and resolve links out of docs/.
 
-- The pages of reference.py join those of docs/.
-- A Markdown file elsewhere (benchmarks/README.md, CONTRIBUTING.md) that a page links to becomes a page of the site.
-- A source file that a page links to becomes a page with numbered lines; `…/lifespan.py#run_episode` leads to the line that
-  defines run_episode. In the repository the same links open the file.
+- The pages of reference.py are added to those of docs/.
+- Linked Markdown files outside docs/ (benchmarks/README.md, CONTRIBUTING.md) become pages of the site.
+- Linked source files become pages with numbered lines; `…/lifespan.py#run_episode` links to the line that defines
+  run_episode. In the repository, the same links open the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def line_of(path: Path, name: str) -> int | None:
 
 
 def targets(page: Path) -> list[tuple[str, Path, str]]:
-    """Return (as written, the file, the part behind #) for each link of `page` out of docs/."""
+    """Return (link as written, file, part after #) for each link of `page` out of docs/."""
     found = []
     for _, written, anchor in OUTSIDE.findall(page.read_text()):
         path = Path(os.path.normpath(page.parent / written))
@@ -59,10 +59,10 @@ def _listing(path: Path) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the generated pages, and those of files elsewhere that pages link to."""
+    """Add the generated pages, and pages for linked files outside docs/."""
     from mkdocs.structure.files import File
 
-    sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]  # mkdocs has taken it off again
+    sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "src")]  # mkdocs has removed it again
     from reference import pages
 
     for uri, text in pages().items():
@@ -84,14 +84,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links out of docs/ to their pages of the site; its search finds guides before references, and no listing."""
+    """Replace links out of docs/ by links to pages of the site; rank references below guides in the search."""
     uri = page.file.src_uri
     is_outside = uri.startswith("repository/")
     if is_outside and not (ROOT / uri.removeprefix("repository/")).is_file():
         page.meta["search"] = {"exclude": True}
         return markdown  # a listing
     if is_outside or uri.startswith(("reference/", "migrate/")):
-        page.meta["search"] = {"boost": 0.001}  # a word of a title counts for a thousand of a text
+        page.meta["search"] = {"boost": 0.001}  # a word in a title has the weight of a thousand in a text
     here = (ROOT / uri.removeprefix("repository/")) if is_outside else ROOT / "docs" / uri
 
     def rewritten(match: re.Match[str]) -> str:

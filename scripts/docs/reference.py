@@ -1,9 +1,9 @@
-"""The generated pages of the documentation, as Markdown: configuration, Python API, metrics, errors.
+"""Generates pages of the documentation as Markdown: configuration, Python API, metrics, errors.
 
     pages()  ->  {"reference/config.md": "# Configuration\n…", "reference/api.md": …}
 
-Everything comes from what the library itself says: pydantic fields, docstrings, the table of metrics. Nothing is written to
-disk; hooks.py hands the pages to mkdocs, and a test reads them.
+The content comes from the library: pydantic fields, docstrings, the table of metrics. Nothing is written to disk; hooks.py
+passes the pages to mkdocs, and a test reads them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOOL_ERRORS = {
 
 
 def pages() -> dict[str, str]:
-    """Return path in docs/ -> text of every generated page."""
+    """Return path in docs/ -> text, for every generated page."""
     return {
         "reference/config.md": config_page(),
         "reference/api.md": api_page(),
@@ -76,7 +76,7 @@ def config_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return every metric with its meaning, a table for each first part of a name."""
+    """Return every metric with its meaning, with a table for each first part of the names."""
     lines = [
         "# Metrics",
         "",
@@ -155,7 +155,7 @@ def _described(name: str, what: Any, module: str) -> Iterator[str]:
 
 
 def _own_and_private(cls: type) -> dict[str, Any]:
-    """Return what a class defines, and what it has from bases of ours that have no entry of their own."""
+    """Return the attributes of a class, and those of polyturn bases without an entry in the page."""
     ours = [c for c in cls.__mro__ if c.__module__.startswith("polyturn.") and c is not Record]
     defining = [c for c in ours if c is cls or c.__name__ not in dir(polyturn)]
     return {name: inspect.getattr_static(cls, name) for c in defining for name in vars(c)}
@@ -180,7 +180,7 @@ def _fields(cls: type) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _prose(doc: str) -> Iterator[str]:
-    """Yield a docstring as Markdown: indented parts stay as they are written."""
+    """Yield a docstring as Markdown; indented parts are kept as code."""
     for part in doc.split("\n\n"):
         if any(line.startswith(" ") for line in part.splitlines()):
             yield from ("```text", part, "```", "")
@@ -193,6 +193,6 @@ def _code(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return `text` for a table: a bar outside backticks and a tag are written so that they show as they are."""
+    """Return `text` for a table, with bars outside backticks and tags escaped."""
     parts = " ".join(text.split()).split("`")
     return "`".join(part if i % 2 else part.replace("|", "\\|").replace("<", "&lt;") for i, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Build an interpreter of its own for packages that run beside this library and cannot share its environment.
+"""Build a separate interpreter for packages that are used with polyturn but cannot share its environment.
 
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
     python scripts/environments/build.py verifiers_v1    verifiers 0.4 and newer
@@ -7,11 +7,11 @@
     python scripts/environments/build.py harbor          Harbor's own runner, on Python 3.12
     python scripts/environments/build.py trl             TRL, for the comparison in `benchmarks/trl_comparison.py`
     python scripts/environments/build.py ms_swift        ms-swift, for the same comparison
-    python scripts/environments/build.py trl --where     only prints where its interpreter lies, or would
+    python scripts/environments/build.py trl --where     only prints the path of its interpreter, built or not
 
-Each has a file of pins here and is built once, in about a minute. What is compared has torch and all that both sides stand
-on in the versions of the project's constraints, so that a difference in speed is a difference between the two. A folder lies
-under the user's cache and is named after a hash of all its pins.
+Each has a file of pins in this folder and is built once, in about a minute. Packages for comparisons have torch and other
+shared dependencies in the versions of the project's constraints, so that differences in speed come from the packages
+themselves. The folders are in the user's cache and named after a hash of all pins.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ SHARED = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "huggin
 COMPARED = ("trl", "ms_swift")
 NAMES = ("environments", "verifiers_v1", "agents", "openhands", "harbor", *COMPARED)
 PYTHONS = {"openhands": "python3.12", "harbor": "python3.12"}
-"""Environments that need another Python than this one, on PATH or installed by pyenv."""
+"""Environment -> its Python, if it needs another version than this one; on PATH or installed by pyenv."""
 
 
 def requirements(name: str) -> Path:
-    """Return the file of an environment's pins."""
+    """Return the path of an environment's pins."""
     return HERE / f"{name}.txt"
 
 
 def npm_packages(name: str) -> list[str]:
-    """Return the packages of npm that go beside those of Python."""
+    """Return the npm packages of an environment."""
     pins = HERE / f"{name}.npm.txt"
     return pins.read_text(encoding="utf-8").split() if pins.exists() else []
 
 
 def shared_pins(name: str) -> str:
-    """Return the lines of the project's constraints that an environment must not differ in, unless it pins them itself."""
+    """Return the lines of the project's constraints that an environment must share, without packages that it pins itself."""
     if name not in COMPARED:
         return ""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
@@ -58,7 +58,7 @@ def shared_pins(name: str) -> str:
 
 
 def folder(name: str) -> Path:
-    """Return where an environment lies, or will."""
+    """Return the folder of an environment, built or not."""
     pins = shared_pins(name)
     parts = [requirements(name).read_bytes(), *([pins.encode()] if pins else []), PYTHONS.get(name, sys.version).encode()]
     parts += [package.encode() for package in npm_packages(name)]
@@ -67,7 +67,7 @@ def folder(name: str) -> Path:
 
 
 def build(name: str) -> Path:
-    """Build an environment unless it is there; return its interpreter."""
+    """Build an environment unless it exists; return its interpreter."""
     python = _find_python(PYTHONS[name]) if name in PYTHONS else sys.executable
     if python is None:
         sys.exit(f"{name} needs {PYTHONS[name]}, which is neither on PATH nor installed by pyenv; install it")
@@ -75,7 +75,7 @@ def build(name: str) -> Path:
 
 
 def _find_python(program: str) -> str | None:
-    """Find an interpreter that runs: pyenv puts programs on PATH that fail unless their version is the chosen one."""
+    """Return an interpreter that works: pyenv puts programs on PATH that fail unless their version is selected."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for candidate in (shutil.which(program), *sorted(map(str, pyenv.glob(f"versions/*/bin/{program}")))):
         if candidate and subprocess.run([candidate, "--version"], capture_output=True).returncode == 0:
@@ -84,12 +84,12 @@ def _find_python(program: str) -> str | None:
 
 
 def interpreter(name: str) -> Path | None:
-    """Return the interpreter of an environment; None where it was not built to the end."""
+    """Return the interpreter of an environment; None if the environment is not complete."""
     return venv_cache.interpreter(folder(name))
 
 
 def _fill(name: str, python: Path) -> None:
-    """Install what the file of pins names."""
+    """Install the pinned packages."""
     pins = python.parents[1] / "pins.txt"
     pins.write_text(shared_pins(name) + "\n", encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(pins)]
@@ -104,7 +104,7 @@ def _fill(name: str, python: Path) -> None:
 
 
 def main() -> None:
-    """Build what is missing and print the interpreter."""
+    """Build the environment if it is missing, and print its interpreter."""
     parser = argparse.ArgumentParser(description="Build the interpreter of packages that run beside this library.")
     parser.add_argument("name", nargs="?", default=NAMES[0], choices=NAMES, help=f"which one; {NAMES[0]} if none is named")
     parser.add_argument("--where", action="store_true", help="only print the interpreter's path, build nothing")

@@ -1,11 +1,11 @@
-"""The parts of scripts/gpu/run.sh: each in a process and a time limit of its own, so that one failure costs one part.
+"""Runs the parts of scripts/gpu/run.sh, each in a process with a time limit, so that a failure affects one part only.
 
     bash scripts/gpu/run.sh [--tiny] [--only tests engine] [--seconds 360]
 
 tests         pytest -m gpu: scores, gradients, sampling, a run
 train_step    benchmarks/gpu_train_step.py at 0.5B and 1.5B: MFU of an optimizer step
-engine        the embedded engine at 64 and 256 requests at once: tokens a second, time to first token
-learns        examples/sums with SmolLM2: steps a minute, success before and after
+engine        the embedded engine at 64 and 256 requests at once: tokens per second, time to first token
+learns        examples/sums with SmolLM2: steps per minute, success before and after
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_S = {"tests": 150, "train_step": 70, "engine": 60, "learns": 170}
 
 
 def commands(part: str, *, tiny: bool) -> list[list[str]]:
-    """The command lines of a part."""
+    """Return the command lines of a part."""
     python = sys.executable
     if part == "tests":
         return [[python, "-m", "pytest", "tests/unit/test_on_device.py", "-m", "gpu", "-n", "0"]]
@@ -43,7 +43,7 @@ def commands(part: str, *, tiny: bool) -> list[list[str]]:
 
 
 def run(part: str, *, tiny: bool, left_s: float) -> list[dict[str, Any]]:
-    """Run a part; return the JSON lines that it printed, or what went wrong."""
+    """Run a part; return its JSON lines, or the error."""
     results = []
     for number, command in enumerate(commands(part, tiny=tiny)):
         began = time.perf_counter()
@@ -70,7 +70,7 @@ def run(part: str, *, tiny: bool, left_s: float) -> list[dict[str, Any]]:
 
 
 def measure_engine(*, tiny: bool) -> dict[str, Any]:
-    """Tokens a second of the embedded engine; random weights in the shape of a 0.5B Qwen2, prompts of 256 tokens."""
+    """Return tokens per second of the embedded engine, for random weights of a 0.5B Qwen2 and prompts of 256 tokens."""
     import torch
     from gpu_train_step import MODELS
 
@@ -101,7 +101,7 @@ def measure_engine(*, tiny: bool) -> dict[str, Any]:
 
     for batch in (4, 8) if tiny else (64, 256):
         engine = EmbeddedEngine(model, num_slots=batch)
-        asyncio.run(ask(engine, batch, 2))  # kernels are chosen and memory is taken
+        asyncio.run(ask(engine, batch, 2))  # warm-up: selects kernels and allocates memory
         prefill_s = asyncio.run(ask(engine, batch, 1))
         whole_s = asyncio.run(ask(engine, batch, new))
         figures[f"batch_{batch}"] = {
@@ -120,7 +120,7 @@ def measure_engine(*, tiny: bool) -> dict[str, Any]:
 
 
 def measure_learning(*, tiny: bool) -> dict[str, Any]:
-    """The sums example: seconds until the first step, steps a minute, success before and after."""
+    """Return figures of the sums example: seconds until the first step, steps per minute, success before and after."""
     import torch
 
     folder = OUT / "learns"
