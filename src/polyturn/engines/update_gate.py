@@ -1,8 +1,8 @@
 """UpdateGate: what happens to running completions when new weights arrive.
 
-    in_flight       they continue with the new weights:               [ version 4 4 4 4 | 5 5 5 5 ]   one request
-    wait            the weights wait for their end:         [ version 4 4 4 4 4 4 4 ]   then the weights
-    abort_resume    they are cut and resumed as new requests:      [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
+    in_flight       they continue with the new weights:         [ version 4 4 4 4 | 5 5 5 5 ]   one request
+    wait            the weights wait for their end:             [ version 4 4 4 4 4 4 4 ]   then the weights
+    abort_resume    they are cut and resumed as new requests:   [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
 
 The gate works with every engine: it is between the episodes and an engine, and closed while weights are published. In all
 three modes a completion records the version of each token.

@@ -3,7 +3,7 @@
 folder       the server reads a checkpoint in this machine's memory, or in a shared folder
 gloo, nccl   the server's transfer: tensors are broadcast to all servers at once    needs a network in both directions
 adapter      like folder, with only the adapter; the server adds it to its base weights
-ipc          the server's transfer: it opens the trainer's memory                   needs the same GPU
+ipc          the server's transfer: it opens the trainer's memory                       needs the same GPU
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Transport = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 BUCKET_BYTES = 256 * 2**20
 """Largest size of a bucket, in bytes; a larger tensor is a bucket by itself."""
 

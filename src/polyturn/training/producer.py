@@ -104,11 +104,11 @@ class Producer:
         # Seeded by epoch, so that another visit of the task samples other trajectories.
         index, seed = visit.task, derive_seed(self._settings.seed, visit.epoch)
         max_attempts = self._settings.train.dynamic_sampling
-        num_told = 0
+        num_counted = 0
 
         def tell(trajectory: Trajectory) -> None:
-            nonlocal num_told
-            num_told += 1
+            nonlocal num_counted
+            num_counted += 1
             self._on_episode()
 
         if not max_attempts:  # with attempts, a group may be replaced, and its episodes then count for no step
@@ -130,7 +130,7 @@ class Producer:
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)
-            for _ in range(len(group.trajectories) - num_told):  # for a group that ran in another process
+            for _ in range(len(group.trajectories) - num_counted):  # for a group that ran in another process
                 self._on_episode()
             await self._buffer.put(ticket, group)
         finally:

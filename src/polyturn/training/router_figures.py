@@ -89,10 +89,10 @@ def _metrics(routing: RoutingPass, batch: MicroBatch, balance_B: Tensor, *, repl
     if not replays:
         return metrics
     replayed = None if routing.recorded is None else routing.recorded[real, :, :1] != LIVE
-    num_told = 0 if replayed is None else int(replayed[:, 0].sum())
-    metrics["policy/router_missing"] = Mean(count - num_told, count)
-    if replayed is not None and num_told:
+    num_recorded = 0 if replayed is None else int(replayed[:, 0].sum())
+    metrics["policy/router_missing"] = Mean(count - num_recorded, count)
+    if replayed is not None and num_recorded:
         differs = ((chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)) & replayed[:, :, 0]
-        metrics["policy/router_changed"] = Mean(float(differs.sum()), num_told * layers)
-        metrics["policy/router_changed_tokens"] = Mean(float(differs.any(dim=1).sum()), num_told)
+        metrics["policy/router_changed"] = Mean(float(differs.sum()), num_recorded * layers)
+        metrics["policy/router_changed_tokens"] = Mean(float(differs.any(dim=1).sum()), num_recorded)
     return metrics

@@ -1,7 +1,7 @@
 """Shards: tensors with a part on each rank, and their checkpoints by `torch.distributed.checkpoint`.
 
     write_shards     every rank writes its part from a copy, during training     ->  policy/.metadata, __0_0.distcp, …
-    read_shards      every rank reads its part into its tensors     <-  written by any number of ranks
+    read_shards      every rank reads its part into its tensors                  <-  written by any number of ranks
 
 Parts are described by their position in the whole tensor, so the number of ranks may change between writing and reading. A
 single process is a group of one.

@@ -19,7 +19,7 @@ from polyturn.engines.options import ServerOptions
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_group import WeightGroup
 from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
-from polyturn.engines.weight_transport import TRANSPORTS, address_towards, buckets, choose_transport, is_here
+from polyturn.engines.weight_transport import Transport, address_towards, buckets, choose_transport, is_here
 from support.forked import run_program
 from support.parts import virtual
 from support.refusals import refuses_later
@@ -295,7 +295,7 @@ def test_tensor_larger_than_a_bucket_goes_alone():
 
 
 def test_config_offers_every_transport():
-    assert set(get_args(keys_of(ServerOptions)["weights"].annotation)) == {"auto", *TRANSPORTS}
+    assert set(get_args(keys_of(ServerOptions)["weights"].annotation)) == {"auto", *get_args(Transport)}
 
 
 @pytest.mark.parametrize(
