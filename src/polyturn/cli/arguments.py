@@ -173,29 +173,33 @@ def embedder_config(embed: str | None, model: str | None) -> Any:
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to lay above."),
+    typer.Argument(metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to merge over it."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
-HostOption = Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is demanded.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on; access from other machines requires a token.")]
 PortOption = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="The port, and no other; without it, the first free one from the usual one on."),
+    typer.Option(min=0, max=65535, help="Port; by default the first free one, starting at the usual one."),
 ]
-PageTokenFile = Annotated[Path | None, typer.Option(help="File with the token; else one is made where it is needed.")]
+PageTokenFile = Annotated[
+    Path | None, typer.Option(help="File with the token; by default a token is made if one is needed.")
+]
 RateLimitOption = Annotated[
-    str | None, typer.Option(help="How often one client may ask: 20/s, 600/min, 600/min:50 (with bursts of 50).")
+    str | None, typer.Option(help="Rate limit per client: 20/s, 600/min, 600/min:50 (with bursts of 50).")
 ]
 AllowHosts = Annotated[
     list[str] | None,
-    typer.Option(help="Further name under which the server is reached, as by a proxy; may be repeated."),
+    typer.Option(help="Further host name of the server, for instance of a proxy; may be repeated."),
 ]
 EmbedOption = Annotated[
     str | None,
-    typer.Option(help="Who turns texts into vectors: the URL of an OpenAI-compatible endpoint, or file.py:function."),
+    typer.Option(help="Embedder of texts: the URL of an OpenAI-compatible endpoint, or file.py:function."),
 ]
-EmbedModelOption = Annotated[str | None, typer.Option(help="With --embed URL: the model's name there.")]
+EmbedModelOption = Annotated[str | None, typer.Option(help="With --embed URL: the name of the model.")]
 CheckpointOption = Annotated[
     Path | None,
-    typer.Option("--checkpoint", help="Folder of a Hugging Face model, a checkpoint or a run that replaces the weights."),
+    typer.Option(
+        "--checkpoint", help="Weights in place of the config's: folder of a Hugging Face model, a checkpoint or a run."
+    ),
 ]

@@ -50,7 +50,7 @@ def main(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Certify that a model's chat template trains token-exactly. Exit code 1 says that it cannot."""
+    """Certify that a model's chat template trains token-exactly. Exit code 1 means that it does not."""
     began = time.monotonic()
     model = _tokenizer_of(model)
     quiet_transformers()

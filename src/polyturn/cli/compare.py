@@ -1,4 +1,4 @@
-"""`polyturn compare A B`: two evaluations of the same tasks, with a paired test and a verdict; also in B/compare-A.json."""
+"""`polyturn compare A B`: compare two evaluations of the same tasks with a paired test; also writes B/compare-A.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(
     success_at: Annotated[float, typer.Option(help="The outcome that counts as success.")] = 1.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare two evaluations of the same tasks by a paired test. The table says what is significant."""
+    """Compare two evaluations of the same tasks by a paired test. The table shows which differences are significant."""
     stores = open_store(a), open_store(b)
     splits = [split] if split is not None else _common(stores[0], stores[1], a, b)
     comparisons = {}

@@ -68,7 +68,7 @@ def config_migrate(
         typer.Option("--out", callback=new_file, help="The native config to write; FILE with .polyturn.yaml by default."),
     ] = None,
 ) -> None:
-    """Write another library's config as a native one. A table says what became of each key."""
+    """Write another library's config as a native one. Prints a table with the translation of each key."""
     from polyturn.cli.dialects import to_migrate
 
     to_migrate(path)(path, overrides or [], out=out)

@@ -60,9 +60,9 @@ def gsm8k(
     variant: Annotated[
         Literal["tool", "interaction"], typer.Option(help="Which columns and system prompt.")
     ] = "interaction",
-    system: Annotated[str | None, typer.Option(help="The system prompt, in place of the variant's.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt in place of the variant's.")] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="What is asked behind every question, in place of the built-in sentence.")
+        str | None, typer.Option(help="Instruction after every question, in place of the built-in sentence.")
     ] = None,
 ) -> None:
     """Write GSM8K as multi-turn tasks."""
@@ -129,7 +129,8 @@ def index(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder of the index.")],
     vectors: Annotated[
-        Path | None, typer.Option(help="A .npy matrix with a row for each passage, in order; else --embed makes them.")
+        Path | None,
+        typer.Option(help="A .npy matrix with a row per passage, in order; otherwise --embed computes the vectors."),
     ] = None,
     embed: EmbedOption = None,
     embed_model: EmbedModelOption = None,
@@ -165,7 +166,7 @@ def harbor(
         bool, typer.Option("--host-programs", help="With bubblewrap: this machine's programs in place of images.")
     ] = False,
 ) -> None:
-    """Check Harbor's task folders: what each needs, and why a run could not do it. Nothing is started."""
+    """Check Harbor's task folders: the needs of each, and why a run could not do it. Nothing is started."""
     from rich.table import Table
 
     from polyturn.cli.console import Output

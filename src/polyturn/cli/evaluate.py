@@ -34,18 +34,22 @@ def main(
     checkpoint: CheckpointOption = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a model, in place of the config's; with --endpoint, its name there."),
+        typer.Option(
+            help="Folder or hub id of a model, in place of the config's; with --endpoint, the model's name on the server."
+        ),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server that is evaluated, e.g. http://host:8000/v1.")
+        str | None, typer.Option(metavar="URL", help="OpenAI-compatible server to evaluate, e.g. http://host:8000/v1.")
     ] = None,
     key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
-    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: requests at once, at most.")] = 32,
-    request_timeout: Annotated[float, typer.Option(min=0.1, help="With --endpoint: seconds that one try may take.")] = 300.0,
-    tries: Annotated[int, typer.Option(min=1, help="With --endpoint: tries of one request.")] = 6,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: largest number of concurrent requests.")] = 32,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.1, help="With --endpoint: deadline of one try, in seconds.")
+    ] = 300.0,
+    tries: Annotated[int, typer.Option(min=1, help="With --endpoint: number of tries per request.")] = 6,
     as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate a checkpoint, a model, or what an endpoint serves. The config's `evaluation` part says on what."""
+    """Evaluate a checkpoint, a model, or what an endpoint serves. The config's section `evaluation` sets the tasks."""
     if endpoint is None:
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     elif not model or checkpoint is not None:

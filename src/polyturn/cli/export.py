@@ -45,15 +45,13 @@ def main(
         ),
     ],
     out: Annotated[Path, typer.Option("-o", "--out", callback=new_folder, help="The new folder, in Hugging Face format.")],
-    config: Annotated[
-        Path | None, typer.Option(help="The run's config, for an adapter that lies apart from its run.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The run's config, for an adapter outside its run's folder.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Of the weights; by default that of the model that was trained from."),
+        typer.Option(help="Type of the weights; by default that of the original model."),
     ] = None,
     push_to: Annotated[
-        str | None, typer.Option("--push-to-hub", metavar="USER/MODEL", help="Upload it to the Hugging Face hub as well.")
+        str | None, typer.Option("--push-to-hub", metavar="USER/MODEL", help="Also upload it to the Hugging Face hub.")
     ] = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder. Weights, tokenizer and chat template; an adapter is merged."""

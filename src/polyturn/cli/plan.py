@@ -19,13 +19,12 @@ from polyturn.cli.dialects import load_native
 def main(
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=100_000, help="How many GPUs there are.")] = 8,
-    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, max=100_000, help="GB of each.")] = 80.0,
-    link: Annotated[
-        float, typer.Option("--link", min=0.01, max=100_000, help="GB a second from the ranks to a server.")
-    ] = 50.0,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=100_000, help="Number of GPUs.")] = 8,
+    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0.1, max=100_000, help="GB of memory per GPU.")] = 80.0,
+    link: Annotated[float, typer.Option("--link", min=0.01, max=100_000, help="GB/s from the ranks to a server.")] = 50.0,
 ) -> None:
-    """Estimate the memory of each process of a run. Names a layout that fits, and the time of a weight sync over a link."""
+    """Estimate the memory of each process of a run. Suggests a layout that fits, and estimates the time of a weight sync
+    over a link."""
     load_native(config, overrides or [], warns=False)
     from polyturn import build
     from polyturn.api.folders import open_source

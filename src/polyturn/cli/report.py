@@ -20,7 +20,7 @@ def main(
         typer.Option("-o", "--out", callback=new_file, help="The file to write: report.html, or curve.png with --metric."),
     ] = None,
     trajectories: Annotated[
-        int | None, typer.Option("-n", min=0, help="How many trajectories of each run are shown; 10 by default.")
+        int | None, typer.Option("-n", min=0, help="Number of trajectories to show per run; 10 by default.")
     ] = None,
     metric: Annotated[
         list[str] | None,

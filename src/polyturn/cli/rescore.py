@@ -26,10 +26,12 @@ from polyturn.store.stored_run import StoredRun, open_store
 def main(
     run: RunFolder,
     reward: Annotated[str, typer.Option(help="The reward function: file.py:function, module:function or a known name.")],
-    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: split = 'train' and step > 10.")] = None,
+    where: Annotated[
+        str | None, typer.Option(help="Only trajectories that match an SQL condition: split = 'train' and step > 10.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
 ) -> None:
-    """Score a run's trajectories again, with another reward. One row a trajectory says how its reward moved."""
+    """Score a run's trajectories again, with another reward. Prints one row per trajectory with the change of its reward."""
     folder = Path(os.path.realpath(run))  # resolved, because the function may change the working directory
     rescored = folder / "rescored"
     file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"

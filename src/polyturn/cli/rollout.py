@@ -17,7 +17,7 @@ def main(
     overrides: Overrides = None,
     checkpoint: CheckpointOption = None,
     tasks: Annotated[
-        int, typer.Option("-n", "--tasks", min=1, help="How many training tasks to run, `train.group_size` times each.")
+        int, typer.Option("-n", "--tasks", min=1, help="Number of training tasks to run, `train.group_size` times each.")
     ] = 8,
 ) -> None:
     """Run episodes on the training tasks, and record them."""

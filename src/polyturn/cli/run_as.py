@@ -44,13 +44,13 @@ exec {command} "$@"
 def main(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The library that polyturn stands in for.")],
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command as that library's users write it.")
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command, as for that library.")
     ] = None,
     with_runtime_env: Annotated[
-        bool, typer.Option("--runtime-env", help="Print the same as a runtime environment of Ray, and run nothing.")
+        bool, typer.Option("--runtime-env", help="Only print the environment as a runtime environment of Ray.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Let the library's training programs check everything, show it, and stop.")
+        bool, typer.Option("--dry-run", help="Make the library's training programs only check and report.")
     ] = False,
     overrides: Annotated[
         list[str] | None,

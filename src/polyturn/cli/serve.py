@@ -56,12 +56,12 @@ def main(
     config: Annotated[Path | None, typer.Option(help="YAML file of a run to start from.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of the model, or the folder of a run.")] = None,
     scheduler: Annotated[str | None, typer.Option(help="Scheduler: a registered name or file.py:Class.")] = None,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Turns of an episode at most.")] = None,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Largest number of turns per episode.")] = None,
     plugins: Annotated[list[str] | None, typer.Option(help="Python file that registers plug-ins; may be repeated.")] = None,
     engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang.")] = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token; else POLYTURN_TOKEN is read.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token; by default POLYTURN_TOKEN is read.")] = None,
     openai: Annotated[
         bool,
         typer.Option("--openai", help="Serve the model behind OpenAI's and Anthropic's APIs, for agents and evaluations."),
@@ -74,12 +74,10 @@ def main(
         Path | None, typer.Option(help="With --openai: a run's folder for the episodes' trajectories.")
     ] = None,
     idle: Annotated[
-        float, typer.Option(min=1, help="With --openai or --mcp: seconds after which an unused episode is ended.")
+        float, typer.Option(min=1, help="With --openai or --mcp: seconds of inactivity after which an episode ends.")
     ] = 600.0,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds an episode may take before it is replied as failed.")
-    ] = None,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that running episodes get to finish after SIGTERM.")] = 30.0,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which an episode counts as failed.")] = None,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds for running episodes to finish after SIGTERM.")] = 30.0,
     sandbox: Annotated[
         bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")
     ] = False,
@@ -90,13 +88,13 @@ def main(
         Path | None,
         typer.Option(metavar="INDEX", help="Search the passages of an index instead, in Search-R1's protocol."),
     ] = None,
-    topk: Annotated[int, typer.Option(min=1, help="With --search: passages for a request that does not say.")] = 3,
+    topk: Annotated[int, typer.Option(min=1, help="With --search: number of passages if a request does not set it.")] = 3,
     mcp: Annotated[
         Path | None,
         typer.Option(metavar="TOOLS", help="Serve the tools of a tool file, or of a Python file, by MCP instead."),
     ] = None,
     stdio: Annotated[
-        bool, typer.Option("--stdio", help="With --mcp: over standard input and output, as a client's own process.")
+        bool, typer.Option("--stdio", help="With --mcp: use standard input and output, as a client's subprocess.")
     ] = False,
     embed: EmbedOption = None,
     embed_model: EmbedModelOption = None,

@@ -44,14 +44,16 @@ TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 @declare("show")
 def main(
     folder: Annotated[
-        Path, typer.Argument(metavar="[RUN|FOLDER]", help="Folder of a run, or a folder of runs, which are listed.")
+        Path, typer.Argument(metavar="[RUN|FOLDER]", help="Folder of a run, or a folder of runs to list.")
     ] = Path("runs"),
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
     named: Annotated[str | None, typer.Option("--trajectory", help="The same as the second argument.")] = None,
     split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
-    where: Annotated[str | None, typer.Option(help="Only these, an SQL condition: reward < 1 and num_turns > 2.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show the one trajectory token by token, with its mask.")] = False,
-    limit: Annotated[int, typer.Option("-n", min=1, help="How many trajectories to list.")] = 20,
+    where: Annotated[
+        str | None, typer.Option(help="Only trajectories that match an SQL condition: reward < 1 and num_turns > 2.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show the trajectory token by token, with its mask.")] = False,
+    limit: Annotated[int, typer.Option("-n", min=1, help="Number of trajectories to list.")] = 20,
 ) -> None:
     """List the runs of a folder, or a run's trajectories, or show one."""
     trajectory = named or trajectory

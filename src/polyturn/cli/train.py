@@ -56,13 +56,11 @@ class TrainCommand(Command):
 def main(
     config: ConfigArgument,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the run's latest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option(help="Resume from the run's latest checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the first task and estimates; stop.")
+        bool, typer.Option("--dry-run", help="Only check everything and show the first task and estimates.")
     ] = False,
-    ids: Annotated[
-        bool, typer.Option("--ids", help="With --dry-run: show the ids of the first prompt's tokens too.")
-    ] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="With --dry-run: also show the token ids of the first prompt.")] = False,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Train on this many processes of this machine (train.distributed.ranks).")
     ] = None,

@@ -21,10 +21,12 @@ from polyturn.store.run_folders import find_runs
 @declare("view")
 def main(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs, or a folder that holds runs.")
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Folders of runs, or a folder that contains runs.")
     ] = None,
-    desk: Annotated[Path | None, typer.Option(help="Answer the conversations that wait in this folder.")] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", help="With --desk: answer here instead of on a page.")] = False,
+    desk: Annotated[Path | None, typer.Option(help="Folder with conversations to answer.")] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="With --desk: answer in the terminal instead of on a page.")
+    ] = False,
     host: HostOption = "127.0.0.1",
     port: PortOption = None,
     token_file: PageTokenFile = None,
