@@ -60,21 +60,6 @@ class McpLimits:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class McpStats:
-    """What the sessions of a server hold at the moment."""
-
-    num_sessions: int
-    num_connected: int
-    """Sessions that hold a server."""
-    num_ended: int
-    """Sessions whose server has ended, which no call has noticed yet."""
-    num_calls: int
-    """Calls that wait for their answer."""
-    num_failures: int
-    """Connections that failed, in a row, over all sessions."""
-
-
 class _SessionLost(Exception):
     """The server has forgotten us since the last call, and has not seen this one."""
 
@@ -365,7 +350,8 @@ class McpServer:
         self._mode = session
         self._limits = limits or McpLimits()
         self._clock = clock
-        self._sessions: dict[str, McpConnection] = {}
+        self.sessions: dict[str, McpConnection] = {}
+        """By episode; "" is that of a run."""
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._turn = PerLoop(lambda: asyncio.Semaphore(MAX_STARTS))
@@ -378,18 +364,7 @@ class McpServer:
     @property
     def num_connected(self) -> int:
         """Number of sessions that hold a server."""
-        return self.stats().num_connected
-
-    def stats(self) -> McpStats:
-        """Return the sessions' present counts."""
-        sessions = self._sessions.values()
-        return McpStats(
-            num_sessions=len(sessions),
-            num_connected=sum(s.is_connected for s in sessions),
-            num_ended=sum(s.has_ended for s in sessions),
-            num_calls=sum(s.num_calls for s in sessions),
-            num_failures=sum(s.num_failures for s in sessions),
-        )
+        return sum(session.is_connected for session in self.sessions.values())
 
     def open(self, instance_id: str) -> None:
         """Count one user of an episode's session."""
@@ -397,21 +372,21 @@ class McpServer:
             self._leaving.cancel()
             self._leaving = None
         key = self._key(instance_id)
-        if key not in self._sessions:
+        if key not in self.sessions:
             is_own = self._mode == "episode"
-            self._sessions[key] = McpConnection(
+            self.sessions[key] = McpConnection(
                 self.name, self._settings, limits=self._limits, is_own=is_own, turn=self._turn, clock=self._clock
             )
-        self._sessions[key].num_users += 1
+        self.sessions[key].num_users += 1
 
     async def call(self, instance_id: str, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
         """Call a tool in an episode's session; see `McpConnection.call`."""
-        return await self._sessions[self._key(instance_id)].call(tool, arguments, timeout_s=timeout_s)
+        return await self.sessions[self._key(instance_id)].call(tool, arguments, timeout_s=timeout_s)
 
     async def close(self, instance_id: str) -> None:
         """Count one user off; the last one of a session ends it, that of a run after a while."""
         key = self._key(instance_id)
-        session = self._sessions[key]
+        session = self.sessions[key]
         session.num_users -= 1
         if session.num_users:
             return
@@ -419,7 +394,7 @@ class McpServer:
             loop = asyncio.get_running_loop()
             self._leaving = loop.call_later(self._limits.keep_s, self._leave, key)
             return
-        del self._sessions[key]
+        del self.sessions[key]
         await session.close()
 
     async def close_now(self) -> None:
@@ -427,15 +402,15 @@ class McpServer:
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
-        sessions = list(self._sessions.values())
-        self._sessions = {key: session for key, session in self._sessions.items() if session.num_users}
+        sessions = list(self.sessions.values())
+        self.sessions = {key: session for key, session in self.sessions.items() if session.num_users}
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 group.create_task(session.close())
 
     def _leave(self, key: str) -> None:
         self._leaving = None
-        task = asyncio.ensure_future(self._sessions.pop(key).close())
+        task = asyncio.ensure_future(self.sessions.pop(key).close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

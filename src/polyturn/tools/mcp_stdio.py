@@ -2,23 +2,20 @@
 
     async with stdio_transport(StdioServerParameters(command="python", args=["server.py"]), words, …) as (read, write): ...
 
-Separate because a server is foreign code, so nothing that it does may hurt the run: a line longer than the limit is
-answered with an error in its place and never held whole, its standard error is read and only its end is kept (to be shown
-when it fails), and when it is left the process and every child of its own is gone, however it takes being asked.
+Not the SDK's `stdio_client`, because a server is foreign code, and nothing that it does may hurt the run: a line longer than
+the limit is never held whole and ends the connection, a line that is no message costs no traceback, the end of its standard
+error is kept (to be shown when it fails), and when it is left the process and every child of its own is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import one_line
 from polyturn.core.secrets import hide
 from polyturn.infra.process import dies_with_parent, end_async
 
@@ -32,10 +29,6 @@ EXIT_GRACE_S = 1.0
 POLL_S = 0.01
 EXIT_POLL_S = 0.2
 NUM_WORDS_BYTES = 4096
-_MAX_READ = 1 << 16
-"""Bytes of a line of a wrong shape up to which it is read; in a longer one its id is looked for at both ends."""
-_ID_FIRST = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d+)')
-_ID_LAST = re.compile(rb'"id"\s*:\s*(\d+)\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*$')
 
 
 class StderrTail:
@@ -51,12 +44,14 @@ class StderrTail:
         self._secrets = tuple(secrets)
         self.has_ended = False
         """Whether its output has ended."""
+        self.broke_limit = ""
+        """The limit that it exceeded, which ended the connection; mostly empty."""
         self.http_status: int | None = None
         """The last HTTP status that was an error, of a server behind a URL."""
 
     def clear(self) -> None:
         """Forget everything, before another try."""
-        self._tail, self.has_ended, self.http_status = b"", False, None
+        self._tail, self.has_ended, self.broke_limit, self.http_status = b"", False, "", None
 
     def add(self, chunk: bytes) -> None:
         """Take what it wrote."""
@@ -64,7 +59,9 @@ class StderrTail:
 
     @property
     def note(self) -> str:
-        """The end of an error message: its last lines, or the HTTP status; empty where there is neither."""
+        """The end of an error message: a limit, the HTTP status, or its last lines; empty where there is none of them."""
+        if self.broke_limit:
+            return f"; {self.broke_limit}"
         if self.http_status is not None:
             hint = "; give auth_token, or a better one" if self.http_status in (401, 403) else ""
             return f" (HTTP {self.http_status}{hint})"
@@ -123,72 +120,20 @@ async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail
 
     try:
         async with to_session:
-            while line := await _line(stdout):
-                message: Any = line
-                if isinstance(line, bytes):
-                    try:
-                        message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError as problem:
-                        if (message := _misshapen(line, problem)) is None:
-                            logger.debug("an MCP server wrote a line that is not a message: %r", line[:200])
-                            await asyncio.sleep(0)  # a flood of them must not keep the event loop
-                            continue
+            while line := await stdout.readline():
+                try:
+                    message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError:
+                    logger.debug("an MCP server wrote a line that is not a message: %r", line[:200])
+                    await asyncio.sleep(0)  # a flood of them must not keep the event loop
+                    continue
                 await to_session.send(SessionMessage(message))
+    except ValueError:  # a line beyond the limit
+        words.broke_limit = "an answer was larger than max_answer_bytes; ask for less at once"
     except (anyio.BrokenResourceError, anyio.ClosedResourceError, ConnectionError):
         pass  # the session is gone
     finally:
         words.has_ended = True
-
-
-async def _line(stdout: asyncio.StreamReader) -> Any:
-    """Return the next line; for one that is too long the error that its sender owes; b"" at the end."""
-    try:
-        return await stdout.readuntil(b"\n")
-    except asyncio.IncompleteReadError:
-        return b""
-    except asyncio.LimitOverrunError as problem:
-        return await _skip(stdout, problem.consumed)
-
-
-async def _skip(stdout: asyncio.StreamReader, num_bytes: int) -> Any:
-    """Leave out the rest of a line that is too long; return the error that the request behind it is answered with."""
-    chunk = await stdout.readexactly(num_bytes)
-    head, total = chunk[:256], 0
-    while True:
-        total, tail = total + len(chunk), chunk[-256:]
-        try:
-            rest = await stdout.readuntil(b"\n")
-            break
-        except asyncio.LimitOverrunError as problem:
-            chunk = await stdout.readexactly(problem.consumed)
-        except asyncio.IncompleteReadError:
-            return b""
-    match = _ID_FIRST.match(head) or _ID_LAST.search(tail + rest)
-    if match is None:
-        return b""  # no request to answer, so the connection ends
-    return _error(int(match[1]), f"the answer of {total + len(rest)} bytes is too large; ask for less at once")
-
-
-def _misshapen(line: bytes, problem: ValueError) -> Any:
-    """Return the error that a request is answered with whose answer has a wrong shape; None for a line that answers none."""
-    try:
-        message = json.loads(line) if len(line) <= _MAX_READ else None
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(message, dict):
-        number = None if "method" in message else message.get("id")
-    else:
-        match = _ID_FIRST.match(line[:256]) or _ID_LAST.search(line[-256:])
-        number = None if match is None else int(match[1])
-    if not isinstance(number, int | str):
-        return None
-    return _error(number, f"the answer is not what the protocol has for one: {one_line(problem)}")
-
-
-def _error(number: int | str, message: str) -> Any:
-    import mcp.types as types
-
-    return types.JSONRPCError(jsonrpc="2.0", id=number, error=types.ErrorData(code=types.INTERNAL_ERROR, message=message))
 
 
 async def _write(stdin: asyncio.StreamWriter, from_session: Any, to_session: Any) -> None:
