@@ -286,7 +286,7 @@ def check_tasks(
         DataError: a row is invalid, a name is not configured, or two tasks have the same id.
     """
     sources: Counter[str | None] = Counter()
-    partners: Counter[str | None] = Counter()
+    num_by_interaction: Counter[str | None] = Counter()
     ids: Counter[str] = Counter()
     num_with_tools = 0
     unknown: Counter[str] = Counter()
@@ -302,21 +302,21 @@ def check_tasks(
         ids.update(chosen if task.tools is not None else ())
         num_with_tools += bool(chosen)
         unknown.update({*skipped, *task.tools_kwargs}.difference(tools))
-        partner = task.interaction
-        if partner is not None and partner.is_optional and not interactions:
-            partner = None
-        if partner is not None and require_interaction_name and "name" not in partner.kwargs:
+        interaction = task.interaction
+        if interaction is not None and interaction.is_optional and not interactions:
+            interaction = None
+        if interaction is not None and require_interaction_name and "name" not in interaction.kwargs:
             raise DataError(f"{missing_interaction_name(interactions)} ({where})")
-        if partner is not None and partner.name not in interactions:
-            raise DataError(f"{unknown_interaction(partner.name, interactions)} ({where})")
-        partners[None if partner is None else partner.name] += 1
+        if interaction is not None and interaction.name not in interactions:
+            raise DataError(f"{unknown_interaction(interaction.name, interactions)} ({where})")
+        num_by_interaction[None if interaction is None else interaction.name] += 1
         sources[task.data_source] += 1
         if also is not None:
             also(task)
     return DatasetSummary(
         num_tasks=len(tasks),
         data_sources=sources,
-        interactions=partners,
+        interactions=num_by_interaction,
         tools=ids,
         num_with_tools=num_with_tools,
         unknown_tools=unknown,

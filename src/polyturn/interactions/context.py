@@ -94,12 +94,12 @@ def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
     Raises:
         DataError: a method lacks a parameter for them, or the interaction's `check_row` refuses them.
     """
-    partner = None if task.interaction is None else interactions.get(task.interaction.name)
-    if task.interaction is not None and partner is not None:
+    interaction = None if task.interaction is None else interactions.get(task.interaction.name)
+    if task.interaction is not None and interaction is not None:
         try:
-            _check_kwargs(partner, task.interaction.kwargs)
-            if isinstance(partner, ChecksItself):
-                partner.check_row(task.interaction.kwargs)
+            _check_kwargs(interaction, task.interaction.kwargs)
+            if isinstance(interaction, ChecksItself):
+                interaction.check_row(task.interaction.kwargs)
         except DataError as problem:
             raise DataError(f"task {task.id!r}: {problem}") from problem
 
@@ -110,9 +110,9 @@ def check_setup(interactions: Mapping[str, Interaction]) -> None:
     Raises:
         ConfigError: an interaction cannot work.
     """
-    for partner in interactions.values():
-        if isinstance(partner, ChecksItself):
-            partner.check_setup()
+    for interaction in interactions.values():
+        if isinstance(interaction, ChecksItself):
+            interaction.check_setup()
 
 
 def _check_kwargs(interaction: Interaction, kwargs: Mapping[str, Any]) -> None:

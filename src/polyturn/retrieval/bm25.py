@@ -88,8 +88,8 @@ def best_of(scores: NDArray[np.float32], *, limit: int) -> NDArray[np.int64]:
     """Return the indices of the `limit` highest scores, highest first; ties in the order of indices."""
     if limit < len(scores):
         worst = np.partition(scores, len(scores) - limit)[len(scores) - limit]
-        places = np.flatnonzero(scores > worst)
-        places = np.concatenate([places, np.flatnonzero(scores == worst)[: limit - len(places)]])
+        indices = np.flatnonzero(scores > worst)
+        indices = np.concatenate([indices, np.flatnonzero(scores == worst)[: limit - len(indices)]])
     else:
-        places = np.arange(len(scores))
-    return places[np.argsort(-scores[places], kind="stable")].astype(np.int64)
+        indices = np.arange(len(scores))
+    return indices[np.argsort(-scores[indices], kind="stable")].astype(np.int64)

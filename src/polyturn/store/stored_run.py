@@ -310,10 +310,10 @@ class StoredRun:
         return mask
 
     def _by_part(self) -> Iterator[tuple[str, list[int]]]:
-        places: dict[str, list[int]] = {}
+        rows_of_part: dict[str, list[int]] = {}
         for part, row in zip(self._table[_PART].to_pylist(), self._table[_ROW].to_pylist(), strict=True):
-            places.setdefault(part, []).append(row)
-        yield from places.items()
+            rows_of_part.setdefault(part, []).append(row)
+        yield from rows_of_part.items()
 
     def _joined(self) -> pa.Table:
         """Return the parts' tables as one; of rows recorded twice, only the later one is kept."""
@@ -333,8 +333,8 @@ class StoredRun:
             present = set(file.schema.names)
             table = upgrade(file.read([c for c in INDEX_COLUMNS if c in present]))
             self._num_listed += table.num_rows
-            places = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
-            for column, values in places.items():
+            columns = {_PART: pa.array([name] * table.num_rows, pa.string()), _ROW: pa.array(np.arange(table.num_rows))}
+            for column, values in columns.items():
                 table = table.append_column(column, values)
             return table.cast(_LISTED)
 
@@ -355,8 +355,10 @@ class StoredRun:
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)
-        places = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
-        here = [location for row in rows if (location := places.get(key_of[row])) is not None and location[_PART] != part]
+        row_of_key = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
+        here = [
+            location for row in rows if (location := row_of_key.get(key_of[row])) is not None and location[_PART] != part
+        ]
         return [record for location in here for record in now._read_rows(location[_PART], [location[_ROW]])]
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:

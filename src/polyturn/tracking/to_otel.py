@@ -131,9 +131,9 @@ def _turn(tracer: Tracer, episode: Span, trajectory: Trajectory, turn: Turn) -> 
             tool.set_status(Status(StatusCode.ERROR, result.error))
         tool.end(_ns(generated + result.duration_s))
     if "interaction" in times:
-        partner = trajectory.task.interaction
+        interaction = trajectory.task.interaction
         answered = generated + times.get("tools", 0.0)
-        name = "interaction" if partner is None else f"interaction {partner.name}"
+        name = "interaction" if interaction is None else f"interaction {interaction.name}"
         answer = tracer.start_span(name, context=within, start_time=_ns(answered))
         answer.end(_ns(answered + times["interaction"]))
     span.end(_ns(_end(turn)))

@@ -50,7 +50,7 @@ def draw(lines: Sequence[Mapping[str, Any]], names: Iterable[str], window: Windo
         raise DataError(f"there is no axis {window.axis!r}.{did_you_mean(window.axis, AXES)}")
     if not 0 <= window.smoothing < 1:
         raise DataError(f"the smoothing is {window.smoothing}; it must be at least 0 and below 1")
-    positions = _places(lines, AXES[window.axis])
+    positions = _positions(lines, AXES[window.axis])
     return {name: _curve(lines, name, positions, window) for name in names}
 
 
@@ -69,7 +69,7 @@ def _curve(lines: Sequence[Mapping[str, Any]], name: str, positions: Mapping[int
     return {**curve, "total": int(inside.sum()), "is_sparse": len(steps) == 1 or 2 * len(steps) <= between}
 
 
-def _places(lines: Sequence[Mapping[str, Any]], summed: str) -> dict[int, float]:
+def _positions(lines: Sequence[Mapping[str, Any]], summed: str) -> dict[int, float]:
     """Return step -> position on the axis: the step itself, or the sum of a metric up to it."""
     steps = sorted({line["step"] for line in lines})
     if not summed:

@@ -214,9 +214,9 @@ class EpisodeEngine(SchedulerEngine):
             raise SchedulerError(f"the request of trajectory {request.uuid!r} has no messages; keep the row's prompt")
         try:
             # Media markers in the model's own messages are plain text.
-            places = [i for i, m in enumerate(written) if m["role"] != "assistant"]
+            indices = [i for i, m in enumerate(written) if m["role"] != "assistant"]
             media = {name: getattr(request, name) for name in MEDIA}
-            for i, message in zip(places, with_media([written[i] for i in places], media, base=self._base), strict=True):
+            for i, message in zip(indices, with_media([written[i] for i in indices], media, base=self._base), strict=True):
                 written[i] = message
             messages = [Message.from_openai(self._plain(m)) for m in written]
         except DataError as problem:

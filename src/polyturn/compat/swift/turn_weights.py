@@ -55,7 +55,7 @@ def settle(
         last = turns.anchor(output)
         spoken = turns.of_messages(output.messages, last, start=_num_prompt(prompt, output.messages))
         turn_weights = (
-            _held(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
+            _weights_in(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
         )
         if not turn_weights:
             raise SchedulerError(
@@ -74,7 +74,7 @@ def settle(
             episode.weigh(call.turn, weights[i])
 
 
-class _TurnPlace(NamedTuple):
+class _TokenSource(NamedTuple):
     """The turn and index at which an id was sampled."""
 
     turn: int
@@ -87,7 +87,7 @@ class _SampledTurns:
     def __init__(self, calls: Sequence[InferCall]) -> None:
         self.asked = calls
         self._ids = {
-            id(token): _TurnPlace(i, at)
+            id(token): _TokenSource(i, at)
             for i, one in enumerate(calls)
             for at, token in enumerate(one.ids[: one.turn.num_tokens])
         }
@@ -99,11 +99,11 @@ class _SampledTurns:
             if one.response is output.response:
                 return i
         choice = output.response.choices[0]
-        of_ids = [source.turn for token in choice.token_ids or () if (source := self.place(token)) is not None]
+        of_ids = [source.turn for token in choice.token_ids or () if (source := self.source_of(token)) is not None]
         of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
         return of_ids[0] if of_ids else of_text
 
-    def place(self, token: int) -> _TurnPlace | None:
+    def source_of(self, token: int) -> _TokenSource | None:
         """Return the turn and index of a sampled id; None for a plain number."""
         return self._ids.get(id(token)) if isinstance(token, SampledId) else None
 
@@ -117,37 +117,37 @@ class _SampledTurns:
                 continue
             turn = self._texts.get(id(content))
             if turn is None:
-                turn = self._said(content, before)
+                turn = self._find_text(content, before)
             while turn is not None:  # includes earlier turns that the same message continues
                 spans.append((at, turn))
                 before = min(before, turn)
                 turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
         return spans[::-1]
 
-    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TurnPlace | None]]:
+    def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TokenSource | None]]:
         """Return the source of each id of an output, list by list; None for ids added by the scheduler."""
-        lists = [[self.place(token) for token in ids] for ids in output.response_token_ids]
+        lists = [[self.source_of(token) for token in ids] for ids in output.response_token_ids]
         flat = [token for ids in output.response_token_ids for token in ids]
-        places = [source for one in lists for source in one]
+        sources = [source for one in lists for source in one]
         # Turns found in the messages come first, because another turn may have the same ids, or end with them.
         named = sorted({*spoken, last}, reverse=True)
         end = len(flat)
         for i in (*named, *(i for i in reversed(range(last)) if i not in named)):
-            own = [at for at, source in enumerate(places) if source is not None and source.turn == i]
+            own = [at for at, source in enumerate(sources) if source is not None and source.turn == i]
             if own:
                 end = min(end, own[0]) if i in named else end
                 continue
             ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
-            at, length = _found(flat[:end] if i in named else flat, ids, places)
+            at, length = _find_ids(flat[:end] if i in named else flat, ids, sources)
             if length < len(ids) and i not in named:
                 continue  # another turn with the same beginning
             for k in range(length):
-                places[at + k] = _TurnPlace(i, k)
+                sources[at + k] = _TokenSource(i, k)
             end = at if length and i in named else end
-        rest = iter(places)
+        rest = iter(sources)
         return [[next(rest) for _ in one] for one in lists]
 
-    def _said(self, content: str, before: int) -> int | None:
+    def _find_text(self, content: str, before: int) -> int | None:
         """Return the latest turn before `before` with this text; if there is none, the latest whose text is part of it."""
         texts = [(i, self.asked[i].turn.said_before, self.asked[i].text) for i in reversed(range(before))]
         whole = (i for i, said_before, text in texts if content == said_before + text)
@@ -155,7 +155,7 @@ class _SampledTurns:
         return next(whole, next(parts, None))
 
 
-def _held(
+def _weights_in(
     turns: _SampledTurns, output: RolloutOutput, spoken: Sequence[tuple[int, int]], last: int, name: str
 ) -> dict[int, Floats | None]:
     """Return turn -> weights of its tokens for the turns in an output; None means weight 1 for all tokens.
@@ -178,12 +178,12 @@ def _held(
             f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id and 0 leaves it out"
         )
     weights_by_turn: dict[int, Floats | None] = {}
-    seen: set[_TurnPlace] = set()
+    seen: set[_TokenSource] = set()
     replies = [at for at, message in enumerate(output.messages or ()) if message.get("role") == "assistant"]
     replaced: set[int] = set()
-    for k, places in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
-        mask = masks[k] if masks else [1] * len(places)
-        known = [source for source in places if source is not None]
+    for k, sources in enumerate(turns.of_ids(output, last, {i for _, i in spoken})):
+        mask = masks[k] if masks else [1] * len(sources)
+        known = [source for source in sources if source is not None]
         if any(mask) and not known:
             raise SchedulerError(
                 f"list {k} of the {len(lengths)} in response_token_ids of trajectory {name!r} has no id that was sampled "
@@ -196,7 +196,7 @@ def _held(
                 "which the output already has; return each sampled id once"
             )
         seen.update(known)
-        for source, value in zip(places, mask, strict=True):
+        for source, value in zip(sources, mask, strict=True):
             if source is not None:
                 weights = weights_by_turn.setdefault(
                     source.turn, np.zeros(turns.asked[source.turn].turn.num_tokens, np.float32)
@@ -204,7 +204,7 @@ def _held(
                 assert weights is not None
                 weights[source.at] = float(value > 0)
         from_end = len(lengths) - k
-        if places and not known and from_end <= len(replies):
+        if sources and not known and from_end <= len(replies):
             replaced.add(replies[-from_end])
     if replaced or sum(length > 0 for length in lengths) < len({at for at, _ in spoken}):
         # Turns that are only in the messages, without ids: all of their sampled tokens are trained.
@@ -240,12 +240,12 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
     return message.get("loss") is False or message.get("loss_scale") == 0
 
 
-def _found(flat: Sequence[int], ids: Sequence[int], places: Sequence[_TurnPlace | None]) -> tuple[int, int]:
+def _find_ids(flat: Sequence[int], ids: Sequence[int], sources: Sequence[_TokenSource | None]) -> tuple[int, int]:
     """Return the last position in `flat`, among the unassigned ids, of the longest prefix of `ids`, and its length."""
     best, length = 0, 0
     for at in _starts(flat, ids):
         n = 0
-        while n < len(ids) and at + n < len(flat) and flat[at + n] == ids[n] and places[at + n] is None:
+        while n < len(ids) and at + n < len(flat) and flat[at + n] == ids[n] and sources[at + n] is None:
             n += 1
         if n > length:
             best, length = at, n

@@ -48,7 +48,9 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
         clips = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": dual_clip}
         known = {k: v for k, v in clips.items() if v is not None}
         config = Options({**known, "policy_loss": Options(options), **options})
-        row_T, column_T = _places(torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T)
+        row_T, column_T = _rows_and_columns(
+            torch.zeros_like(logprobs_T, dtype=torch.long) if sequence_T is None else sequence_T
+        )
         shape = (int(row_T.max()) + 1, int(column_T.max()) + 1) if len(row_T) else (0, 0)
         arguments = (old_logprobs_T, logprobs_T, advantages_T, torch.ones_like(logprobs_T))
         rows = [t.new_zeros(shape).index_put((row_T, column_T), t) for t in arguments]
@@ -78,7 +80,7 @@ def _is_sum(seen: Sequence[tuple[Tensor, Tensor]], returned: Any) -> bool:
     return torch.allclose(total, torch.as_tensor(returned).detach().to(total), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _places(sequence_T: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_and_columns(sequence_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return [T] the row of each token (one row per sequence) and [T] its column."""
     row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)[1:]
     start_B = count_B.cumsum(0) - count_B

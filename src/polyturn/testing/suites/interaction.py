@@ -125,8 +125,8 @@ class _InteractionSuite:
                     f"a conversation that continues in another process differs: {played!r:.200} instead of "
                     f"{same!r:.200}; put all state that replies change into snapshot, and do not set stateless",
                 )
-            for partner in (first, then):
-                await partner.close()
+            for interaction in (first, then):
+                await interaction.close()
 
     async def play(self, instance_id: str, says: Sequence[str], *, where: str = "") -> list[Reply]:
         """Play one episode and return the replies."""
