@@ -2,13 +2,13 @@
 
     python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways folder,gloo]
 
-vLLM's gloo takes the trainer's side of its package: run it with the interpreter of its environment, PYTHONPATH=src:tests,
-and the packages of polyturn's that it lacks.
+The transport gloo of vLLM needs the trainer's side of vLLM's package: run the script with the interpreter of vLLM's
+environment, PYTHONPATH=src:tests, and the packages of polyturn that are missing there.
 
-Each trial trains nothing: it takes a server of `make engines` that holds the true weights of a small tied Qwen3, lets the
-start-up proof run with one group of parameters left at its old values on the way, and notes whether the proof failed and
-whether it named that group. The groups take turns until there are `--trials`, each trial with a seed of its own; syncs
-with nothing kept back must pass, else the script fails. Target: all are detected.
+A trial does not train. It uses a server of `make engines` with the true weights of a small tied Qwen3, runs the start-up
+proof while one group of parameters keeps its old values, and records whether the proof failed and named that group. The
+groups alternate until there are `--trials` trials, each with another seed. Complete syncs must pass, else the script fails.
+Target: all faulty syncs are detected.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> d
 
 
 def sync(engine: RemoteEngine, policy: ModelPolicy, seed: int) -> WeightSync:
-    """Return a proof with prompts of its own."""
+    """Return a weight sync whose proof has other prompts for each seed."""
     return WeightSync(engine, policy, WeightProbe(vocab_size=VOCAB, num_prompts=2, num_tokens=16, seed=seed))
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all servers and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--true-trials", type=int, default=20)

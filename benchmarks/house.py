@@ -1,39 +1,47 @@
-"""How large the house is: what one sample passes, what one turn takes to read, lines, keys, circles. Prints one JSON line.
+"""Measures the size of the code: the path of a sample, the files of a turn, lines, keys, import cycles. Prints one JSON line.
 
-    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|commands|keys|…]    the names behind it
-    python benchmarks/house.py --document docs/one-sample.md                         writes the way into the page
+    python benchmarks/house.py [--show way|turn|circles|classes|long|wide|commands|keys|…]    the names behind a figure
+    python benchmarks/house.py --document docs/one-sample.md                         writes the path into the page
 
-**The way of a sample** (`way_*`). One optimizer step of a run is taken through the command line, with the embedded engine, a
-row of a file, a tool that the model calls in its first turn, an interaction that answers the next ones, and a reward
-function. Wherever the sample becomes another thing or leaves polyturn's code (a `Task`, `Span`, `Turn`, `Trajectory`,
-`TrainSample` or `MicroBatch` is made; a chat template is rendered; the model computes; the tool, the interaction, the
-reward, the estimator or the loss is called; `Tensor.backward`), the stack is written down: the calls that led there inside
-the training loop, a task's stack behind that of whoever made the task. Functions on any of these stacks are on the way. So a
-function that only looks (a metric, a log line, a check), a helper that has returned before, and what stands above the
-training loop (commands, building) do not count; one that hands the sample on, does. The way comes back to a file
-(`way_returns`) where the next new function on it stands in another file, which was left before.
+***The path of a sample** (`way_*`). The script runs one optimizer step from the command line, with the embedded engine, a
+row of a file, a tool that the model calls in its first turn, an interaction that answers the next turns, and a reward
+function. It records the stack at each milestone, where the sample changes its type or leaves polyturn's code: a `Task`,
+`Span`, `Turn`, `Trajectory`, `TrainSample` or `MicroBatch` is created; a chat template is rendered; the model computes; the
+tool, the interaction, the reward, the estimator or the loss is called; `Tensor.backward`. A stack has the calls inside the
+training loop; that of an asyncio task follows the stack that created the task. Functions on any of these stacks are on the
+path. So functions that only read (a metric, a log line, a check), helpers that returned earlier, and callers of the training
+loop (commands, building) do not count, but functions that pass the sample on do. The path returns to a file (`way_returns`)
+when the next new function is in another file that it has left before. row of a file, a tool that the model calls in its
+first turn, an interaction that answers the next ones, and a reward function. Wherever the sample becomes another thing or
+leaves polyturn's code (a `Task`, `Span`, `Turn`, `Trajectory`, `TrainSample` or `MicroBatch` is made; a chat template is
+rendered; the model computes; the tool, the interaction, the reward, the estimator or the loss is called; `Tensor.backward`),
+the stack is written down: the calls that led there inside the training loop, a task's stack behind that of whoever made the
+task. Functions on any of these stacks are on the way. So a function that only looks (a metric, a log line, a check), a
+helper that has returned before, and what stands above the training loop (commands, building) do not count; one that hands
+the sample on, does. The way comes back to a file (`way_returns`) where the next new function on it stands in another file,
+which was left before.
 
-**The files of a turn** (`turn_files`): those of the functions on stacks between an episode's first rendered prompt and its
+***The files of a turn** (`turn_files`) are the files that someone must read to see all code between prompt, completion, tool
+call and answer: those of the functions on stacks between an episode's first rendered prompt and its record, from the point
+where the stacks differ (the loop over turns), without the inside of the engine.
 record, from where these stacks part (the loop over turns), without what the engine computes: what a reader opens who wants
 to see each line between prompt, completion, tool call and answer.
 
-A reader who follows the calls by hand, from one function to the next that matters, found 76 functions in 41 files with 18
-returns, and 14 files for a turn. A stack also has what stands in between (wrappers, deadlines, checks of what is rendered),
-and lacks what took the sample and returned it before anything was made of it (a filter, a buffer's `put`). Figures of this
-script compare with one another.
+A reader who followed the calls by hand, with only the relevant functions, found 76 functions in 41 files with 18 returns,
+and 14 files for a turn. A stack also has functions in between (wrappers, deadlines, checks of rendered text), and lacks
+functions that returned the sample unchanged before the next milestone (a filter, a buffer's `put`). So figures of this
+script are only comparable with one another.
 
-`lines` are all lines of the files, comments and blanks included, as `wc -l` counts. `keys` are the leaf paths of a
-configuration: keys of a section that is not itself a section; a section that may stand in a list or under any name counts
-once. `plugin_keys` are options of parts that are chosen by a name (an engine, a loss, an estimator, an environment, …),
-counted apart; the part itself is one key, its name, or its section where it has none. Of both, a section that stands in
-several places (optimizers, sources of tasks, models, engines, sampling) is one class with the same keys everywhere, and
-counts once, where its path is shortest; `key_paths` counts the keys of all places, those of plug-ins too. `circles` are
-the sets of modules that import one another, directly or through others, by package: imports at the top and under
-`if TYPE_CHECKING:`; imports inside functions do not count. `duplicate_classes` are names of classes that more than one
-place in src defines. A function's lines are those from `def` to its end, docstring included; its parameters are all but
-`self`, `cls`, `*args` and `**kwargs`. Functions of `cli` are left out of `functions_over_8_parameters` and counted
-as `commands_over_8_parameters`: their parameters are the flags of a command, which typer reads off the signature, and nobody
-but typer calls them.
+`lines` are all lines of the files, including comments and blank lines, like `wc -l`. `keys` are the leaf paths of a
+configuration; a section that can occur in a list or under any name counts once. `plugin_keys` are the options of parts that
+are selected by name (an engine, a loss, an estimator, an environment, …) and are counted separately; the part itself is one
+key, its name, or its section if it has no name. In both, a section that occurs in several paths (optimizers, sources of
+tasks, models, engines, sampling) is one class with the same keys, and counts once, at its shortest path; `key_paths` counts
+the keys of all paths, including plug-ins. `circles` are the sets of modules that import one another, directly or indirectly,
+by package; imports at the top and under `if TYPE_CHECKING:` count, imports inside functions do not. `duplicate_classes` are
+class names with more than one definition in src. A function's lines are those from `def` to its end, with the docstring; its
+parameters are all but `self`, `cls`, `*args` and `**kwargs`. Functions of `cli` are not in `functions_over_8_parameters` but
+in `commands_over_8_parameters`: their parameters are the flags of a command, which only typer uses.
 """
 
 from __future__ import annotations
@@ -62,7 +70,7 @@ COUNTED = ("core", "tokens", "rollout", "batching", "algorithms", "buffer", "tra
 """The packages whose lines have a limit."""
 MAX_LINES, MAX_PARAMETERS = 60, 8
 COMMANDS = "polyturn.cli."
-"""Modules of the functions that typer calls: an option of a command is a parameter."""
+"""Prefix of the modules with functions for typer, whose parameters are options of a command."""
 SHAPES = {
     "Task": "polyturn.core.task",
     "Span": "polyturn.core.trajectory",
@@ -71,14 +79,14 @@ SHAPES = {
     "TrainSample": "polyturn.core.sample",
     "MicroBatch": "polyturn.batching.layout",
 }
-"""What a sample is on its way, and where that is defined."""
+"""Type of a sample on its path -> the module that defines it."""
 
 
 # The source.
 
 
 def trees() -> dict[str, ast.Module]:
-    """Return module name -> its source, of all of polyturn."""
+    """Return module name -> source, for all modules of polyturn."""
     out = {}
     for path in sorted(SRC.rglob("*.py")):
         parts = ("polyturn", *path.relative_to(SRC).with_suffix("").parts)
@@ -93,7 +101,7 @@ def package(module: str) -> str:
 
 
 def num_lines() -> dict[str, int]:
-    """Return package -> lines of its files."""
+    """Return package -> number of lines of its files."""
     found: Counter[str] = Counter()
     for path in SRC.rglob("*.py"):
         found[path.relative_to(SRC).parts[0].removesuffix(".py")] += len(path.read_text(encoding="utf-8").splitlines())
@@ -101,7 +109,7 @@ def num_lines() -> dict[str, int]:
 
 
 def circles(modules: dict[str, ast.Module]) -> list[list[str]]:
-    """Return the sets of modules that need one another, imports for types included."""
+    """Return the sets of modules that import one another, including imports for types."""
     graph = {name: _imports(name, tree, modules) for name, tree in modules.items()}
     return sorted(sorted(group) for group in _components(graph) if len(group) > 1)
 
@@ -148,14 +156,14 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 class Found(NamedTuple):
-    """Something in a file, and how much of it."""
+    """A name in a file with an amount, such as a number of lines."""
 
     where: str
     amount: int
 
 
 def duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
-    """Return class name -> the modules that define it, where there are several definitions."""
+    """Return class name -> the modules that define it, for classes with several definitions."""
     found: dict[str, list[str]] = {}
     for name, tree in modules.items():
         for node in ast.walk(tree):
@@ -165,7 +173,7 @@ def duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], limit: int) -> list[Found]:
-    """Return the functions of which `measure` says more than `limit`, the largest first."""
+    """Return the functions for which `measure` is above `limit`, the largest first."""
     found = [
         Found(f"{name}:{node.lineno} {node.name}", measure(node))
         for name, tree in modules.items()
@@ -176,7 +184,7 @@ def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], lim
 
 
 def lines_of(node: Any) -> int:
-    """Return the lines of a function, from `def` on."""
+    """Return the number of lines of a function, from `def` on."""
     return int(node.end_lineno) - int(node.lineno) + 1
 
 
@@ -191,9 +199,9 @@ class Keys(NamedTuple):
 
     of_runs: list[str]
     of_plugins: list[str]
-    """Those that only one kind of a plug-in takes, such as `engine.launch.replicas` of servers."""
+    """Paths that only one kind of a plug-in has, such as `engine.launch.replicas` of servers."""
     paths: list[str]
-    """All of them, in every place where a section stands."""
+    """All paths, with repeated sections."""
 
 
 def keys() -> Keys:
@@ -322,21 +330,21 @@ class Function(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What led to a milestone, the outermost first."""
+    """The stack at a milestone, the outermost function first."""
 
     milestone: str
     calls: tuple[Function, ...]
 
 
 class Recorder:
-    """Writes down stacks."""
+    """Records the stacks at milestones."""
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
         self._made_by: dict[int, tuple[Function, ...]] = {}
 
     def passed(self, milestone: str) -> None:
-        """Write down who led here, if this is inside the training loop."""
+        """Record the current stack, if it is inside the training loop."""
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             self.stacks.append(Stack(milestone, self._calls(sys._getframe(1))))
@@ -351,7 +359,7 @@ class Recorder:
         return (*self._made_by.get(id(task), ()), *reversed(found))
 
     def made(self, task: Any) -> None:
-        """Remember who makes a task."""
+        """Record the stack that creates an asyncio task."""
         with contextlib.suppress(RuntimeError):
             self._made_by[id(task)] = ()
             asyncio.get_running_loop()
@@ -359,7 +367,7 @@ class Recorder:
 
 
 def function_of(code: CodeType) -> Function | None:
-    """Return the function that code belongs to; None where it is not polyturn's, or has no name."""
+    """Return the function of a code object; None if it is not polyturn's, or has no name."""
     if not code.co_filename.startswith(str(SRC)) or code.co_name.startswith("<"):
         return None
     file = str(Path(code.co_filename).relative_to(SRC))
@@ -368,7 +376,7 @@ def function_of(code: CodeType) -> Function | None:
 
 @contextlib.contextmanager
 def milestones(recorder: Recorder) -> Iterator[None]:
-    """Let the places where a sample changes or leaves polyturn say so."""
+    """Patch the functions of all milestones to record their stacks."""
     import importlib
     import types
 
@@ -388,7 +396,7 @@ def milestones(recorder: Recorder) -> Iterator[None]:
             recorder.passed("model")
 
     class Made(asyncio.Task):  # type: ignore[type-arg]
-        """A task that knows who made it, and is found by its id: one may be asked for before it is whole."""
+        """An asyncio task that records its creation, by id, because the record is needed before `__init__` ends."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             recorder.made(self)
@@ -414,7 +422,7 @@ def milestones(recorder: Recorder) -> Iterator[None]:
 
 
 def traced() -> list[Stack]:
-    """Take the step, and return what was written down from the row that is first rendered to the last `backward`."""
+    """Run the step and return the records from the first rendered prompt to the last `backward`."""
     from polyturn.cli.main import main
 
     recorder = Recorder()
@@ -442,16 +450,16 @@ def traced() -> list[Stack]:
 
 
 def way(stacks: Sequence[Stack]) -> list[Function]:
-    """Return the functions on the way, in the order in which they were first on a stack."""
+    """Return the functions on the path, in the order of their first occurrence on a stack."""
     return list(dict.fromkeys(function for stack in stacks for function in stack.calls))
 
 
 TRACED = "<!-- traced: written by `make docs` from a run -->\n"
-"""In a page, what stands before the way; it goes to the end of the page."""
+"""Marker in a page; the path is written from here to the end of the page."""
 
 
 def documented(functions: Sequence[Function], *, root: str = "../src/polyturn") -> str:
-    """Return the way as a page lists it: a line for each file that it comes to, with a link to each function."""
+    """Return the path as Markdown: a line for each visit of a file, with the names of its functions."""
     lines = []
     for file, of_file in itertools.groupby(functions, key=lambda one: one.file):
         names = [one.name.replace(".<locals>.", ".") for one in of_file]
@@ -460,13 +468,13 @@ def documented(functions: Sequence[Function], *, root: str = "../src/polyturn") 
 
 
 def num_returns(functions: Sequence[Function]) -> int:
-    """Return how often the way comes to a file that it has left."""
+    """Return how often the path returns to a file that it has left."""
     files = [one.file for i, one in enumerate(functions) if not i or functions[i - 1].file != one.file]
     return len(files) - len(set(files))
 
 
 def turn(stacks: Sequence[Stack]) -> list[Function]:
-    """Return what there is to read of a turn: from where an episode's stacks part, without the inside of the engine."""
+    """Return the functions of a turn: from where an episode's stacks differ, without the inside of the engine."""
     passed = [stack.milestone for stack in stacks]
     inside = [stack for stack in stacks[passed.index("template") : passed.index("Turn")] if stack.milestone != "model"]
     shared = len(os.path.commonprefix([stack.calls for stack in inside]))  # noqa: RUF071 (it takes any sequences)

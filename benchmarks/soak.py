@@ -1,10 +1,10 @@
 """Checks that memory stays flat over two hundred thousand episodes with failures of every kind.
 
-Episodes of one to four turns on simulated servers in virtual time, so that waiting costs nothing and everything else is
+Episodes of one to four turns run on simulated servers in virtual time, so that waiting costs nothing. Everything else is
 real: the loop, tools that are created, called and released, an interaction, deadlines, breakers, limits, rewards. Tools
 raise, hang and answer too much, interactions raise and hang, episodes are cancelled, servers are killed. After every 10,000
-episodes the garbage is collected and the resident memory read; the slope is that of a straight line through the readings
-after the first 50,000, which fill caches and the allocator's pools.
+episodes the garbage is collected and the resident memory is read. The slope is that of a straight line through the readings
+after the first 50,000 episodes, which fill caches and the allocator's pools.
 
     python benchmarks/soak.py                      200,000 episodes
     python benchmarks/soak.py --episodes 20000     a quick look

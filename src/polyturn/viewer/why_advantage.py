@@ -43,7 +43,7 @@ class GroupComparison:
 
     @property
     def mean(self) -> float:
-        """Of the rewards."""
+        """Mean of the rewards."""
         return float(self.rewards_G.mean())
 
     @property

@@ -17,7 +17,7 @@ _HEAD = """\
 
 What becomes of every key of a verl config. Made from `src/polyturn/compat/verl_config/keys.yaml` by
 `python -m polyturn.compat.verl_config.document`; `polyturn config migrate FILE` makes the same table for one config.
-A key that is not here is an error that names the nearest one. `**` stands for everything below a section.
+An unknown key is an error that names the nearest known key. `**` stands for everything below a section.
 """
 
 

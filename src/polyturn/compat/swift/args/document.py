@@ -14,7 +14,7 @@ _HEAD = """\
 # ms-swift's arguments
 
 What becomes of every argument of `swift rlhf --rlhf_type grpo`. Made from the tables in `src/polyturn/compat/swift/args` by
-`python -m polyturn.compat.swift.args.document`. An argument that is not here is an error that names the nearest one.
+`python -m polyturn.compat.swift.args.document`. An unknown argument is an error that names the nearest known one.
 
 """
 
