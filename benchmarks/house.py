@@ -1,4 +1,4 @@
-"""Measures the size of the code: the path of a sample, the files of a turn, lines, keys, import cycles. Prints one JSON line.
+"""Measures the size of the code: the path of a sample, the files of a turn, lines, keys, cycles. Prints one JSON line.
 
     python benchmarks/house.py [--show way|turn|circles|classes|long|wide|commands|keys|…]    the names behind a figure
     python benchmarks/house.py --document docs/one-sample.md                         writes the path into the page

@@ -1,9 +1,9 @@
-"""The rules of the house that no formatter knows: `make check` runs them, and a violation is a line with its place.
+"""Checks the project's rules that no formatter checks. `make check` runs it, and each violation is a line with its position.
 
     python scripts/house.py [ROOT]    ->    src/polyturn/tools/base.py:12: tools imports training, which lies above it
 
-Reads sources with `ast` and imports nothing of polyturn, so that it takes seconds. A rule is a function from the tree to
-violations; a new one joins `RULES`.
+It parses the sources with `ast` and does not import polyturn, so that it only takes seconds. A rule is a function from the
+tree to violations, listed in `RULES`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ LAYERS = (
     "tools rewards retrieval sandbox", "interactions", "data", "rollout", "evaluation", "training", "serving", "viewer",
     "cluster", "testing", "environments", "config", "build", "api", "cli", "compat", "__main__",
 )  # fmt: skip
-"""Packages of `src/polyturn` from the lowest to the highest; those of one layer may import one another."""
+"""Packages of `src/polyturn`, from the lowest layer to the highest; packages of one layer may import one another."""
 RANK_OF = {package: rank for rank, layer in enumerate(LAYERS) for package in layer.split()}
 MAY_IMPORT_RAY = {"cluster", "cli", "api", "build"}
 MAY_IMPORT_TORCH_AT_THE_TOP = {"training", "algorithms", "engines", "batching", "cluster", "testing", "compat"}
 HEAVY = {"torch", "transformers"}
 STOOD_IN_FOR = re.compile(r"\b(verl|ms-swift|swift)\b", re.IGNORECASE)
-"""Libraries that only `compat` names; every other package knows them by entry points."""
+"""Libraries that only `compat` may name; other packages reach them by entry points."""
 
 PHRASES = re.compile(r"\b([Rr]eturn what|Return how|Return where|[Ww]hoever|[Nn]obody|[Ss]omebody)\b")
-"""Phrases that the style guide replaces by a name for the thing."""
+"""Phrases that the style guide replaces by the name of the thing."""
 VAGUE = {"found", "said", "told", "given", "held", "made", "asked", "shown", "place", "way"}
-"""Names of variables that do not tell their content."""
+"""Variable names that do not describe the content."""
 
 EXAMPLES = re.compile(r"(Mine|My\w+|mine|my_\w+|file|agent|tutor|managers|reward_function)\b")
-"""Names in docstrings that stand for a user's own."""
+"""Names in docstrings that stand for a user's code."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -52,7 +52,7 @@ class Violation(NamedTuple):
 
 
 class Import(NamedTuple):
-    """One imported module, as a module wrote it."""
+    """One import in a module."""
 
     path: Path
     line: int
@@ -81,7 +81,7 @@ class Tree:
 
     @cached_property
     def generated(self) -> set[Path]:
-        """The pages that exist in the built site only."""
+        """Return the pages that exist only in the built site."""
         script = self.root / "scripts" / "docs" / "reference.py"
         text = script.read_text(encoding="utf-8") if script.exists() else ""
         return {self.root / "docs" / page for page in re.findall(r'"(reference/[\w-]+\.md)"', text)}
@@ -176,7 +176,7 @@ def one_class_to_a_name(tree: Tree) -> Iterator[Violation]:
 
 
 def public_names_agree(tree: Tree) -> Iterator[Violation]:
-    """Each name stands once in BY_TASK, and for type checkers as an import under an alias of its own name."""
+    """Each public name occurs once in BY_TASK, and once in the imports for type checkers, as an alias of itself."""
     path = tree.package / "__init__.py"
     module = tree.modules.get(path, ast.Module([], []))
     table = next((n for n in module.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "BY_TASK"), None)
@@ -204,7 +204,7 @@ def links_lead_somewhere(tree: Tree) -> Iterator[Violation]:
 
 
 def _has(path: Path, anchor: str) -> bool:
-    """Return whether a page has the heading, or a module the function or class, that an anchor names."""
+    """Return whether the anchor is a heading of the page, or a function or class of the module."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -230,7 +230,7 @@ def pages_stand_in_the_navigation(tree: Tree) -> Iterator[Violation]:
 
 
 def examples_in_docstrings_exist(tree: Tree) -> Iterator[Violation]:
-    """`ClassName(` and `file.py` in a module's docstring name something in the repository, or something of a user's."""
+    """`ClassName(` and `file.py` in a module's docstring exist in the repository, or stand for a user's code."""
     names: set[str] = set()
     for module in tree.modules.values():
         for node in ast.walk(module):
