@@ -3,7 +3,7 @@
     python benchmarks/house.py [--show way|turn|circles|classes|long|wide|commands|keys|…]    the names behind a figure
     python benchmarks/house.py --document docs/one-sample.md                         writes the path into the page
 
-***The path of a sample** (`way_*`). The script runs one optimizer step from the command line, with the embedded engine, a
+**The path of a sample** (`way_*`). The script runs one optimizer step from the command line, with the embedded engine, a
 row of a file, a tool that the model calls in its first turn, an interaction that answers the next turns, and a reward
 function. It records the stack at each milestone, where the sample changes its type or leaves polyturn's code: a `Task`,
 `Span`, `Turn`, `Trajectory`, `TrainSample` or `MicroBatch` is created; a chat template is rendered; the model computes; the
@@ -11,21 +11,11 @@ tool, the interaction, the reward, the estimator or the loss is called; `Tensor.
 training loop; that of an asyncio task follows the stack that created the task. Functions on any of these stacks are on the
 path. So functions that only read (a metric, a log line, a check), helpers that returned earlier, and callers of the training
 loop (commands, building) do not count, but functions that pass the sample on do. The path returns to a file (`way_returns`)
-when the next new function is in another file that it has left before. row of a file, a tool that the model calls in its
-first turn, an interaction that answers the next ones, and a reward function. Wherever the sample becomes another thing or
-leaves polyturn's code (a `Task`, `Span`, `Turn`, `Trajectory`, `TrainSample` or `MicroBatch` is made; a chat template is
-rendered; the model computes; the tool, the interaction, the reward, the estimator or the loss is called; `Tensor.backward`),
-the stack is written down: the calls that led there inside the training loop, a task's stack behind that of whoever made the
-task. Functions on any of these stacks are on the way. So a function that only looks (a metric, a log line, a check), a
-helper that has returned before, and what stands above the training loop (commands, building) do not count; one that hands
-the sample on, does. The way comes back to a file (`way_returns`) where the next new function on it stands in another file,
-which was left before.
+when the next new function is in another file that it has left before.
 
-***The files of a turn** (`turn_files`) are the files that someone must read to see all code between prompt, completion, tool
+**The files of a turn** (`turn_files`) are the files that someone must read to see all code between prompt, completion, tool
 call and answer: those of the functions on stacks between an episode's first rendered prompt and its record, from the point
 where the stacks differ (the loop over turns), without the inside of the engine.
-record, from where these stacks part (the loop over turns), without what the engine computes: what a reader opens who wants
-to see each line between prompt, completion, tool call and answer.
 
 A reader who followed the calls by hand, with only the relevant functions, found 76 functions in 41 files with 18 returns,
 and 14 files for a turn. A stack also has functions in between (wrappers, deadlines, checks of rendered text), and lacks
