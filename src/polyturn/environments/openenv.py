@@ -261,7 +261,7 @@ class OpenEnvSession:
             return data, 0.0, False, {"is_refused": True}
         answer = await self.ask("step", data)
         if "error" in answer:
-            return f"The action was refused: {answer['error']}", 0.0, False, {"is_refused": True}
+            return f"The action is refused: {answer['error']}", 0.0, False, {"is_refused": True}
         return self._words.shown(answer.get("observation")), *self.outcome(answer), {}
 
     def outcome(self, answer: Mapping[str, Any]) -> tuple[float, bool]:

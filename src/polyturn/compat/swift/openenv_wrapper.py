@@ -51,7 +51,7 @@ class OpenEnvWrapper:
         assert self._session is not None, "step was called before reset"
         reply = _wait(self._session.ask("step", action))
         if "error" in reply:
-            return f"The action was refused: {reply['error']}", 0.0, False, {"is_refused": True}
+            return f"The action is refused: {reply['error']}", 0.0, False, {"is_refused": True}
         return reply.get("observation"), *self._session.outcome(reply), _metadata(reply)
 
     def close(self) -> None:
