@@ -130,8 +130,8 @@ def test_run_without_training_has_no_copy_of_itself(tmp_path: Path) -> None:
     [
         ({"opponent": {}}, "a policy needs a model"),
         ({"policy": {"model": "x"}}, "a policy is named 'policy', which has another meaning in lists of players"),
-        ({"random": {"model": "x"}}, "'random', which means something else"),
-        ({"a.b": {"model": "x"}}, "'a.b', which is not a name"),
+        ({"random": {"model": "x"}}, "'random', which has another meaning"),
+        ({"a.b": {"model": "x"}}, "'a.b', which is not a valid name"),
         ({"a": {"model": "x", "refresh_every": 3}}, "refresh_every is 3 and model is not self"),
         ({"a": {"model": "self", "refresh_every": 0}}, "refresh_every"),
         ({"a": {"model": "self", "checkpoint": "x"}}, "model is self and checkpoint is 'x'"),

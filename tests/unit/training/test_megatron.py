@@ -152,7 +152,7 @@ def test_adapter_of_unsupported_layers_is_refused(kind, targets, sentence):
 def test_degrees_that_need_a_gpu_are_refused_without_one(kind, degrees, why):
     from polyturn.training.megatron.placement import Megatron
 
-    with pytest.raises(ConfigError, match=f"{why} and there is none"):
+    with pytest.raises(ConfigError, match=f"{why}, for which megatron-core needs a GPU, and there is none"):
         Megatron.of(degrees, torch.device("cpu")).policy(tiny_model(32, kind, heads=2, kv_heads=2))
 
 
