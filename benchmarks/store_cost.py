@@ -56,9 +56,8 @@ def make_groups() -> list[TrajectoryGroup]:
 
     def answer(request: GenerateRequest) -> Completion:
         ids = turn_ids(SAYS[int(request.request_id.rpartition("/")[2])])
-        logprobs = -rng.exponential(0.3, len(ids)).astype(
-            np.float32
-        )  # random, so that they do not compress, like those of a model
+        # Random, so that they do not compress, like those of a model.
+        logprobs = -rng.exponential(0.3, len(ids)).astype(np.float32)
         return Completion(token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.STOP)
 
     context = scripted_context(

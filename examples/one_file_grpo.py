@@ -125,14 +125,13 @@ async def main(*, sft_steps: int, steps: int, groups_per_step: int, group_size: 
     history: list[float] = []
     for step in range(steps):
         # Rollout: groups of episodes of one task, all concurrently.
+        # An episode depends only on the seed and the task, so each group needs another seed.
         specs = [
             polyturn.GroupSpec(
                 id=f"g{step}-{i}",
                 task=task(rng.choice(NUMBERS)),
                 size=group_size,
-                seed=rng.getrandbits(
-                    32
-                ),  # an episode depends only on the seed and the task, so each group needs another seed
+                seed=rng.getrandbits(32),
             )
             for i in range(groups_per_step)
         ]

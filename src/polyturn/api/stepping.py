@@ -33,16 +33,8 @@ if TYPE_CHECKING:
 class TrainingStep:
     """A training step before its update. Setting its attributes changes what is trained."""
 
-    __slots__ = (
-        "_changed",
-        "_done",
-        "_go",
-        "_groups",
-        "_samples",
-        "_vocab_size",
-        "metrics",
-        "number",
-    )  # so that a misspelt attribute raises
+    # A misspelt attribute raises.
+    __slots__ = ("_changed", "_done", "_go", "_groups", "_samples", "_vocab_size", "metrics", "number")
 
     def __init__(
         self,

@@ -106,10 +106,8 @@ def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOp
     """Make a user's engine and wrap it to contain its failures; the servers of a pool are called directly."""
     with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
-        is_engine, is_pool = (
-            isinstance(engine, Engine),
-            isinstance(engine, ServerPool),
-        )  # isinstance evaluates its properties
+        # `isinstance` evaluates the properties of the protocol.
+        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, ServerPool)
     if not is_engine:
         needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"
         raise wrong_kind(engines.group, options.kind, engine, where="engine.kind", needs=needs)

@@ -351,9 +351,8 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
         return scheduler_class
     if callable(scheduler_class) and has_parameter(scheduler_class, "base"):
         kwargs.setdefault("base", source.base)
-    if callable(scheduler_class) and lacks(
-        scheduler_class, "policies"
-    ):  # a parameter with another default has another meaning
+    # A parameter with another default has another meaning.
+    if callable(scheduler_class) and lacks(scheduler_class, "policies"):
         kwargs.setdefault("policies", policies.by_name)
     try:
         inspect.signature(scheduler_class).bind(**kwargs)

@@ -193,9 +193,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
                             continue
                         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
                         was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
-                        if (
-                            not was_cut or self._updates == updates
-                        ):  # only an update cuts a request that its caller did not end
+                        # Only an update cuts a request that its caller did not end.
+                        if not was_cut or self._updates == updates:
                             return joined(parts)
         finally:
             self.num_busy += pending.num_busy

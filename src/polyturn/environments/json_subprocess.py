@@ -172,12 +172,8 @@ class JsonSubprocess:
                 try:
                     reply = json.loads(line)
                     answer = self._waiting.pop(reply["id"], None)
-                except (
-                    ValueError,
-                    KeyError,
-                    TypeError,
-                    RecursionError,
-                ):  # not an answer: code in the process may print anything
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    # Not an answer: code in the process may print anything.
                     continue
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue

@@ -12,9 +12,8 @@ and needs the main thread, so it cannot run in the trainer's process.
 import sys
 from pathlib import Path
 
-sys.path[:] = [
-    p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent
-]  # this folder has a file verifiers.py
+# This folder has a file verifiers.py
+sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import asyncio  # noqa: E402
 import inspect  # noqa: E402

@@ -306,9 +306,8 @@ class Trainer:
         chooser = next((s for s in self._data.eval_sets if s.is_periodic), None)
         if chooser is None:
             return math.nan
-        groups = results[chooser.name].groups[
-            : self.settings.evaluation.limit_during
-        ]  # validations before and after training use more
+        limit = self.settings.evaluation.limit_during  # validations before and after training use more
+        groups = results[chooser.name].groups[:limit]
         return report([t for g in groups for t in g.trajectories], success_at=chooser.success_at).success
 
     async def _evaluate(self, sets: Sequence[EvalSet], *, limit: int | None = None) -> dict[str, EvalResult]:

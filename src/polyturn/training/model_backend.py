@@ -211,9 +211,8 @@ class ModelBackend:
             with torch.no_grad():
                 values = []
                 for batch in batches:
-                    with (
-                        self.network.routed(batch) if scorer != REFERENCE else nullcontext()
-                    ):  # other models choose their experts
+                    # Other models choose their experts.
+                    with self.network.routed(batch) if scorer != REFERENCE else nullcontext():
                         values.append(scores(batch))
         finally:
             self.network.train()

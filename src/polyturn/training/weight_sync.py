@@ -170,9 +170,8 @@ class WeightSync:
             if not self._adapter_only:  # servers compute no checksums of adapters
                 await self._held.learn(self._engines(), sent)
         await self.publish(version)
-        if isinstance(
-            self._pool, Refilled
-        ):  # not before, because the canary's weights have the same version as the true ones
+        # Not before, because the canary's weights have the same version as the true ones.
+        if isinstance(self._pool, Refilled):
             self._pool.current = self._current
         report = SyncReport(
             noise=self.noise,
@@ -205,9 +204,8 @@ class WeightSync:
                 sampled = tasks.create_task(self._sample(version))
                 recorded = tasks.create_task(self._take_record(version))
         differences = await self._differences(sampled.result())
-        if (
-            max(differences.values()) > self._limit
-        ):  # the largest of a few hundred differences may be an outlier, so measure again
+        # The largest of a few hundred differences may be an outlier, so measure again.
+        if max(differences.values()) > self._limit:
             again = await self._differences(await self._sample(version))
             differences = {name: min(value, again[name]) for name, value in differences.items() if name in again}
         wrong = {

@@ -198,9 +198,8 @@ class AgentLoopBase(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.dataset_cls = dataset_cls
-        self.data_config = self.dataset_config = _unwrapped(
-            data_config or dataset_config
-        )  # dataset_config is the older name
+        # `dataset_config` is the older name.
+        self.data_config = self.dataset_config = _unwrapped(data_config or dataset_config)
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.apply_chat_template_kwargs: dict[str, Any] = dict(self.config.data.get("apply_chat_template_kwargs") or {})
         self.loop = asyncio.get_running_loop()

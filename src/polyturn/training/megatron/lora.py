@@ -98,9 +98,8 @@ def _add_pairs(linear: Any, rows: Mapping[str, int], layers: Mapping[str, Any], 
             down = nn.Parameter(torch.empty(rank, linear.weight.shape[1], **like))
             up = nn.Parameter(torch.empty(width * num_groups, rank, **like))
             whole: Any = up if isinstance(linear, RowParallelLinear) else down
-            whole.sequence_parallel = (
-                linear.sequence_parallel
-            )  # each rank sees only some positions, so the gradient is summed
+            # Each rank sees only some positions, so the gradient is summed.
+            whole.sequence_parallel = linear.sequence_parallel
             linear.lora_A[part], linear.lora_B[part], linear.lora_dropout[part] = down, up, layer.lora_dropout[ADAPTER]
             scaling = layer.scaling[ADAPTER]
     linear.register_forward_hook(functools.partial(_adapted, widths=widths, num_groups=num_groups, scaling=scaling))
