@@ -227,8 +227,8 @@ def test_other_functions_answer_too(call: Any, words: str) -> None:
     [
         (lambda run: run.filter(3), r"condition is 3; .*run\.filter\('reward < 1'\)"),
         (lambda run: run.filter(lambda t: t.reward < 1), r"condition is <function"),
-        (lambda run: run.search(["lamp"]), r"is \['lamp'\]; write words"),
-        (lambda run: run.trajectories[1.5], r"no trajectory 1\.5; give an id"),
+        (lambda run: run.search(["lamp"]), r"is \['lamp'\]; use words"),
+        (lambda run: run.trajectories[1.5], r"no trajectory 1\.5; use an id"),
         (lambda run: run.trajectories[0], r"no trajectory 0; .* below 0"),
         (lambda run: run.select(stp=3), r"no column 'stp'\. Did you mean 'step'"),
         (lambda run: polyturn.tiny(None), r"needs the name of a model: polyturn\.tiny\('Qwen/"),
@@ -473,7 +473,7 @@ def test_refused_data_does_not_count_as_set() -> None:
     with pytest.raises(polyturn.ConfigError, match=r"step\.groups"):
         step.groups = [1]  # type: ignore[list-item]
     step.samples = []
-    with pytest.raises(polyturn.ConfigError, match="step 1 has other samples already"):
+    with pytest.raises(polyturn.ConfigError, match="step 1 has new samples already"):
         step.groups = []
 
 

@@ -61,7 +61,7 @@ WRONG = [
     ("evaluation.sets={a: {sampling: 5}}", "evaluation.sets.a.sampling 5"),
     ("reward.sandbox={a: b}", "'reward.sandbox.a'"),
     ("model.lora={target_modules: [1]}", "model.lora.target_modules.0 1"),
-    ("evaluation=null", "evaluation None section leave it out"),
+    ("evaluation=null", "evaluation None section remove it"),
     ("model=Qwen/x", "model section {path:"),
     ("data.train=rows.jsonl", "data.train section {files:"),
     ("data.train=[rows.jsonl]", "data.train section {files:"),
@@ -82,7 +82,7 @@ WRONG = [
     ("data.sampler={name: mix, weights: {a: 0}}", "one weight must be above 0"),
     ("algorithm.loss={name: 'a.py:f', correction: {negative_bound: .inf}}", "correction.negative_bound inf"),
     ("algorithm.loss={name: 'mine.py:f', correction: {cap: -1}}", "algorithm.loss.correction.cap -1"),
-    ("algorithm.loss={name: clip_cov, clip_cov_lb: 5, clip_cov_ub: 1}", "between"),
+    ("algorithm.loss={name: clip_cov, clip_cov_lb: 5, clip_cov_ub: 1}", "clip_cov_lb clip_cov_ub below"),
     ("algorithm.kl={target: 1.5}", "coef 0"),
     ("algorithm.kl=[{coef: 0.1}, {coef: 0.2}]", "place"),
     ("rollout.tools.max_concurrency={search: 0}", "rollout.tools.max_concurrency.search 0"),
@@ -110,7 +110,7 @@ def test_wrong_value_is_one_sentence_with_its_key(override: str, words: str) -> 
 
 
 def test_missing_section_is_named_with_its_keys() -> None:
-    with pytest.raises(ConfigError, match=r"'model' is missing.*; give it keys of its own \(path, revision, init, "):
+    with pytest.raises(ConfigError, match=r"'model' is missing.*; give it keys \(path, revision, init, "):
         load_config(RunConfig, None, ["name=x"])
 
 

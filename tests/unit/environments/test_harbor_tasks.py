@@ -154,7 +154,7 @@ env = {B = "2"}
         ("[environment]\nallow_internet = true", "allow_internet"),
         ('[environment]\nallowed_hosts = ["h"]', "allowed_hosts"),
         ('[agent]\nnetwork_mode = "public"', "agent.network_mode"),
-        ('[verifier]\nenvironment_mode = "separate"', "verifier has an environment"),
+        ('[verifier]\nenvironment_mode = "separate"', "verifier has a separate environment"),
         ('[environment]\ndocker_image = "python:3.12"', "python:3.12"),
         ('[environment]\nenv = {A = "${HARBOR_MISSING}"}', "HARBOR_MISSING"),
     ],

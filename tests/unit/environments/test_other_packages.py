@@ -130,7 +130,7 @@ def test_hanging_environment_does_not_hold_the_random_state(monkeypatch: pytest.
         ("trl:counter.py:Nothing", {}, ConfigError, "Nothing"),
         ("trl:counter.py:NoReset", {}, ConfigError, "NoReset has no method reset"),
         ("trl:counter.py:NoDocstring", {}, ConfigError, "NoDocstring.go is not a tool: .* has no docstring"),
-        ("trl:counter.py:NoTools", {}, ConfigError, "no public method beside reset"),
+        ("trl:counter.py:NoTools", {}, ConfigError, "no public method besides reset"),
         ("trl:counter.py:Counter", {"goall": 2}, ConfigError, "cannot be made with kwargs {'goall': 2}"),
         ("verifiers:x", {"python": "/no/such/python"}, ConfigError, "there is no interpreter '/no/such/python'"),
         ("openenv:./nowhere", {}, ConfigError, "there is no .*openenv.yaml"),

@@ -192,10 +192,10 @@ def odd(reply: Any) -> Odd:
         (Blocks(), r"an episode blocked the event loop, and so all other episodes, for \d+\.\d s"),
         (odd("fine"), r"generate_response returned 'fine'; return \(should_terminate, content, score, metadata\)"),
         (odd(("yes", "x", 0.0, {})), "returned should_terminate='yes'; return True or False"),
-        (odd((True, "x", float("nan"), {})), "gave the score nan; give a finite number"),
+        (odd((True, "x", float("nan"), {})), "returned the score nan; return a finite number"),
         (odd((True, "x", 1.0, [])), "metadata of type list"),
         (Meddles(), "generate_response changed its argument messages"),
-        (TakesNoKwargs(), r"start_interaction raised TypeError.*take \*\*kwargs"),
+        (TakesNoKwargs(), r"start_interaction raised TypeError.*\*\*kwargs"),
         (NeedsANumber(), "an episode after a message that is empty raised ValueError"),
     ],
 )
