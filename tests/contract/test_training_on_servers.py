@@ -54,7 +54,7 @@ def test_run_trains_on_servers_that_it_starts(kind, replicas, transport, tmp_pat
     settings = ["train.steps=2", f"engine.launch.replicas={replicas}", f"engine.weights={transport}"]
     printed = train(kind, tmp_path, *settings)
     assert "the weights arrive" in printed
-    assert f"tensors are compared now and whenever it comes back, of replica {replicas - 1}" in printed
+    assert f"tensors are compared now and whenever replica {replicas - 1}" in printed
     steps = metrics_of(tmp_path, "engine/replicas_live")
     assert [(m["engine/replicas_live"], m["engine/lost"]) for m in steps] == [(replicas, 0)] * 2
     assert sampled_versions(tmp_path) == {0, 1, 2}, "of the first step, the second, and the evaluation after it"
@@ -196,7 +196,7 @@ ON_A_CLUSTER = ("--ray", "auto", "--dry-run")
         ((), "set engine.launch.python"),
         (("rollout.sampling.top_p=0.9",), "add keep_support: true"),
         pytest.param(
-            *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU here"),
+            *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU on this machine"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake"),
         ),
     ],

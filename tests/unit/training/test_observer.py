@@ -89,7 +89,7 @@ async def test_resume_removes_later_metrics(tmp_path: Path, caplog: pytest.LogCa
             observer.on_step(step, {"reward/mean": float(step)}, await groups(2 * step))
     with RunObserver(tmp_path, total_steps=4) as observer:
         observer.resume(2)
-        assert "the last checkpoint is of step 2; step 3 is done again" in caplog.text
+        assert "the last checkpoint is of step 2; step 3 is repeated" in caplog.text
         observer.on_step(3, {"reward/mean": 30.0}, await groups(6))
     assert [(x["step"], x["reward/mean"]) for x in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
