@@ -50,7 +50,7 @@ async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
 def test_tensors_to_vllm_need_its_package(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"comes to gloo.*the package vllm.*install it, or .*engine\.weights_folder"):
+    with pytest.raises(ConfigError, match=r"resolves to gloo.*the package vllm.*install it, or .*engine\.weights_folder"):
         build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://192.0.2.7:1]")
 
 
