@@ -149,7 +149,7 @@ VECTORS = np.array([[1.0], [1], [0], [1]], np.float32)
 @pytest.mark.parametrize(
     ("passages", "folder", "vectors", "error", "message"),
     [
-        ([], "none", None, DataError, "there is no passage"),
+        ([], "none", None, DataError, "there are no passages"),
         ([Passage(id="1", contents="?!")], "none", None, ConfigError, "passages contain no words"),
         (PASSAGES, "", None, ConfigError, "exists already"),
         (PASSAGES, "none", VECTORS[:1], DataError, "1 vectors for 4 passages"),
