@@ -195,7 +195,7 @@ def odd(reply: Any) -> Odd:
         (odd((True, "x", float("nan"), {})), "returned the score nan; return a finite number"),
         (odd((True, "x", 1.0, [])), "metadata of type list"),
         (Meddles(), "generate_response changed its argument messages"),
-        (TakesNoKwargs(), r"start_interaction raised TypeError.*\*\*kwargs"),
+        (TakesNoKwargs(), r"start_interaction raised TypeError.*accept \*\*kwargs"),
         (NeedsANumber(), "an episode after a message that is empty raised ValueError"),
     ],
 )
