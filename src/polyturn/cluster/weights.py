@@ -1,6 +1,6 @@
 """Weights and models on their way through the cluster, in Ray's object store, which brings an object to each node once.
 
-leader              StoredWeights.put(weights)      in buckets; the pool is sent references, no tensors
+rank 0              store(buckets)                  the controller and the servers' actors get references, no tensors
 a server's node     ServerActor.hold                one of the node's servers writes the checkpoint that all of them read
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_transport import buckets, first_names
+from polyturn.engines.weight_transport import StreamedTensors, buckets, first_names
 from polyturn.infra.array_socket import tensor_as_array, tensor_over
 
 if TYPE_CHECKING:
@@ -37,12 +37,11 @@ class StoredWeights(Mapping[str, Any]):
 
     @classmethod
     def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
-        """Put weights there, a tied tensor once."""
+        """Put weights there, a tied tensor once; those of ranks by rank 0 itself."""
+        if isinstance(weights, StreamedTensors):
+            return cls(weights.over(store), {})
         tied = {name: of for name, of in first_names(weights).items() if name != of}
-        pieces = buckets({name: t.detach() for name, t in weights.items() if name not in tied} if tied else weights)
-        return cls(
-            tuple(ray.put({name: tensor_as_array(tensor) for name, tensor in piece.items()}) for piece in pieces), tied
-        )
+        return cls(store(buckets({name: t.detach() for name, t in weights.items() if name not in tied})), tied)
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
@@ -60,6 +59,11 @@ class StoredWeights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+def store(pieces: Iterable[Mapping[str, Tensor]]) -> tuple[Any, ...]:
+    """Put weights into the object store from this process, and return a reference for each piece."""
+    return tuple(ray.put({name: tensor_as_array(tensor) for name, tensor in piece.items()}) for piece in pieces)
 
 
 class WeightHolder(Protocol):

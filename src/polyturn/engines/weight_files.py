@@ -21,6 +21,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -192,8 +193,11 @@ class WeightFolder:
         folder.mkdir()
         if self.adapter is None:
             shutil.copy(self._config, folder / "config.json")
-            if not (isinstance(weights, StreamedTensors) and weights.write(folder)):
-                write_safetensors(buckets(untied(weights)), folder)
+            write = partial(write_safetensors, folder=folder)
+            if isinstance(weights, StreamedTensors):
+                weights.over(write)
+            else:
+                write(buckets(untied(weights)))
         else:
             (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
             write_safetensors([dict(weights)], folder, name="adapter_model")

@@ -12,8 +12,7 @@ import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError
@@ -21,6 +20,7 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_T = TypeVar("_T")
 Transport = Literal["folder", "gloo", "nccl", "ipc", "adapter"]
 BUCKET_BYTES = 256 * 2**20
 """Largest size of a bucket, in bytes; a larger tensor is a bucket by itself."""
@@ -115,15 +115,16 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         *,
         limit: int = BUCKET_BYTES,
         groups: Iterable[Sequence[str]] | None = None,
-        write: Callable[[Sequence[Sequence[str]], Path], None] | None = None,
+        use_there: Callable[[Sequence[Sequence[str]], Callable[[Iterator[Mapping[str, Tensor]]], Any]], Any] | None = None,
     ) -> None:
         """Fetch name -> tensor with `bring`, at most `limit` bytes at once; names of a group are always fetched together.
 
-        `write` writes buckets of names directly to a checkpoint folder, without fetching them; None if unsupported.
+        `use_there` calls a function on an iterator over buckets of names in the process that has the tensors, and returns
+        its result; None where that process cannot be sent a function.
         """
         self.kinds = dict(kinds)
         self._bring = bring
-        self._write = write
+        self._use_there = use_there
         self._buckets: list[list[str]] = []
         size = 0
         for names in groups or ([name] for name in self.kinds):
@@ -142,12 +143,12 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         for names in self._buckets:
             yield self._bring(names)
 
-    def write(self, folder: Path) -> bool:
-        """Write the tensors to `folder` without fetching them, if supported; return whether it was done."""
-        if self._write is None:
-            return False
-        self._write(self._buckets, folder)
-        return True
+    def over(self, use: Callable[[Iterator[Mapping[str, Tensor]]], _T]) -> _T:
+        """Return the result of `use` on all buckets, called where the tensors are if that process can be sent a function."""
+        if self._use_there is None:
+            return use(self.buckets())
+        result: _T = self._use_there(self._buckets, use)
+        return result
 
     def __getitem__(self, name: str) -> Tensor:
         number, (at, bucket) = self._at[name], self._held

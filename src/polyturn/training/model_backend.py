@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -34,7 +34,6 @@ from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
-from polyturn.engines.weight_files import write_safetensors
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
@@ -347,14 +346,17 @@ class ModelBackend:
                 collected[name] = whole.cpu()
         return collected if is_first else None
 
-    def write(self, pieces: Sequence[Sequence[str]], is_merged: bool, folder: Path) -> None:
-        """Write gathered tensors as the weights of a checkpoint in `folder`, one file for each list of names; rank 0
-        writes."""
+    def over(
+        self, pieces: Sequence[Sequence[str]], is_merged: bool, use: Callable[[Iterator[Mapping[str, Tensor]]], Any]
+    ) -> Any:
+        """Return the result of `use` on the tensors of each piece of names, as `gathered` returns them; rank 0 calls it, and
+        the others return None."""
+        tensors = (self.gathered(names, is_merged) or {} for names in pieces)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            write_safetensors((self.gathered(names, is_merged) or {} for names in pieces), folder)
-        else:
-            for names in pieces:
-                self.gathered(names, is_merged)
+            return use(tensors)
+        for _ in tensors:
+            continue
+        return None
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live, or a merged copy if an adapter changes it."""

@@ -12,7 +12,7 @@ rank writes and reads its part of a checkpoint, which any number of ranks may ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +203,10 @@ class RankedBackend:
 
         kinds: Mapping[str, TensorKind] = self._all("kinds", is_merged)[0]
 
-        def write(pieces: Sequence[Sequence[str]], folder: Path) -> None:
-            self._all("write", pieces, is_merged, folder)
+        def use_there(pieces: Sequence[Sequence[str]], use: Callable[[Any], Any]) -> Any:
+            return self._all("over", pieces, is_merged, use)[0]
 
-        return StreamedTensors(kinds, bring, limit=self._bucket_bytes, write=write)
+        return StreamedTensors(kinds, bring, limit=self._bucket_bytes, use_there=use_there)
 
     def _rows(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call with one share per row of ranks, and return the result of the first rank of each row."""

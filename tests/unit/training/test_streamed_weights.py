@@ -55,6 +55,17 @@ def test_stream_is_written_in_shards(tmp_path):
         assert again.keys() == weights.keys() and all(torch.equal(again[name], t) for name, t in weights.items())
 
 
+def test_function_is_sent_to_the_process_that_has_the_tensors():
+    weights = {f"w{i}": torch.full((4,), float(i)) for i in range(3)}
+    kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+
+    def use_there(pieces, use):
+        return use({name: weights[name] for name in names} for names in pieces)
+
+    elsewhere = StreamedTensors(kinds, bring=pytest.fail, limit=32, use_there=use_there)
+    assert elsewhere.over(lambda pieces: [list(piece) for piece in pieces]) == [["w0", "w1"], ["w2"]], "nothing was brought"
+
+
 def test_experts_are_streamed_one_by_one(tmp_path):
     """A layer comes at once, whatever the limit, because its experts are one tensor here and many there."""
     config = MixtralConfig(
