@@ -25,7 +25,7 @@ import http.server, json, os, pathlib, sys, time
 held = {"tag": "", "bytes": 0}
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.reply({})
+        self.reply(held)
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/load":
@@ -92,7 +92,7 @@ class EchoEngine(RemoteEngine):
         await self._post("/rename", {"tag": tag})
 
     async def _named(self) -> str:
-        raise NotImplementedError
+        return str((await self._link.get("/named"))["tag"])
 
     async def _forget(self) -> None:
         return

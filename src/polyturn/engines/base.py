@@ -100,6 +100,8 @@ class EngineSetup:
     """peft's settings of the trained adapter, if servers are sent only the adapter; the model folder then lacks it."""
     places: ServerPlaces | None = None
     """Starts servers elsewhere; None starts them on this machine."""
+    follows: int = 0
+    """In a rollout worker on a cluster, the number of the controller's servers, which the worker only asks (`following.py`)."""
     obstacles: list[str] | None = None
     """In a dry run, collects the reasons why the run would not start on this machine. None raises instead."""
 

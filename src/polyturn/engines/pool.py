@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,13 +25,19 @@ from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
-from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, recover
-from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, Replica
+from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, Watched, recover
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, PoolUse, Replica
 from polyturn.engines.weight_files import ServerWeights, WeightStore
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+WATCH_S = 5.0
+"""Seconds between two looks at a server that other processes ask."""
+
+
+def nothing_to_tell() -> None:
+    """Take a change of a pool that no other process follows."""
 
 
 class EnginePool(BaseEngine):
@@ -81,6 +88,10 @@ class EnginePool(BaseEngine):
         """Proves that a server that was brought back serves the pool's weights."""
         self.current: CurrentWeights | None = None
         """Gives a server that was brought back the trainer's weights, where `files` keeps none."""
+        self.on_change: Callable[[], object] = nothing_to_tell
+        """Called when a server is lost or comes back, and when an update begins or ends."""
+        self.uses: dict[str, PoolUse] = {}
+        """The latest report of each worker that asks the servers by itself."""
         self._num_made = 0
         self._is_asleep = False
         self._is_closed = False
@@ -94,6 +105,16 @@ class EnginePool(BaseEngine):
             self.join(engine)
 
     # Who is in it.
+
+    @property
+    def served_version(self) -> int:
+        """The policy version that the pool serves."""
+        return self._served.version
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be sent: false while the weights change, and while the servers sleep."""
+        return not (self._is_pushing or self._is_asleep)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -143,15 +164,27 @@ class EnginePool(BaseEngine):
         queue = self.admission.queue.value + sum(load.queue for load in loads if load is not None)
         return EngineLoad(queue, max((load.kv_use for load in loads if load is not None), default=0.0))
 
-    def read_metrics(self) -> dict[str, float]:
-        """Return the number of servers, and the counts of requests since the last call."""
-        totals = {
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was being answered; of workers that ask by themselves, their mean."""
+        of_workers = [use.busy_s for use in self.uses.values()]
+        return max(super().busy_s, sum(of_workers) / max(1, len(of_workers)))
+
+    def use_totals(self) -> dict[str, float]:
+        """Return the counts of this process's requests so far."""
+        return {
             "engine/lost": self.num_lost,
             "engine/redone": self.num_redone,
             "engine/stale": self.num_stale,
             "engine/moved": self.admission.num_moved,
-            "engine/restarts": sum(r.engine.num_restarts for r in self._replicas if isinstance(r.engine, Revivable)),
         }
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return the number of servers, and the counts of requests since the last call."""
+        totals = Counter(self.use_totals())
+        for use in self.uses.values():
+            totals.update(use.totals)
+        totals["engine/restarts"] = sum(r.engine.num_restarts for r in self._replicas if isinstance(r.engine, Revivable))
         new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
         self._reported.update(totals)
         return {
@@ -164,7 +197,8 @@ class EnginePool(BaseEngine):
     def _read_load(self) -> dict[str, float]:
         """Return the number of waiting requests, here and on the servers together, and the use of the servers' KV caches."""
         loads = [replica.engine.read_metrics() for replica in self._replicas]
-        waited = [self.admission.queue.read(), *(one["engine/queue"] for one in loads if "engine/queue" in one)]
+        waited = [self.admission.queue.read(), *(use.queue for use in self.uses.values())]
+        waited += [one["engine/queue"] for one in loads if "engine/queue" in one]
         used = [one["engine/kv_use"] for one in loads if "engine/kv_use" in one]
         return {"engine/queue": sum(waited)} | ({"engine/kv_use": sum(used) / len(used)} if used else {})
 
@@ -234,6 +268,7 @@ class EnginePool(BaseEngine):
         can_return = is_kept or (weights is not None and self._files is not None and self.current is not None)
         self._coming, self._is_pushing, self._is_asleep = version, True, False
         self._num_updates += 1
+        self.on_change()
         began, running = time.perf_counter(), sum(len(replica.running) for replica in self._replicas)
         problems: list[str] = []
 
@@ -270,6 +305,7 @@ class EnginePool(BaseEngine):
                 self._served = PoolWeights(version, None)
         finally:
             self._coming, self._is_pushing = self._served.version, False
+            self.on_change()
             if isinstance(payload, ServerWeights):
                 await payload.settle()  # also after a failure
         logger.debug(
@@ -289,6 +325,7 @@ class EnginePool(BaseEngine):
             EngineError: one refused.
         """
         self._is_asleep = True
+        self.on_change()
         # A server that starts meanwhile would take the memory; it is brought back once the weights find it down.
         await self._cancel_recoveries()
         with first_error():
@@ -312,6 +349,18 @@ class EnginePool(BaseEngine):
         """Send `replica` nothing before it was given the pool's weights again."""
         replica.is_stale = True
         self._down(replica, problem)
+
+    async def watch(self, replica: Replica) -> None:
+        """Look at a server that other processes ask, until cancelled, and bring it back when it is lost."""
+        while isinstance(replica.engine, Watched):
+            await asyncio.sleep(WATCH_S)
+            epoch = replica.epoch
+            try:
+                if replica.is_live and self.is_open:
+                    await replica.engine.look()
+            except EngineError as problem:
+                if replica.is_live and epoch == replica.epoch:
+                    self._down(replica, problem)
 
     async def close(self) -> None:
         """Close all servers."""
@@ -376,6 +425,7 @@ class EnginePool(BaseEngine):
         replica.is_up = False
         self._outage.note(replica, problem)
         self._bring_back(replica)
+        self.on_change()
 
     def _up(self, replica: Replica) -> None:
         if not replica.is_up and replica.recovery is None:
@@ -383,6 +433,7 @@ class EnginePool(BaseEngine):
             replica.is_up, replica.pause_s = True, FIRST_RETRY_S
             self._outage.end(replica)
             self.admission.admit()
+            self.on_change()
 
     def _bring_back(self, replica: Replica) -> None:
         """Start to bring `replica` back, where its engine can be asked how it is."""
@@ -413,6 +464,7 @@ class EnginePool(BaseEngine):
             replica.pause_s, replica.recovery = FIRST_RETRY_S, None
             self._outage.end(replica)
             self.admission.admit()
+            self.on_change()
             return True
 
         try:
@@ -433,3 +485,4 @@ class EnginePool(BaseEngine):
             message = "%s is out for good (%s); %d servers are left"
             logger.error(message, replica.name, one_line(problem), left, exc_info=trace)
             self.admission.admit()
+            self.on_change()

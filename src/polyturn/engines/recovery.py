@@ -51,6 +51,19 @@ class Revivable(Protocol):
 
 
 @runtime_checkable
+class Watched(Protocol):
+    """An engine that can be looked at while other processes ask its server."""
+
+    async def look(self) -> None:
+        """Return if the server is at work with the weights that it was given.
+
+        Raises:
+            EngineError: it is not.
+        """
+        ...
+
+
+@runtime_checkable
 class Sleeper(Protocol):
     """An engine on the trainer's GPUs, which it leaves to the trainer while that computes."""
 

@@ -10,6 +10,9 @@ One request is one POST with token ids in and token ids out. This class decides 
 - a forbidden sampled id is discarded and sampled again, which does not change the logprobs of other tokens;
 - while the server sleeps or loads weights, no request is sent, and requests that were cut are continued afterwards;
 - the client names the weights, so that an answer shows whether the server used the weights that were sent.
+
+Rollout workers on a cluster also ask the servers directly. Their clients follow the client of the controller (`ClientView`):
+its address, the names of its weights, and whether the weights are changing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import uuid
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyturn.core.continuation import before_banned, continued, joined, nothing, version_runs
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
@@ -63,6 +66,10 @@ _HUNG_AFTER = 3.0
 """A started server without an answer for this many times `health_s` is killed and restarted."""
 
 
+_MAX_VAIN = 16
+"""So many times in a row a server may cut a request of a client that follows before it samples anything."""
+
+
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
     """An adapter on a server, under a unique name. A request keeps its adapter to the end."""
@@ -70,6 +77,17 @@ class ServedAdapter:
     name: str
     version: int = FOREIGN_VERSION
     """The policy version of the adapter, once the server has the new name."""
+
+
+class ClientView(NamedTuple):
+    """The state of a client, as far as another process needs it to ask the same server."""
+
+    url: str
+    prefix: str
+    """Before the version, in the names of weights."""
+    num_updates: int
+    version: int
+    adapter: ServedAdapter | None
 
 
 class RemoteEngine(ServerDialect, BaseEngine):
@@ -124,6 +142,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         """Cleared while weights change or the server sleeps."""
         self._is_asleep = False
         self._is_closed = False
+        self._follows = False
+        """Whether the client of another process has the server."""
         self._loads: deque[EngineLoad | None] = deque(maxlen=_NUM_LOADS)
         """Load records since the last `read_metrics`."""
         self._latest_load: EngineLoad | None = None
@@ -193,9 +213,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
                             continue
                         is_late = request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline
                         was_cut = parts[-1].finish_reason is FinishReason.ABORT and not pending.is_ended and not is_late
-                        # Only an update cuts a request that its caller did not end.
-                        if not was_cut or self._updates == updates:
+                        # Only an update cuts a request that its caller did not end; a follower may hear of the update later.
+                        if not was_cut or (self._updates == updates and not self._follows):
                             return joined(parts)
+                        if len(parts) >= _MAX_VAIN and not any(len(part.token_ids) for part in parts[-_MAX_VAIN:]):
+                            raise EngineLostError(f"{self.url} cut {request.request_id!r} {_MAX_VAIN} times in a row")
         finally:
             self.num_busy += pending.num_busy
             del self._live[request.request_id]
@@ -331,6 +353,42 @@ class RemoteEngine(ServerDialect, BaseEngine):
         await asyncio.wait_for(self._look_once(), self._health_s)
         self._silent_since = None
 
+    async def look(self) -> None:
+        """Return if the server is at work with the weights that it was given; while they change, it counts as such.
+
+        Raises:
+            EngineLostError: it has died, or did not say so in time, twice in a row.
+            EngineError: it serves other weights.
+        """
+        for _ in range(_NUM_LOOKS):
+            server, updates = self.process, self._updates
+            if server is not None and await server.is_dead():
+                raise EngineLostError(f"the server at {self.url} has died")
+            if not self._is_open.is_set():
+                return
+            if await self._is_well():
+                if updates and await self.is_as_left() is False and updates == self._updates:
+                    raise EngineError(f"{self.url} serves other weights than it was given")
+                return
+            await asyncio.sleep(self._health_s * LOOK_SHARE)
+        raise EngineLostError(f"{self.url} does not say that it is well")
+
+    # Another process that asks the same server.
+
+    @property
+    def view(self) -> ClientView:
+        """The state that a client in another process follows."""
+        return ClientView(self.url, self._prefix, self._updates, self.version, self._adapter)
+
+    def follow(self, view: ClientView, *, is_open: bool) -> None:
+        """Ask the server that a client in another process has; send nothing before it `is_open`."""
+        self._link.url, self._prefix, self._updates, self.version, self._adapter = view
+        self._follows = True
+        if is_open:
+            self._is_open.set()
+        else:
+            self._is_open.clear()
+
     async def close(self) -> None:
         """Close the connections, and stop the server if this client started it."""
         self._is_closed = True
@@ -379,6 +437,20 @@ class RemoteEngine(ServerDialect, BaseEngine):
         except EngineBusyError as problem:  # servers report bad health with 503
             raise EngineLostError(one_line(problem)) from problem
 
+    async def _is_well(self) -> bool:
+        """Return whether the server is at work, and note its load."""
+        try:
+            async with asyncio.timeout(self._health_s):
+                await self._look_once()
+                with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
+                    self._latest_load = await self._read_load()
+                    self._loads.append(self._latest_load)
+        except (EngineError, TimeoutError):
+            return False
+        if self.process is not None:
+            self.process.look_at_memory()
+        return True
+
     async def _watch_health(self) -> None:
         """While requests run, check the server's health; if it fails, fail all requests."""
         failed = 0
@@ -387,17 +459,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             if not self._is_open.is_set():  # updates have separate deadlines
                 failed = 0
                 continue
-            try:
-                async with asyncio.timeout(self._health_s):
-                    await self._look_once()
-                    with contextlib.suppress(EngineError):  # a missing load does not mean bad health
-                        self._latest_load = await self._read_load()
-                        self._loads.append(self._latest_load)
-                failed = 0
-                if self._supervisor is not None and self._supervisor.server is not None:
-                    self._supervisor.server.look_at_memory()
-            except (EngineError, TimeoutError):
-                failed = failed + 1 if self._is_open.is_set() else 0
+            failed = 0 if await self._is_well() or not self._is_open.is_set() else failed + 1
             if failed >= _NUM_LOOKS:
                 for pending in self._live.values():
                     pending.give_up(EngineLostError(f"{self.url} accepts requests and does not answer them"))

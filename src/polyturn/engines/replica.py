@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from polyturn.core.errors import one_line
 from polyturn.core.generation import GenerateRequest
@@ -77,6 +78,17 @@ class Replica:
         if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
             return False
         return now >= self.probes_at and not self.running  # one request tests it
+
+
+class PoolUse(NamedTuple):
+    """The requests of one process that asks servers through a pool of its own."""
+
+    busy_s: float
+    """Seconds in which at least one request was being answered."""
+    queue: float
+    """The mean number of requests that waited there, since the report before."""
+    totals: Mapping[str, float]
+    """Metric -> count of requests."""
 
 
 def reasons(replicas: Sequence[Replica]) -> str:

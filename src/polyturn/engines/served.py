@@ -16,10 +16,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secrets import bearer, token_from
 from polyturn.engines.base import EngineSetup
+from polyturn.engines.following import FollowingPool
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
@@ -51,6 +53,19 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     import torch
 
     options: ServerOptions = setup.options
+    key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
+    model = ServedModel(
+        vocab_size=int(setup.model.config.get_text_config().vocab_size),
+        max_context=setup.max_context,
+        media=setup.media,
+        routes=setup.routes,
+        needs_routes=setup.needs_routes,
+    )
+    sent = dataclasses.replace(options, max_in_flight=options.max_in_flight + _FOR_PROBES)
+    limits: Any = {"slots": options.max_in_flight, "max_tries": options.max_tries, "patience_s": options.patience_s}
+    if setup.follows:
+        followers = [client("", model, options=sent, headers=bearer(key)) for _ in range(setup.follows)]
+        return FollowingPool(followers, **limits)
     launch, places = options.launch or LaunchOptions(), setup.places
     root = None if options.weights_folder is None else setup.base / options.weights_folder
     transport = choose_transport(
@@ -66,7 +81,6 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     folder = setup.model_folder()
     own_model = folder.path if folder.is_temporary else None
     transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
-    key = token_from({"token_env": options.api_key_env}, where="engine.api_key_env")
     launches = (
         []
         if options.urls
@@ -77,14 +91,6 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         ServerSupervisor(spec, max_restarts=launch.max_restarts, start=start)
         for spec, start in zip(launches, starters, strict=True)
     ]
-    model = ServedModel(
-        vocab_size=int(setup.model.config.get_text_config().vocab_size),
-        max_context=setup.max_context,
-        media=setup.media,
-        routes=setup.routes,
-        needs_routes=setup.needs_routes,
-    )
-    sent = dataclasses.replace(options, max_in_flight=options.max_in_flight + _FOR_PROBES)
     clients = [
         client(url, model, options=sent, transfer=transfer, headers=bearer(key), supervisor=supervisor)
         for url, supervisor in [*((url, None) for url in options.urls), *(("", one) for one in supervisors)]
@@ -97,15 +103,14 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         if folder.is_temporary:
             shutil.rmtree(folder.path, ignore_errors=True)
     else:
-        root = None if root is None else root.resolve()
-        files = WeightFolder(folder.path, root=root, owns_model=folder.is_temporary, adapter=setup.adapter)
-    return EnginePool(
-        clients,
-        slots=options.max_in_flight,
-        max_tries=options.max_tries,
-        patience_s=options.patience_s,
-        files=files,
-    )
+        files = WeightFolder(
+            folder.path,
+            root=None if root is None else root.resolve(),
+            owns_model=folder.is_temporary,
+            adapter=setup.adapter,
+            is_remote=places is not None and root is None,
+        )
+    return EnginePool(clients, files=files, **limits)
 
 
 def require_one_version(pool: EnginePool) -> None:

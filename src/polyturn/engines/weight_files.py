@@ -157,6 +157,7 @@ class WeightFolder:
         root: Path | None = None,
         owns_model: bool = False,
         adapter: Mapping[str, Any] | None = None,
+        is_remote: bool = False,
     ) -> None:
         """Make a folder for checkpoints.
 
@@ -165,6 +166,7 @@ class WeightFolder:
             root: Parent folder; None takes shared memory.
             owns_model: Whether `close` also removes `model`.
             adapter: peft's settings of the adapter, if only adapters are written.
+            is_remote: Whether ranks may be on other machines, which do not see the folder: weights are then brought here.
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
@@ -177,6 +179,7 @@ class WeightFolder:
         self.adapter = adapter
         """peft's settings, which `write` writes with an adapter's weights."""
         self._own = model if owns_model else None
+        self._is_remote = is_remote
         self._number = 0
         self._written: list[Path] = []
         """The existing folders of weights, the latest last."""
@@ -194,7 +197,7 @@ class WeightFolder:
         if self.adapter is None:
             shutil.copy(self._config, folder / "config.json")
             write = partial(write_safetensors, folder=folder)
-            if isinstance(weights, StreamedTensors):
+            if isinstance(weights, StreamedTensors) and not self._is_remote:
                 weights.over(write)
             else:
                 write(buckets(untied(weights)))

@@ -154,6 +154,20 @@ async def test_server_sleeps_before_an_update_and_wakes_in_order(kind: str, fold
         assert not any("wake_up" in call or "memory" in call for call in server.told), "it was awake"
 
 
+async def test_request_of_another_process_goes_on_behind_a_cut(folder: Path) -> None:
+    """A rollout worker may see that its request was cut before it hears of the update."""
+    async with serving("vllm", folder) as (server, engine):
+        worker = VllmEngine("", ServedModel(vocab_size=16))
+        worker.follow(engine.view, is_open=True)
+        asked = asyncio.create_task(worker.generate(ask()))
+        while not server.told:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.sleep()
+        completion = await asked
+        await worker.close()
+    assert len(completion.token_ids) == 4 and completion.finish_reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_failed_load_wakes_the_server_with_unfinished_weights(kind: str, folder: Path) -> None:
     async with serving(kind, folder) as (server, engine):
