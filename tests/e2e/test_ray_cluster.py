@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from polyturn.cli.main import main
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.engines.pool import EnginePool
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.training import hf
 from support.ray_processes import MARK, processes_of, wait_until
@@ -104,7 +105,8 @@ async def test_request_of_a_dead_replica_moves_to_another(address, mark):
     cluster = Cluster(address)
     try:
         script = [[5, 6], [5, 6], EngineError("the prompt is too long")]
-        engine = cluster.engines(ResourceRequest(count=2, resources={"rollout": 0.5}), partial(ScriptedEngine, script))
+        build = partial(ScriptedEngine, script)
+        engine = cluster.engines(ResourceRequest(count=2, resources={"rollout": 0.5}), build)(EnginePool)
         assert list((await engine.generate(request("a/0", session="a"))).token_ids) == [5, 6]
         first, second = processes_of(mark, "EngineActor")
         os.kill(first, signal.SIGKILL)
@@ -141,7 +143,7 @@ async def test_call_waits_behind_no_other(address, tmp_path):
 
     cluster = Cluster(address)
     try:
-        engine = cluster.engines(ResourceRequest(count=1, resources={"rollout": 0.5}), build)
+        engine = cluster.engines(ResourceRequest(count=1, resources={"rollout": 0.5}), build)(EnginePool)
         running = [asyncio.create_task(engine.generate(request(f"{i}/0", session=f"{i}"))) for i in range(1100)]
         await asyncio.to_thread(wait_until, lambda: asked.stat().st_size == 1100)
         await asyncio.wait_for(engine.update_weights(1, weights={}), timeout=55.0)

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,9 @@ import torch
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.base import ModelFolder
-from support.echo_server import echo_pool, missing_server
+from polyturn.engines.following import FollowingPool, PoolView
+from polyturn.engines.request_limits import ServedModel
+from support.echo_server import EchoEngine, echo_pool, missing_server
 from support.ray_processes import MARK, processes_of
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
@@ -65,11 +66,13 @@ def model(tmp_path):
     return ModelFolder(tmp_path / "model", is_temporary=True)
 
 
-def started(cluster, model, *, count=2):
-    engine = cluster.pool()
-    places = cluster.places(ResourceRequest(count=count, resources={"room": 1}))
-    engine.start(partial(echo_pool, places(model)))
-    return engine
+async def started(cluster, model, *, count=2):
+    """Return the controller's pool of servers, all of which are up, and a worker's, which follows it."""
+    engine = await echo_pool(cluster.places(ResourceRequest(count=count, resources={"room": 1}))(model))
+    worker = FollowingPool([EchoEngine("", ServedModel(vocab_size=10)) for _ in range(count)], slots=8)
+    engine.on_change = lambda: worker.follow(PoolView.of(engine))
+    engine.on_change()
+    return engine, worker
 
 
 async def ask(engine, number):
@@ -94,14 +97,15 @@ def gpus_of(pid):
 
 
 async def test_servers_on_two_nodes_answer_as_one_engine(cluster, model):
-    engine = started(cluster, model)
-    said = await asyncio.gather(*(ask(engine, i) for i in range(24)))
+    engine, worker = await started(cluster, model)
+    said = await asyncio.gather(*(ask(worker, i) for i in range(24)))
     assert len({c.info["pid"] for c in said}) == 2 and {c.policy_versions for c in said} == {((0, 0),)}
     await engine.update_weights(1, weights=TIED)
-    said = await asyncio.gather(*(ask(engine, i) for i in range(24)))
+    said = await asyncio.gather(*(ask(worker, i) for i in range(24)))
     assert {c.policy_versions for c in said} == {((0, 1),)} and len({c.info["bytes"] for c in said}) == 1
     assert engine.read_metrics()["engine/replicas_live"] == 2
     pids = {int(c.info["pid"]) for c in said}
+    await worker.close()
     await engine.close()
     await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
     assert not model.path.exists(), "it was written for the run, and the nodes' copies went with the servers"
@@ -110,8 +114,9 @@ async def test_servers_on_two_nodes_answer_as_one_engine(cluster, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["server", "actor", "node"])
 async def test_lost_server_is_replaced_and_given_its_weights(cluster, nodes, mark, model, victim):
-    engine = started(cluster, model)
+    engine, worker = await started(cluster, model)
     await engine.update_weights(1, weights=TIED)
+    watching = [asyncio.create_task(engine.watch(replica)) for replica in engine.replicas]
     proved = []
 
     async def prove(one, version):
@@ -123,9 +128,9 @@ async def test_lost_server_is_replaced_and_given_its_weights(cluster, nodes, mar
             raise EngineError("the leader says no once, so that it is sent its weights again")
 
     engine.verify = prove
-    first = await asyncio.gather(*(ask(engine, i) for i in range(16)))
+    first = await asyncio.gather(*(ask(worker, i) for i in range(16)))
     before = {int(c.info["pid"]) for c in first}
-    asked = [asyncio.create_task(ask(engine, i)) for i in range(200)]
+    asked = [asyncio.create_task(ask(worker, i)) for i in range(200)]
     await asyncio.sleep(0.2)
     if victim == "node":
         nodes.remove_node(nodes.rooms[0], allow_graceful=False)
@@ -142,10 +147,13 @@ async def test_lost_server_is_replaced_and_given_its_weights(cluster, nodes, mar
         return engine.read_metrics()["engine/replicas_live"] == 2
 
     await until(has_both)
-    after = {int(c.info["pid"]) for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))}
+    after = {int(c.info["pid"]) for c in await asyncio.gather(*(ask(worker, i) for i in range(24)))}
     assert len(after) == 2 and len(after - before) == 1
     await engine.update_weights(2, weights=TIED)
-    assert {c.policy_versions for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))} == {((0, 2),)}
+    assert {c.policy_versions for c in await asyncio.gather(*(ask(worker, i) for i in range(24)))} == {((0, 2),)}
+    for task in watching:
+        task.cancel()
+    await worker.close()
     await engine.close()
     if victim == "node":
         nodes.rooms[0] = nodes.add_node(num_cpus=1, num_gpus=2, resources={"room": 2})
@@ -157,9 +165,8 @@ async def test_servers_share_gpus_with_ranks_and_sleep(cluster, model):
         ResourceRequest(count=4, resources={"GPU": 1}), ResourceRequest(count=2, resources={"GPU": 2, "room": 1})
     )
     assert len({rank.home.node for rank in ranks[:2]}) == len({rank.home.node for rank in ranks[2:]}) == 1
-    engine = cluster.pool()
     made = places(model)
-    engine.start(partial(echo_pool, made))
+    engine = await echo_pool(made)
     of_ranks = [",".join(gpu for rank in pair for gpu in rank.home.gpus) for pair in (ranks[:2], ranks[2:])]
     assert list(made.devices) == of_ranks and {len(gpus.split(",")) for gpus in of_ranks} == {2}
     pids = {int(c.info["pid"]) for c in await asyncio.gather(*(ask(engine, i) for i in range(24)))}
@@ -173,6 +180,7 @@ async def test_servers_share_gpus_with_ranks_and_sleep(cluster, model):
     await engine.close()
 
 
-def test_failed_start_names_its_node(cluster, model):
+async def test_failed_start_names_its_node(cluster, model):
+    places = cluster.places(ResourceRequest(count=1, resources={"room": 1}))(model)
     with pytest.raises(EngineError, match=r"server 0 on \S+: the server '/no/such/python' cannot be started"):
-        cluster.pool().start(partial(missing_server, cluster.places(ResourceRequest(count=1, resources={"room": 1}))(model)))
+        await missing_server(places)

@@ -18,6 +18,7 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.engines.dialect import ServerFacts
+from polyturn.engines.following import FollowingPool
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
@@ -45,6 +46,16 @@ async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
     pool = build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://a:1, http://b:2/]", f"engine.weights_folder={tmp_path}")
     assert [engine.url for engine in clients(pool)] == ["http://a:1", "http://b:2"]
     assert all(isinstance(engine, VllmEngine) for engine in clients(pool))
+    await pool.close()
+
+
+async def test_rollout_worker_asks_the_servers_of_the_controller(tmp_path: Path) -> None:
+    loaded = load_config(RunConfig, write_tiny_run(tmp_path), [*LAUNCH, "engine.max_in_flight=8"])
+    source = build.ConfigSource(config=loaded.config, base=tmp_path)
+    pool = build.build_parts(source, has_weights=False, follows=2).engine
+    assert isinstance(pool, FollowingPool)
+    assert [engine.supervisor for engine in clients(pool)] == [None, None], "it starts none"
+    assert [replica.slots for replica in pool.replicas] == [8, 8]
     await pool.close()
 
 

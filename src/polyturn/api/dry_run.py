@@ -241,13 +241,12 @@ def device_plan(config: RunConfig) -> dict[str, str]:
 def cluster_plan(config: RunConfig) -> dict[str, str]:
     """Return the processes of a run on a cluster, with their resources and contents.
 
-    {"driver": "…", "pool": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes if possible; …"}
+    {"driver": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes if possible; …"}
     """
     cluster, engine = config.cluster, config.engine
     apart = "on different nodes if possible"
     plan = {
         "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
-        "pool": "with the driver: the queue of all requests; no weights",
     }
     if isinstance(engine, ServerOptions) and engine.urls:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"

@@ -10,13 +10,11 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import row_width
-from polyturn.build.engine import build_engine, servable_folder
-from polyturn.build.model import build_codec, build_media, build_outline
-from polyturn.build.parts import Parts, build_parts, max_context_of
+from polyturn.build.parts import Parts, build_parts
 from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
@@ -24,10 +22,10 @@ from polyturn.config.schema import dotted
 from polyturn.config.sources import leaves
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.live import LiveObject
-from polyturn.core.plugins import load_plugins
+from polyturn.engines.following import FollowingPool
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.served import require_one_version
+from polyturn.engines.remote import RemoteEngine
 from polyturn.infra.loop import LoopMonitor
 from polyturn.rollout.pool import RolloutPool
 
@@ -35,9 +33,8 @@ if TYPE_CHECKING:
     from polyturn.cluster.journal import WorkerJournal
     from polyturn.cluster.members import Member
     from polyturn.cluster.rank_processes import RankProcesses
-    from polyturn.cluster.servers import NodePlaces
     from polyturn.cluster.worker_pool import RemoteWorker
-    from polyturn.core.protocols import Engine, EngineCapabilities
+    from polyturn.core.protocols import Engine
     from polyturn.training.rank_group import RankWorker
 
 
@@ -147,22 +144,25 @@ def pool_of(parts: Parts) -> RolloutPool:
     )
 
 
-def _with_pool(parts: Parts, workers: Sequence[RemoteWorker]) -> Parts:
+def _with_pool(parts: Parts, workers: Sequence[RemoteWorker], *, engines: EnginePool | None = None) -> Parts:
     from polyturn.cluster.worker_pool import WorkerPool
 
     rollout = parts.source.config.rollout
     limit, share = rollout.max_concurrent, rollout.max_failed_share
-    return dataclasses.replace(parts, pool=WorkerPool(workers, parts.context, max_concurrent=limit, max_failed_share=share))
+    pool = WorkerPool(workers, parts.context, max_concurrent=limit, max_failed_share=share, engines=engines)
+    return dataclasses.replace(parts, pool=pool)
 
 
 def _without_cluster(source: ConfigSource) -> ConfigSource:
     """Return the configuration that another process of the run builds of, which it does as on one machine.
 
-    A worker runs its share of `rollout.max_concurrent` episodes at once.
+    A worker has its share of `rollout.max_concurrent` episodes, and of the requests that a server takes at once.
     """
-    config = source.config
-    share = math.ceil(config.rollout.max_concurrent / config.cluster.workers.count)
-    alone = {"cluster": type(config.cluster)(), "rollout": config.rollout.model_copy(update={"max_concurrent": share})}
+    config, num_workers = source.config, source.config.cluster.workers.count
+    episodes = {"max_concurrent": math.ceil(config.rollout.max_concurrent / num_workers)}
+    alone: dict[str, Any] = {"cluster": type(config.cluster)(), "rollout": config.rollout.model_copy(update=episodes)}
+    if isinstance(engine := config.engine, ServerOptions) and config.cluster.address is not None:
+        alone["engine"] = dataclasses.replace(engine, max_in_flight=math.ceil(engine.max_in_flight / num_workers))
     return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 
@@ -234,26 +234,25 @@ def cluster_parts(source: ConfigSource) -> Parts:
     placed: list[Member] = []
     try:
         if config.engine.kind == "embedded":
-            engine = ray.engines(engines, functools.partial(_engine, here))
-            parts = build_parts(reading, engine=engine)
+            actors_as = ray.engines(engines, functools.partial(_engine, here))
+            parts = build_parts(reading, engine=actors_as(EnginePool))
+            build_worker = functools.partial(_worker_of_actors, here, actors_as)
         else:
             if config.engine.update == "sleep":
                 placed, places = ray.shared(ranks, engines)
             else:
                 places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
-            engine = ray.pool()
-            parts = build_parts(reading, engine=engine)
-            media = parts.context.media
-            folder = servable_folder(parts.source, parts.model, tokenizer=parts.tokenizer, media=media, checkpoint=None)
-            engine.start(functools.partial(_servers, here, places(folder)))
-        pool = functools.partial(_actor_pool, here, engine.pool, engine.capabilities)
-        members = ray.workers(workers, pool)
+            parts = build_parts(reading, places=places)
+            build_worker = functools.partial(_worker, here, follows=_num_servers(parts))
+        pool = parts.engine
+        assert isinstance(pool, EnginePool)
+        members = ray.workers(workers, build_worker)
         placed = placed or ray.ranks(ranks)
         rank_group = ray.rank_group(placed, functools.partial(_rank, here), row_width=row_width(config))
     except BaseException:
         ray.close()  # or the actors that were placed keep their resources
         raise
-    return _with_pool(dataclasses.replace(parts, rank_group=rank_group), members)
+    return _with_pool(dataclasses.replace(parts, rank_group=rank_group), members, engines=pool)
 
 
 def _engine(source: ConfigSource) -> Engine:
@@ -261,47 +260,32 @@ def _engine(source: ConfigSource) -> Engine:
     return build_parts(source).engine
 
 
-async def _servers(source: ConfigSource, places: NodePlaces) -> EnginePool:
-    """Build the pool of servers, in its actor, and let all of them come up.
+def _num_servers(parts: Parts) -> int:
+    """Return the number of servers of a run on a cluster.
 
     Raises:
-        ConfigError, EngineError: they cannot be, or one does not come up.
+        ConfigError: the engine is something else than a pool of servers.
     """
-    config = source.config
-    load_plugins(config.plugins, base=source.base)
-    codec = build_codec(source)
-    model = build_outline(source, codec.tokenizer)
-    built = build_engine(
-        source,
-        model,
-        tokenizer=codec.tokenizer,
-        media=build_media(source, codec, model),
-        max_context=max_context_of(config.rollout.limits, model),
-        checkpoint=None,
-        places=places,
-    )
-    if not isinstance(built, EnginePool):
+    pool, kind = parts.engine, parts.source.config.engine.kind
+    if not isinstance(pool, EnginePool) or not all(isinstance(replica.engine, RemoteEngine) for replica in pool.replicas):
         raise ConfigError(
-            f"engine.kind {config.engine.kind!r} makes a {type(built).__name__}; on a cluster it must make a server pool "
-            "(polyturn.engines.pool.EnginePool), as vllm and sglang do, or be embedded"
+            f"engine.kind {kind!r} makes a {type(pool).__name__}; on a cluster it must make a pool of servers "
+            "(polyturn.engines.served.build_servers), as vllm and sglang do, or be embedded"
         )
-    await built.update_weights(0)
-    require_one_version(built)
-    if config.engine.update == "sleep":  # until the first weights: the ranks' models come meanwhile, and a warm start
-        await built.sleep()
-    return built
+    return len(pool.replicas)
 
 
-def _actor_pool(source: ConfigSource, pool: Member, capabilities: EngineCapabilities, journal: WorkerJournal) -> RolloutPool:
-    """Build a rollout worker, in its actor."""
-    from polyturn.cluster.engine import ClusterEngine
+def _worker_of_actors(
+    source: ConfigSource, actors_as: Callable[[type[EnginePool]], EnginePool], journal: WorkerJournal
+) -> RolloutPool:
+    """Build a rollout worker that asks embedded engines in actors, in its own actor."""
+    return _worker(source, journal, actors_as(FollowingPool))
 
-    return _worker(source, journal, ClusterEngine(pool, capabilities))
 
-
-def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine) -> RolloutPool:
-    """Build a rollout worker, in its process."""
-    parts = build_parts(source, engine=engine, has_weights=False)
+def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine | None = None, *, follows: int = 0) -> RolloutPool:
+    """Build a rollout worker, in its process; without an engine it asks the controller's servers by itself."""
+    parts = build_parts(source, engine=engine, has_weights=False, follows=follows)
+    engine = engine or parts.engine
     # The event loop of an actor runs beside the main thread, and the process is there for nothing else.
     config = source.config
     monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)

@@ -38,9 +38,12 @@ def build_engine(
     media: MediaProcessor | None,
     max_context: int,
     checkpoint: Path | None,
-    places: ServerPlaces | None = None,
+    places: Callable[[ModelFolder], ServerPlaces] | None = None,
+    follows: int = 0,
 ) -> Engine:
-    """Make the engine `engine.kind`. The first call starts servers, by `places` if given.
+    """Make the engine `engine.kind`. The first call starts servers.
+
+    `places` returns the places of servers on other machines, for the folder that they load; for `follows` see `EngineSetup`.
 
     Raises:
         ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
@@ -48,6 +51,11 @@ def build_engine(
     config = source.config
     build = find_engine(source)
     routes = route_shape(source, model)
+
+    def folder() -> ModelFolder:
+        return servable_folder(source, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
+
+    own_places = None if places is None else places(folder())
     setup = EngineSetup(
         options=config.engine,
         model=model,
@@ -56,15 +64,12 @@ def build_engine(
         sampling=SamplingParams.of(config.rollout.sampling),
         trains_meanwhile=config.train.max_staleness > 0,
         base=source.base,
-        model_folder=lambda: (
-            servable_folder(source, model, tokenizer=tokenizer, media=media, checkpoint=checkpoint)
-            if places is None
-            else places.config
-        ),
+        model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
         adapter=_adapter_settings(model) if sends_adapter(config) else None,
-        places=places,
+        places=own_places,
+        follows=follows,
         obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
     )
     engine = _foreign(build, setup, config.engine) if isinstance(config.engine, OwnEngineOptions) else build(setup)

@@ -27,6 +27,7 @@ from polyturn.core.plugin_shape import check_class, has_parameter, lacks
 from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.protocols import Engine
 from polyturn.core.stand_in import stand_ins
+from polyturn.engines.base import ModelFolder, ServerPlaces
 from polyturn.engines.options import EmbeddedOptions
 from polyturn.engines.update_gate import UpdateGate
 from polyturn.infra.loop import LoopMonitor
@@ -97,6 +98,8 @@ def build_parts(
     checkpoint: Path | None = None,
     engine: Any = None,
     has_weights: bool = True,
+    places: Callable[[ModelFolder], ServerPlaces] | None = None,
+    follows: int = 0,
     check: Callable[[Plugins | None, Toolbox], None] | None = None,
 ) -> Parts:
     """Make the model, the engine and the rollout context.
@@ -106,6 +109,8 @@ def build_parts(
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: The engine; None makes the configured one.
         has_weights: Whether to load weights; the rollout itself needs only config and shapes.
+        places: Returns the places of servers on other machines, for the folder that they load; None starts them here.
+        follows: In a rollout worker on a cluster, the number of the controller's servers, which the worker only asks.
         check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
             made first.
 
@@ -117,7 +122,8 @@ def build_parts(
         if isinstance(name, str):
             check_model_name(name, source.base)
     check_plugins(source)
-    if engine is None and not isinstance(config.engine, EmbeddedOptions):  # its modules import PyTorch
+    is_own = engine is None and not follows
+    if is_own and not isinstance(config.engine, EmbeddedOptions):  # its modules import PyTorch
         check_engine(source)
     if has_torch := "torch" in sys.modules:  # a plug-in imported it, and may draw random numbers when it is made
         set_up_torch(config)
@@ -149,7 +155,14 @@ def build_parts(
     policies = build_policies(source, model=model, codec=codec)
     plugins = plugins or build_plugins(source, policies)
     engine = engine or build_engine(
-        source, model, tokenizer=codec.tokenizer, media=media, max_context=max_context, checkpoint=checkpoint
+        source,
+        model,
+        tokenizer=codec.tokenizer,
+        media=media,
+        max_context=max_context,
+        checkpoint=checkpoint,
+        places=places,
+        follows=follows,
     )
     context = build_context(
         source,

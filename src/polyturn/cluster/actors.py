@@ -1,10 +1,9 @@
 """The processes on the nodes of a cluster: a rank, an engine replica, or a rollout worker, each a Ray actor.
 
-    driver (the leader)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
+    driver (controller)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
     loop, evaluation,       EngineActor x replicas       weights for sampling: the embedded engine
-    checkpoints             ServerActor x replicas       or an inference server (`servers.py`)
-                            PoolActor                    all replicas as one engine (`pool_actor.py`)
-                            RolloutActor x workers       episodes: tools, interactions, rewards; they use the pool
+    the pool of engines     ServerActor x replicas       or an inference server (`servers.py`)
+                            RolloutActor x workers       episodes: tools, interactions, rewards; they ask the engines
 
 An actor gets a function that builds its part, not a configuration: this file does not know the parts. Each actor names its
 log file, so that the driver can report how it ended.
@@ -20,8 +19,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from polyturn.cluster.actor_engine import shifted
 from polyturn.cluster.members import Actor
-from polyturn.cluster.pool_actor import shifted
 from polyturn.cluster.worker import RolloutWorker
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities

@@ -1,4 +1,4 @@
-"""The driver's side of ranks and workers, used like those of one process (engine: `engine.py`).
+"""The driver's side of ranks and workers, used like those of one process (engines: `actor_engine.py`).
 
     RayRankGroup    every rank runs a command on its share
     RayWorker       a worker of a `WorkerPool`
@@ -9,6 +9,7 @@ episodes of a dead one; the run ends if a rank or the last worker dies.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from polyturn.cluster.members import Member, answer
+from polyturn.cluster.weights import StoredWeights
 from polyturn.cluster.worker_pool import RemoteWorker, WorkerLostError
 from polyturn.core.errors import RankLostError
 from polyturn.core.protocols import Engine
@@ -79,11 +81,12 @@ class PushedWeights:
 
     async def start(self, version: int) -> None:
         """Bring the first weights there, as `version`."""
-        await self._engine.update_weights(version, weights=self._weights())
+        await self.publish(version)
 
     async def publish(self, version: int) -> None:
         """Bring the weights as they are now, as `version`."""
-        await self._engine.update_weights(version, weights=self._weights())
+        stored = await asyncio.to_thread(lambda: StoredWeights.put(self._weights()))
+        await self._engine.update_weights(version, weights=stored)
 
 
 class RayWorker(RemoteWorker):

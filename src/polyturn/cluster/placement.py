@@ -4,7 +4,6 @@
                                  GPUs is in their bundle
     engines, servers   SPREAD    they do not depend on each other
     workers            SPREAD    over the processors of all nodes
-    pool               the driver's node, because the run ends with the driver anyway
 
 If the cluster has no room, an error says after `patience_s` what was requested and what exists.
 """
@@ -22,19 +21,18 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from polyturn.cluster.actor_engine import pool_of_actors
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
 from polyturn.cluster.clients import RayRankGroup, RayWorker
-from polyturn.cluster.engine import ClusterEngine
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, own_words
-from polyturn.cluster.pool_actor import PoolActor, replica_pool
 from polyturn.cluster.servers import NodePlaces
 from polyturn.cluster.weights import ModelFiles
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import ModelFolder
+from polyturn.engines.pool import EnginePool
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.rank_group import RankWorker
 
@@ -92,13 +90,10 @@ class Cluster:
                 "--head`, or use --ray local (in Python: ray='local')"
             ) from problem
 
-    def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> ClusterEngine:
-        """Place engine replicas and return them as one engine."""
+    def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> Callable[[type[EnginePool]], EnginePool]:
+        """Place engine replicas; return a function that makes a pool of them, in this process or in another."""
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
-        capabilities = ray.get(replicas[0].handle.capabilities.remote())
-        engine = self.pool()
-        engine.start(partial(replica_pool, replicas, capabilities))
-        return engine
+        return partial(pool_of_actors, replicas, ray.get(replicas[0].handle.capabilities.remote()))
 
     def places(self, need: ResourceRequest | None) -> Callable[[ModelFolder], NodePlaces]:
         """Keep room for inference servers, none where they run already; return a function that places them, once there is a
@@ -138,12 +133,6 @@ class Cluster:
             files=ModelFiles.of(folder),
             patience_s=self._patience_s,
         )
-
-    def pool(self) -> ClusterEngine:
-        """Place the pool, on this node, and return the engine that asks it; it is to be started."""
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        handle: Any = ray.remote(PoolActor).options(num_cpus=0, scheduling_strategy=here, max_concurrency=AT_ONCE)
-        return ClusterEngine(Member("engine pool", handle.remote()))
 
     def workers(self, need: ResourceRequest, build: Callable[[WorkerJournal], RolloutPool]) -> list[RayWorker]:
         """Place rollout workers."""

@@ -1,6 +1,6 @@
 """Inference servers on nodes: each is started, looked at and stopped by an actor in a bundle of a placement group.
 
-    pool actor     NodePlaces.starter(2) -> NodeServer           a `RunningServer`, as far as a client's supervisor can tell
+    controller     NodePlaces.starter(2) -> NodeServer           a `RunningServer`, as far as a client's supervisor can tell
       |  a new actor for every start: on another node where the bundle's own is gone
     node           ServerActor -> Server (ManagedProcess)        the process, its log, the checkpoint that it reads
 

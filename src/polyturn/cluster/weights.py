@@ -104,9 +104,8 @@ class NodeStore:
         self._adapter = adapter
 
     def write(self, weights: Mapping[str, Any]) -> NodeWeights:
-        """Store a reference to weights in the object store."""
-        assert isinstance(weights, StoredWeights)
-        return NodeWeights(weights, self._adapter)
+        """Put weights into the object store, and keep references."""
+        return NodeWeights(StoredWeights.put(weights), self._adapter)
 
     def close(self) -> None:
         """Do nothing: each server removes the files that it wrote."""

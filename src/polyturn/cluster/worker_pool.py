@@ -2,6 +2,7 @@
 
     WorkerPool.run_one(spec)  ->  the worker with least to do  ->  a group
                                   died?  ->  another one, behind the last complete turn of each episode
+    EnginePool.on_change      ->  PoolView to every worker, where they ask the servers by themselves
 
 A `RemoteWorker` is an actor of Ray's, or a process of this machine.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,9 @@ import cloudpickle
 from polyturn.cluster.journal import JournalEntry, ResumeState, carry
 from polyturn.core.errors import RankLostError
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.engines.following import PoolView
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.replica import PoolUse, Replica
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.journal import JournaledEpisode
 from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
@@ -47,10 +51,12 @@ class RemoteWorker(ABC):
     async def end(self) -> None:
         """End it."""
 
-    async def run(self, spec: GroupSpec, resume_state: ResumeState | None) -> TrajectoryGroup:
-        """Run one group there."""
-        group: TrajectoryGroup = await self.call("run", spec, resume_state)
-        return group
+    async def run(
+        self, spec: GroupSpec, resume_state: ResumeState | None, view: PoolView | None
+    ) -> tuple[TrajectoryGroup, PoolUse | None]:
+        """Run one group there, as `RolloutWorker.run`."""
+        answer: tuple[TrajectoryGroup, PoolUse | None] = await self.call("run", spec, resume_state, view)
+        return answer
 
     async def abort(self, group: str) -> list[int]:
         """End the completions of a group there, and return the lengths of its episodes."""
@@ -73,14 +79,27 @@ class WorkerPool(RolloutPool):
     """Runs groups on the workers."""
 
     def __init__(
-        self, workers: Sequence[RemoteWorker], context: RolloutContext, *, max_concurrent: int, max_failed_share: float
+        self,
+        workers: Sequence[RemoteWorker],
+        context: RolloutContext,
+        *,
+        max_concurrent: int,
+        max_failed_share: float,
+        engines: EnginePool | None = None,
     ) -> None:
+        """Run groups on `workers`, which ask the servers of `engines` by themselves; None where they ask through here."""
         super().__init__(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share)
+        self._engines = engines
+        if engines is not None:
+            engines.on_change = self._tell_workers
+        self._beside: set[asyncio.Task[None]] = set()
+        """Tasks that send views, and that watch the servers."""
         self._loads = {worker.name: 0 for worker in workers}
         self._workers = {worker.name: worker for worker in workers}
         self._last_words = ""
         """Of the worker that died last."""
         self._journal: JournalFile | None = None
+        self._watched: list[Replica] = []
         self._carriers: dict[str, asyncio.Task[None]] = {}
 
     def keep_in(self, journal: JournalFile) -> None:
@@ -93,7 +112,7 @@ class WorkerPool(RolloutPool):
         Raises:
             RankLostError: the last worker died.
         """
-        self._carry()
+        self._begin()
         resume_state = self._recall(spec, JournalFile.recall)
         while True:
             if not self._workers:
@@ -104,7 +123,11 @@ class WorkerPool(RolloutPool):
             if live is not None:
                 live.abort_elsewhere = partial(_abort, worker, spec.id)
             try:
-                return await worker.run(spec, resume_state)
+                view = None if self._engines is None else PoolView.of(self._engines)
+                group, use = await worker.run(spec, resume_state, view)
+                if self._engines is not None and use is not None:
+                    self._engines.uses[name] = use
+                return group
             except WorkerLostError as problem:
                 await self._lose(name, problem)
                 resume_state = self._recall(spec, JournalFile.recall_lost)
@@ -113,12 +136,35 @@ class WorkerPool(RolloutPool):
 
     async def close(self) -> None:
         """End all workers, and close what the leader's episodes share."""
+        for task in self._beside:
+            task.cancel()
         for worker in self._workers.values():
             await worker.end()
         await super().close()
 
-    def _carry(self) -> None:
-        """Let what the workers' episodes say be carried to the journal, from the first group on."""
+    def _tell_workers(self) -> None:
+        """Send all workers the present view of the engines."""
+        assert self._engines is not None
+        view = PoolView.of(self._engines)
+        for worker in self._workers.values():
+            self._do_beside(_follow(worker, view))
+
+    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._end_beside)
+
+    def _end_beside(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            logger.error("the engines of the rollout workers are not looked after any more", exc_info=problem)
+
+    def _begin(self) -> None:
+        """From the first group on, watch the engines, and carry what the workers' episodes say to the journal."""
+        if self._engines is not None and not self._watched:
+            self._watched += self._engines.replicas
+            for replica in self._watched:
+                self._do_beside(self._engines.watch(replica))
         if self._journal is not None and not self._carriers:
             for name, worker in self._workers.items():
                 carrying = _carry_until_dead(self._journal, worker)
@@ -138,6 +184,13 @@ class WorkerPool(RolloutPool):
             logger.error("%s\nRollout workers left, where its groups go on: %d", problem, len(self._workers))
         if name in self._carriers:
             await asyncio.wait({self._carriers[name]})  # its last posts are read before its episodes continue
+
+
+async def _follow(worker: RemoteWorker, view: PoolView) -> None:
+    try:
+        await worker.call("follow", view)
+    except WorkerLostError:  # its groups find that out
+        return
 
 
 async def _abort(worker: RemoteWorker, group: str) -> list[int]:

@@ -2,7 +2,7 @@
 
     leader                                              worker's process
     WorkerPool -> ProcessWorker.run(spec)   -------->   RolloutWorker.run
-    the run's engine  <--------------------- generate, abort, end_session   LeaderEngine
+    the run's engine  <--------------------- generate, abort, end_session   CalledEngine
 
 One socket carries both directions. The engine, its order and its load stay with the leader, whichever kind it is.
 """
@@ -10,7 +10,6 @@ One socket carries both directions. The engine, its order and its load stay with
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import pickle
@@ -19,16 +18,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from polyturn.cluster.called_engine import CalledEngine
 from polyturn.cluster.journal import WorkerJournal
 from polyturn.cluster.worker import RolloutWorker
 from polyturn.cluster.worker_pool import RemoteWorker, WorkerLostError
-from polyturn.core.errors import EngineError
-from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
-from polyturn.engines.base import BaseEngine
 from polyturn.infra.ipc import Peer
 from polyturn.infra.process import ManagedProcess, signal_session
 from polyturn.rollout.pool import RolloutPool
@@ -104,44 +101,6 @@ class ProcessWorker(RemoteWorker):
         return WorkerLostError(f"{self.name} (process {self._process.pid}) {how}. The last lines of its log:\n{tail}")
 
 
-class LeaderEngine(BaseEngine):
-    """The leader's engine, as the episodes of a worker ask it."""
-
-    def __init__(self, leader: Peer, capabilities: EngineCapabilities) -> None:
-        super().__init__()
-        self._leader = leader
-        self._capabilities = capabilities
-        self._mark = os.getpid()
-        """Before the ids of this process's requests: another one may go on with a conversation of a dead worker."""
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """Capabilities of the leader's engine."""
-        return self._capabilities
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion."""
-        marked = dataclasses.replace(request, request_id=f"{self._mark}/{request.request_id}")
-        completion: Completion = await self._leader.call("generate", marked)
-        return completion
-
-    async def abort(self, request_id: str) -> None:
-        """End a running request now."""
-        await self._leader.call("abort", f"{self._mark}/{request_id}")
-
-    async def end_session(self, session_id: str) -> None:
-        """Forget what is kept for an episode."""
-        await self._leader.call("end_session", session_id)
-
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse, for only the leader brings weights.
-
-        Raises:
-            EngineError: always.
-        """
-        raise EngineError(f"a rollout worker was to bring version {version} to the engine, which only the leader does")
-
-
 async def _log(name: str, level: int, message: str) -> None:
     logging.getLogger(name).log(level, "%s", message)
 
@@ -202,7 +161,7 @@ async def _serve(connection: socket.socket) -> None:
     async def boot(path: list[str], build: bytes, capabilities: EngineCapabilities) -> None:
         sys.path[:] = path  # modules beside the program's own file are found here, too
         make: Build = pickle.loads(build)
-        worker = RolloutWorker(lambda journal: make(journal, LeaderEngine(leader, capabilities)))
+        worker = RolloutWorker(lambda journal: make(journal, CalledEngine(leader.call, capabilities)))
         methods.update(run=worker.run, abort=worker.abort, posts=worker.posts)
         logging.getLogger("polyturn").addHandler(_LogToLeader(leader))
 

@@ -101,7 +101,7 @@ class EngineSetup:
     places: ServerPlaces | None = None
     """Starts servers elsewhere; None starts them on this machine."""
     follows: int = 0
-    """In a rollout worker on a cluster, the number of the controller's servers, which the worker only asks (`following.py`)."""
+    """In a rollout worker on a cluster, the number of servers of the controller (`following.py`)."""
     obstacles: list[str] | None = None
     """In a dry run, collects the reasons why the run would not start on this machine. None raises instead."""
 

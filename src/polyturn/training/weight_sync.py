@@ -33,7 +33,9 @@ from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
+from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PooledServer, Refilled, ServerPool, Sleeper
+from polyturn.engines.served import require_one_version
 from polyturn.engines.update_gate import WeightChannel
 from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
@@ -150,6 +152,8 @@ class WeightSync:
             EngineError: a group of parameters does not arrive; the message names the group.
         """
         await self._push(version)
+        if isinstance(self._engine, EnginePool):
+            require_one_version(self._engine)
         # Twice: the noise is the largest difference, which too few tokens would underestimate.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():

@@ -39,7 +39,8 @@ class Pool:
 
 async def main():
     engine = SimpleNamespace(generate=None, abort=None, end_session=None, capabilities=None)
-    await ProcessWorker("one", travelling(lambda journal, engine: Pool()), engine).run(SimpleNamespace(id="group"), None)
+    worker = ProcessWorker("one", travelling(lambda journal, engine: Pool()), engine)
+    await worker.run(SimpleNamespace(id="group"), None, None)
 
 asyncio.run(main())
 """

@@ -1,0 +1,77 @@
+"""ActorEngine: an embedded engine in an actor on a node, as the controller's pool or a rollout worker's asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from polyturn.cluster.called_engine import CalledEngine
+from polyturn.cluster.members import AT_ONCE, Member, answer
+from polyturn.core.errors import EngineGoneError, EngineLostError
+from polyturn.core.generation import Completion, GenerateRequest
+from polyturn.core.protocols import EngineCapabilities
+from polyturn.engines.pool import EnginePool
+
+
+def shifted(request: GenerateRequest, seconds: float) -> GenerateRequest:
+    """Return a request with its deadline as remaining time, because nodes' clocks differ."""
+    return request if request.deadline is None else dataclasses.replace(request, deadline=request.deadline + seconds)
+
+
+class ActorEngine(CalledEngine):
+    """An engine in an actor, for a pool; it is not restarted."""
+
+    num_restarts = 0
+
+    def __init__(self, member: Member, capabilities: EngineCapabilities) -> None:
+        super().__init__(self._call_actor, capabilities)
+        self._member = member
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineLostError: the actor died.
+        """
+        return await super().generate(shifted(request, -asyncio.get_running_loop().time()))
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        """Serve `version` from now on."""
+        await self._call("update_weights", version, weights)
+
+    async def look(self) -> None:
+        """Return if the actor lives.
+
+        Raises:
+            EngineLostError: it does not.
+        """
+        await self._call("home")
+
+    async def revive(self) -> None:
+        """Return if the actor lives.
+
+        Raises:
+            EngineGoneError: it does not.
+        """
+        try:
+            await self.look()
+        except EngineLostError as problem:
+            raise EngineGoneError(str(problem)) from problem
+
+    async def _call_actor(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await answer(getattr(self._member.handle, method).remote(*arguments))
+        except RayActorError as problem:
+            raise EngineLostError(self._member.crash_report()) from problem
+
+
+def pool_of_actors(members: Sequence[Member], capabilities: EngineCapabilities, kind: type[EnginePool]) -> EnginePool:
+    """Return a pool of engines in actors, which queue by themselves: the controller's, or the one of a rollout worker."""
+    pool = kind(slots=AT_ONCE)
+    for member in members:
+        pool.join(ActorEngine(member, capabilities), name=member.name)
+    return pool
