@@ -64,11 +64,10 @@ class Episode:
         limits: limit_rules.Limits | None = None,
         history: History | None = None,
         resources: Resources | None = None,
-        aside: Aside | None = None,
     ) -> None:
         """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean.
 
-        A fork brings its history, the resources that it shares, and the options of an aside.
+        A fork brings its history and the resources that it shares.
         """
         self.id = id
         self.task = task
@@ -91,7 +90,7 @@ class Episode:
         self._context = context
         self._speakers: dict[str, Any] = {}
         """The episodes that speak with the run's own model in this conversation, by the agent's name."""
-        self._aside = aside
+        self._aside: Aside | None = None
         self.history = history or History(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
@@ -482,27 +481,25 @@ class Episode:
         if agent is not None and messages is None:
             raise SchedulerError(f"the agent {agent!r} needs messages of its own; pass its system and user message")
         number = len(shared.forks) + 1
-        history = self.history.fork(agent=agent, messages=messages, at=at)
-        seed, aside_of = derive_seed(self.seed, "fork", number), self.aside_of
-        if aside is not None:
-            before = self.turns if agent is not None else history.turns
-            if not before:
-                raise SchedulerError(f"episode {self.id!r}: an aside belongs to a turn, and there is none yet")
-            seed, aside_of = aside.seed, before[-1].index
-            if agent is None:
-                history.builder.rename(aside.label)
         other = Episode(
             self._context,
             self.task,
             id=f"{shared.id}#{number}",
-            seed=seed,
+            seed=derive_seed(self.seed, "fork", number),
             sampling=self.sampling,
             limits=self.limits,
-            history=history,
+            history=self.history.fork(agent=agent, messages=messages, at=at),
             resources=shared,
-            aside=aside or self._aside,
         )
-        other.stops, other.listed_tools, other.aside_of = self.stops, self.listed_tools, aside_of
+        other.stops, other.listed_tools = self.stops, self.listed_tools
+        other._aside, other.aside_of = self._aside, self.aside_of
+        if aside is not None:
+            before = self.turns if agent is not None else other.turns
+            if not before:
+                raise SchedulerError(f"episode {self.id!r}: an aside belongs to a turn, and there is none yet")
+            other._aside, other.aside_of, other.seed = aside, before[-1].index, aside.seed
+            if agent is None:
+                other.history.builder.rename(aside.label)
         if is_unanswered:
             # As behind a completion, which is where tools and interaction may be called from.
             sampled = other.history.sampled_spans(other.turns[-1])
