@@ -26,7 +26,7 @@ from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, Load
 from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, Watched, recover
-from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, PoolUse, Replica
+from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, PoolUse, Replica, reasons
 from polyturn.engines.weight_files import ServerWeights, WeightStore
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class EnginePool(BaseEngine):
                 self._served = PoolWeights(version, payload if is_kept else None)
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (can_return and await self._one_is_live()):
-                problems = problems or ["all are lost"]
+                problems = problems or [f"all are lost ({reasons(self._replicas)})"]
                 raise EngineLostError(
                     f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
                 )
