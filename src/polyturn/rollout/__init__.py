@@ -1,6 +1,6 @@
-"""The multi-turn loop: one episode at a time, many at once, everything per request and nothing per batch.
+"""The multi-turn loop. Many episodes run concurrently, and each sends its requests independently: nothing is batched.
 
-The package can be called: `polyturn.rollout(…)` is the function of the front door, which has this package's name.
+The package is callable: `polyturn.rollout(…)` calls the function of the public API that has the same name.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Asides: completions of the run's model in another role, and the view of an interaction that may ask for them.
+"""Asides: completions of the run's model in another role, and the view through which an interaction requests them.
 
-    segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the model's own
-                user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, which weighs 0
+    segments    assistant  [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          the conversation
+                user       [ PROMPT | SAMPLED | OBSERVATION | SAMPLED ]          an aside, with loss weight 0
 
-The tokens of an aside are in the record, in segments of another agent, but it is not a turn of the conversation, so that no
-reward function takes it for what the model said.
+The record keeps the tokens of an aside in segments of another agent. An aside is not a turn of the conversation, so a reward
+function does not mistake it for the model's answer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Aside(NamedTuple):
     """Options of a fork outside the conversation: another speaker's turn, or a look-ahead."""
 
     label: str
-    """Whose tokens they are in the record, in segments of their own."""
+    """The agent that the record names in the segments of these tokens."""
     seed: int
     is_trained: bool = False
-    """Whether its tokens are trained; they weigh 0 otherwise."""
+    """Whether its tokens are trained; otherwise their loss weight is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView:
-    """The facts that an interaction gets beside the messages; a `ConversationView`."""
+    """The facts that an interaction receives along with the messages; implements `ConversationView`."""
 
     id: str
     seed: int
@@ -40,7 +40,7 @@ class EpisodeView:
 
 
 def sampled_for(options: SpeakOptions, sampling: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of an aside in a run that samples like `sampling`."""
+    """Return the sampling parameters of an aside: those in `options`, and the run's `sampling` for the rest."""
     return dataclasses.replace(
         sampling,
         max_tokens=options.max_tokens,

@@ -3,8 +3,7 @@
     thread       turn = episode.wait(episode.generate())  --->  waits
     event loop                                            await episode.generate()
 
-Separate because it is the only place where the two meet. No thread outlives its episode: what is waited for when the episode
-ends is cancelled, and what is asked for afterwards is refused.
+No thread keeps waiting after its episode ends: pending calls are cancelled, and later calls are refused.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ _Result = TypeVar("_Result")
 
 
 class LoopBridge:
-    """One episode's way from its threads to its event loop; forks share it."""
+    """Runs coroutines on an episode's event loop for its threads; forks share one bridge."""
 
     __slots__ = ("_loop", "_waiting", "is_closed")
 
     def __init__(self) -> None:
-        """Begin without an event loop; `enter` binds one."""
+        """Start without an event loop; `enter` binds one."""
         self.is_closed = False
-        """Whether the episode has ended, so that nothing is done for it any more."""
+        """Whether the episode has ended; calls are then refused."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[concurrent.futures.Future[Any]] = set()
-        """Futures that plain methods in threads wait for."""
+        """Futures on which threads are waiting."""
 
     def enter(self) -> None:
-        """Bind it to the running event loop."""
+        """Bind to the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def wait(self, awaitable: Awaitable[_Result], *, of: str) -> _Result:
-        """Await on the event loop, and return to the calling thread what came of it.
+        """Await on the event loop, and return the result to the calling thread.
 
         Args:
-            awaitable: What to await; closed where it cannot be.
+            awaitable: The object to await; closed if it cannot be awaited.
             of: The episode's id, for messages.
 
         Raises:
-            SchedulerError: it was called on the event loop, which would then wait for itself.
+            SchedulerError: the caller runs on the event loop, which would then wait for itself.
             LifecycleError: the episode has ended.
         """
         if self._loop is None or _is_on_a_loop():
@@ -60,10 +59,10 @@ class LoopBridge:
             refuse_late()
             return await awaitable
 
-        refuse_late()  # and once more on the loop: the episode may end while the call waits for its turn
+        refuse_late()  # and again on the loop: the episode may end before the loop runs the call
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         self._waiting.add(future)
-        if self.is_closed:  # it ended before it knew of this future
+        if self.is_closed:  # the episode ended before `close` could see this future
             future.cancel()
         try:
             return future.result()
@@ -71,7 +70,7 @@ class LoopBridge:
             self._waiting.discard(future)
 
     def close(self) -> None:
-        """Release every thread that waits, because the episode has ended."""
+        """Release every waiting thread, because the episode has ended."""
         self.is_closed = True
         for future in list(self._waiting):
             future.cancel()

@@ -1,9 +1,9 @@
 """AuthorCalls: calls the methods of a scheduler, which its author may write as coroutines or as plain functions.
 
-A coroutine runs on the event loop, in a task of its own that can be left behind; its deadline is for what it does by itself
-at a stretch, not for what it waits for with `episode`. A plain function runs in a daemon thread with a deadline, so that
-`time.sleep`, a request or a simulator in a `step` blocks no other episode; one scheduler object that is shared by all
-episodes is called by one thread at a time. Methods that the library itself wrote keep their own deadlines.
+A coroutine runs on the event loop in a separate task, which can be abandoned. Its deadline covers each stretch of its own
+work and excludes the time in which it awaits `episode`. A plain function runs in a daemon thread with a deadline, so
+`time.sleep`, a request or a simulator in a `step` does not block other episodes. If all episodes share one scheduler object,
+only one thread calls it at a time. The library's own methods bound their waits themselves and are called directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 
 MAX_THREADS = 1024
-"""Plain methods that run at once; beyond it they wait. `run` keeps one for as long as its episode lives."""
+"""Maximum number of threads for plain methods; further calls wait. A plain `run` occupies a thread for its whole episode."""
 GRACE_S = 3.0
 """Seconds that a cancelled async method may take to clean up."""
 
@@ -33,18 +33,17 @@ class AuthorCalls:
         """Prepare the threads.
 
         Args:
-            timeout_s: Deadline of every method: of a plain one for all of it, but for `run`, which the episode's own time
-                limit ends; of an async one for each stretch that it works by itself.
+            timeout_s: Deadline of every method: a plain method for the whole call, except `run`, which the episode's time
+                limit ends; an async method for each stretch of its own work.
         """
         self.timeout_s = timeout_s
         self.bounded = CallWithDeadline(name="scheduler", timeout_s=timeout_s, grace_s=GRACE_S, max_threads=MAX_THREADS)
         self._turn_taking = PerLoop(asyncio.Lock)
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return a callable for `method`: our own method itself, plain or async, else an async guard.
+        """Return `method` itself if it is the library's, else an async guard: `call` with `options`.
 
-        Our own code waits for nothing without a deadline, so it is called directly. The guard is
-        `call`, with its `options`.
+        The library's own code never waits without a deadline, so it needs no guard.
         """
         return method if has_own_deadlines(method) else functools.partial(self.call, method, **options)
 
@@ -61,17 +60,17 @@ class AuthorCalls:
         """Call `method` and return its result, awaited.
 
         Args:
-            method: Of a scheduler, plain or async.
+            method: A scheduler's method, plain or async.
             args: Its arguments.
-            is_shared: Whether its object serves all episodes, so that plain methods take turns.
-            is_driver: Whether it drives the whole episode, so that a plain one is ended by the episode's time limit alone.
-            has_deadline: Whether it has one; false for an agent whose requests come from elsewhere.
-            of: Whose method it is, for messages.
+            is_shared: Whether all episodes share its object, so that plain methods take turns.
+            is_driver: Whether it drives the whole episode; only the episode's time limit then ends a plain method.
+            has_deadline: False for an agent whose requests come from elsewhere.
+            of: The owner of the method, for messages.
             kwargs: Its keyword arguments.
 
         Raises:
-            SchedulerError: it raised something that is not of the library, or was late.
-            RolloutError: too many calls run on past their deadline.
+            SchedulerError: it missed its deadline or raised an error that is not a `PolyturnError`.
+            RolloutError: too many calls are still running past their deadline.
         """
         name = f"{of} {method.__name__}"
         if kwargs:
@@ -91,14 +90,14 @@ class AuthorCalls:
                 return await self._in_task(name, _given(answer)) if has_deadline else await answer
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        """Call an async method, which may take `timeout_s` between two things that it asks of its episode."""
+        """Call an async method, which may work for `timeout_s` between two awaits of its episode."""
         return await self._within(name, functools.partial(method, *args), stretch=Stretch())
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
-        """Call a plain method; its deadline begins when it does, and what it gives to await is not part of it."""
+        """Call a plain method; its deadline starts with the call and does not cover an awaitable that the call returns."""
 
         def work() -> tuple[Any]:
-            return (method(*args),)  # in a tuple, so that it is not awaited before its own clock runs
+            return (method(*args),)  # in a tuple, so that `bounded` does not await a returned awaitable
 
         (answer,) = await (self._within(name, work) if has_deadline else self.bounded.call(work))
         return answer
@@ -115,7 +114,7 @@ class AuthorCalls:
 
 
 class AsSchedulerError:
-    """Raise as a `SchedulerError` that names the method what is not of the library in the block: the trajectory fails."""
+    """Convert foreign errors in the block to a `SchedulerError` that names the method: only the trajectory fails."""
 
     __slots__ = ("_name",)
 
@@ -136,13 +135,14 @@ _MARK = "_polyturn_keeps_deadlines"
 
 
 def keeps_deadlines(ours: _Ours, *, also_plain: bool = False) -> _Ours:
-    """Mark our own async code, which waits for nothing without a deadline, so that it is called directly.
+    """Mark async code of the library, which never waits without a deadline, so that it is called directly.
 
-    Of a class, the methods that it defines itself: those of a subclass are its author's, until that is marked too.
+    For a class, this marks only the methods that the class itself defines. Methods of a subclass count as foreign code until
+    the subclass is marked too.
 
     Args:
-        ours: A class, or a function.
-        also_plain: Whether plain methods of it never block either, so that they need no thread.
+        ours: A class or a function.
+        also_plain: Whether its plain methods never block either, so that they do not need a thread.
     """
     for method in vars(ours).values() if isinstance(ours, type) else (ours,):
         if inspect.iscoroutinefunction(method) or (also_plain and inspect.isfunction(method)):
@@ -151,7 +151,7 @@ def keeps_deadlines(ours: _Ours, *, also_plain: bool = False) -> _Ours:
 
 
 def has_own_deadlines(method: Callable[..., Any]) -> bool:
-    """Return whether a method is marked as our own, which waits for nothing without a deadline."""
+    """Return whether `keeps_deadlines` marks the method."""
     return getattr(method, _MARK, False)
 
 

@@ -1,4 +1,4 @@
-"""RolloutContext: the values that every episode of a run shares, without configs. `build` makes it.
+"""RolloutContext: the objects and settings that all episodes of a run share. `build` makes it from the configuration.
 
 context = RolloutContext(engine=…, codec=…, parser=…, tools=Toolbox(…), interactions={"gsm8k": …}, rewarder=…, …)
 trajectory = await run_episode(context, task, id="g0/0", seed=1)
@@ -39,19 +39,19 @@ from polyturn.tools.toolbox import Toolbox
 logger = logging.getLogger(__name__)
 
 MAX_TOOL_SETS = 256
-"""Sets of tools that agents bring, for which an encoder is kept."""
+"""Number of tool sets brought by agents for which an encoder is cached."""
 _EXPECTED = (
     ". The template or the model writes such text in its own way, and nothing needs to be done; "
     "rollout.tokenization_sanity_check_mode=ignore_strippable keeps these lines out of the log"
 )
-"""The end of the warning of a difference that has an explanation."""
+"""The end of the warning about a difference that has an explanation."""
 
 
 @dataclass(kw_only=True)
 class RolloutContext:
-    """Shared by all episodes; holds no state of any one of them but the ids that are live.
+    """The objects that all episodes share; the only state of single episodes here are the ids of live interactions.
 
-    A copy by `dataclasses.replace` shares `reported` and `running`, and counts and caches for itself.
+    A copy by `dataclasses.replace` shares `reported` and `running`; its other counters and its caches start empty.
     """
 
     engine: Engine
@@ -60,49 +60,49 @@ class RolloutContext:
     tools: Toolbox
     interactions: Mapping[str, Interaction]
     also: tuple[Engine, ...] = ()
-    """Engines of further policies, which only those know that let them speak; closed with the run's own."""
+    """Engines of further policies, used only by the interactions and tools that hold them; closed with `engine`."""
     rewarder: RewardRouter
     scheduler: Scheduler
-    """The prototype; an episode gets a copy unless the scheduler says `shared = True`."""
+    """The prototype; each episode gets a copy unless the scheduler sets `shared = True`."""
     limits: Limits = field(default_factory=Limits)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     interaction_timeout_s: float = 60.0
     require_interaction_name: bool = False
-    """Refuse interaction kwargs that name none, instead of reading them as meant for the default interaction."""
+    """Whether interaction kwargs without a name are an error; otherwise they go to the default interaction."""
     renders_history: bool = False
-    """Sample each turn from what the template renders of the whole history, as an inference server does, instead of
-    appending to what the model saw and wrote (`use_inference_chat_template`, and templates that cannot be appended to)."""
+    """Sample each turn from a full render of the history, as an inference server does, instead of appending to the ids that
+    the model has seen and written (`use_inference_chat_template`, and templates that cannot be appended to)."""
     scheduler_timeout_s: float = 60.0
     """Deadline of a scheduler's plain methods, which run in threads."""
     sanity_mode: str = "strict"
     sanity_every: int = 16
-    """Every how many episodes the incremental ids are compared with a full render; 1 checks all, 0 none."""
+    """Interval, in episodes, at which the incremental ids are compared with a full render; 1 checks all, 0 none."""
     escape_prompts: str = "delimiters"
-    """Which control texts in a prompt are ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
+    """The control texts in a prompt that are encoded as ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
     escape_observations: bool = True
-    """True where the words of tools and users are ordinary text, whatever they spell."""
+    """Whether control texts in messages of tools and users are encoded as ordinary text."""
 
     media: MediaProcessor | None = None
-    """The model's processor, for messages that show images, videos or sounds; None for text."""
+    """The model's processor for images, videos and sounds in messages; None for a text-only model."""
 
     reported: Counter[str] = field(default_factory=Counter)
-    """Number of occasions for each message that is not repeated: why trajectories failed, and `warn_of`."""
+    """Number of occurrences of each reason that is not logged every time: why trajectories failed, and `warn_of`."""
 
     running: Counter[EpisodeState] = field(default_factory=Counter)
-    """Number of episodes, and of their forks, that generate, call tools or wait for an interaction now."""
+    """Number of episodes and forks that are now generating, calling tools or waiting for an interaction."""
 
     journal: Journal | None = None
-    """The storage of live episodes turn by turn, so that a resumed run goes on with them; None keeps nothing."""
+    """Stores live episodes turn by turn, so that a resumed run continues them; None stores nothing."""
 
     monitor: LoopMonitor | None = None
-    """Names plug-ins that block the event loop; None watches nothing."""
+    """Reports plug-ins that block the event loop; None disables this."""
 
     calls: AuthorCalls = field(init=False)
     """Calls the scheduler's methods."""
     _num_finished: int = field(init=False, default=0)
     _encoders: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
     _brought: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
-    """Encoders by the schemas of tools that agents brought."""
+    """Encoders by the schemas of tools that agents bring."""
     _hosts: dict[str, LoadedInteraction] = field(init=False, default_factory=dict)
     """The interactions that episodes have used, by name."""
 
@@ -110,30 +110,30 @@ class RolloutContext:
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
 
     def encoder_for(self, task: Task) -> DeltaEncoder:
-        """Return the encoder for the tools that the task may call."""
+        """Return the encoder for the task's tools."""
         names = self.tools.select(task)
         if names not in self._encoders:
             self._encoders[names] = self._encoder(self.tools.schemas_of(task), self.tools.foreign)
         return self._encoders[names]
 
     def encoder_listing(self, tools: Sequence[Mapping[str, Any]]) -> DeltaEncoder:
-        """The encoder for tools that an agent brings, as schemas in OpenAI's function form.
+        """Return the encoder for tools that an agent brings, as schemas in OpenAI's function form.
 
         Raises:
-            HiddenToolsError: the chat template does not show them.
+            HiddenToolsError: the chat template does not render tools.
         """
         key = (json.dumps(tools, sort_keys=True),)
         if (encoder := self._brought.pop(key, None)) is None:
             if tools and not self.codec.template.shows_tools(tools):
                 raise HiddenToolsError(f"the request has {len(tools)} tool(s), and {NO_TOOLS}")
             encoder = self._encoder(tools, self._not_own(tools))
-        self._brought[key] = encoder  # the most recently used stands last
+        self._brought[key] = encoder  # most recently used last
         if len(self._brought) > MAX_TOOL_SETS:
             del self._brought[next(iter(self._brought))]
         return encoder
 
     def _not_own(self, tools: Sequence[Mapping[str, Any]]) -> Collection[str]:
-        """Return the names of tools that an agent brings and that are not the run's own."""
+        """Return the names of the agent's tools that are not also tools of the run."""
         own = [schema for name, schema in self.tools.schemas.items() if name not in self.tools.foreign]
         return [name_of(tool) for tool in tools if tool not in own]
 
@@ -149,18 +149,18 @@ class RolloutContext:
 
     @property
     def media_token_ids(self) -> tuple[int, ...]:
-        """The tokens that stand for media, which no engine may sample."""
+        """The placeholder tokens of media, which an engine must not sample."""
         return () if self.media is None else self.media.token_ids
 
     def partner_for(self, task: Task) -> InteractionSession | None:
-        """Return the partner that the task's row names; None if it names none.
+        """Return a session with the interaction that the task's row names; None if the row does not name one.
 
         Raises:
             InteractionError: the row names an interaction that is not configured.
         """
         ref = task.interaction
         if ref is None or (ref.is_optional and not self.interactions):
-            return None  # rows made for runs with tools carry the column too
+            return None  # rows made for runs with tools also have this column
         if self.require_interaction_name and "name" not in ref.kwargs:
             raise InteractionError(missing_interaction_name(self.interactions))
         if ref.name not in self.interactions:
@@ -172,26 +172,26 @@ class RolloutContext:
         return InteractionSession(host, ref)
 
     async def close(self) -> None:
-        """Close the engines, all of them also where one fails."""
+        """Close all engines, even if closing one of them fails."""
         async with AsyncExitStack() as engines:
-            for engine in (*self.also, self.engine):  # the last one first
+            for engine in (*self.also, self.engine):  # the stack closes the last one first
                 engines.push_async_callback(engine.close)
 
     def scheduler_for_episode(self) -> Scheduler:
         """Return the scheduler that runs one episode."""
-        # Shallow: what it was made with is common to all episodes, and what one of them assigns is its own.
+        # A shallow copy: episodes share the constructor's objects, and an assignment in one does not reach the others.
         return self.scheduler if self.scheduler.shared else copy.copy(self.scheduler)
 
     def is_sanity_due(self) -> bool:
-        """Count one finished episode, and return whether its token ids are to be compared with a full render."""
+        """Count one finished episode, and return whether to compare its token ids with a full render."""
         self._num_finished += 1
         is_on = self.sanity_every > 0 and self.sanity_mode not in ("disable", "off")
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn of a difference between held ids and a full render, once for each kind and run.
+        """Warn about a difference between held ids and a full render, once for each kind and run.
 
-        Mode `strict` warns of every kind, the others of those that nothing explains.
+        Mode `strict` warns about every kind, the other modes only about unexplained differences.
         """
         is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
         if is_due and difference.kind not in self.reported:
@@ -206,5 +206,5 @@ class RolloutContext:
 
     @property
     def num_live_interactions(self) -> int:
-        """Number of interaction instances that are started and not finalized."""
+        """Number of interaction instances that are started and not yet finalized."""
         return sum(len(host.live_ids) for host in self._hosts.values())

@@ -1,5 +1,5 @@
-"""Pure functions behind the edits of a history: fitting a full context, cutting a completion that goes on,
-showing reasoning again, and finding the author of a message that comes back as a dict.
+"""Pure functions for the edits of a history: shortening it to fit the context, cutting a completion that goes on,
+writing reasoning into the content again, and finding the author of a message that comes back as a dict.
 
     shorten     prompt a0 o0 a1 o1 a2 o2   --drop_oldest-->   prompt a1 o1 a2 o2
                 prompt a0 o0 a1 o1 a2 o2   --compact------>   prompt a0 [left out] a1 [left out] a2 o2
@@ -7,7 +7,8 @@ showing reasoning again, and finding the author of a message that comes back as 
     as_written  reasoning "2 + 2 is 4.", content "4"   ->   content "<think>2 + 2 is 4.</think>\\n4", its reasoning a part
 
 The newest observation always stays, because the model has not seen it yet. Sampled ids are never cut inside a token and
-never made again: the longest run of them is kept that spells no more than is wanted; the rest is an addition like any other.
+never re-encoded: `kept_of` keeps the longest run of ids whose text does not exceed the text to keep, and the remaining text
+becomes an addition like any other.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ def shorten(
     num_prompt: int,
     fits: Callable[[Sequence[Message]], bool],
 ) -> list[Message] | None:
-    """Return a shorter history that fits, or None when the policy has none.
+    """Return a shorter history that fits, or None if the policy does not offer one.
 
     Args:
-        messages: The prompt, then turns and what they drew, the newest observation last.
-        policy: What may be left out.
-        num_prompt: How many leading messages are the task's prompt, which always stays.
+        messages: The prompt, then turns and their observations, the newest observation last.
+        policy: Selects what may be left out.
+        num_prompt: Number of leading messages that are the task's prompt, which always stays.
         fits: Whether a history leaves room for at least one sampled token.
     """
     prompt, rest = list(messages[:num_prompt]), list(messages[num_prompt:])
     starts = [i for i, m in enumerate(rest) if m.role == "assistant"]
     if policy is ContextPolicy.STOP or not starts:
         return None
-    for newest in range(1, len(starts)):  # as little as possible is left out
+    for newest in range(1, len(starts)):  # leaves out as little as possible
         if policy is ContextPolicy.DROP_OLDEST:
             candidate = prompt + rest[starts[newest] :]
         else:
@@ -67,24 +68,23 @@ class Kept(NamedTuple):
     """The part of a completion that stays."""
 
     num_tokens: int
-    """Number of its ids that stay."""
+    """Number of sampled ids that stay."""
     text: str
-    """The text of those."""
+    """The text of these ids."""
     rest: str
-    """The text that stays beyond them, because it ends inside a token."""
+    """The text to keep that follows these ids, because the cut is inside a token."""
 
 
 def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kept:
     """Return the part of a completion that stays when its message goes on.
 
     Args:
-        codec: Reads its ids.
-        completion: The last one.
-        keep: The text that stays, a beginning of what it says; or a number of tokens; None keeps all but the token that
-            ends the turn.
+        codec: Decodes its ids.
+        completion: The last completion.
+        keep: A prefix of the completion's text, or a number of tokens; None keeps all but the token that ends the turn.
 
     Raises:
-        SchedulerError: the completion does not begin like that, or has fewer tokens.
+        SchedulerError: the completion does not begin with `keep`, or has fewer tokens.
     """
     ids = completion.token_ids
     ends = len(ids) > 0 and int(ids[-1]) in codec.stop_token_ids
@@ -102,7 +102,7 @@ def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kep
             f"the turn cannot keep {keep[:80]!r}, because it says {text[:80]!r}; keep a beginning of `turn.text`, or "
             "edit the history with `rewrite`"
         )
-    low, high = 0, total  # the most ids whose text is a beginning of what stays
+    low, high = 0, total  # finds the largest number of ids whose text is a prefix of `keep`
     while low < high:
         middle = (low + high + 1) // 2
         if len(codec.decode(ids[:middle])) <= len(keep):
@@ -110,19 +110,19 @@ def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kep
         else:
             high = middle - 1
     while low and not keep.startswith(codec.decode(ids[:low])):
-        low -= 1  # a character that is cut in the middle decodes to something else
+        low -= 1  # a character that is cut in the middle decodes to a different one
     kept = codec.decode(ids[:low])
     return Kept(low, kept, keep[len(kept) :])
 
 
 def as_written(messages: Sequence[Message], *, opened: str) -> Sequence[Message]:
-    """Return messages with their reasoning in the content, as the model wrote it, for templates without a field for it.
+    """Return messages with their reasoning in the content, as the model wrote it, for templates without a reasoning field.
 
-    A message whose reasoning or content a plug-in has changed is returned as it is.
+    A message whose reasoning or content was changed by a plug-in is returned unchanged.
 
     Args:
         messages: The messages to render.
-        opened: The beginning of the reasoning that the generation prompt writes; no completion holds it.
+        opened: The beginning of the reasoning that the generation prompt writes, which completions therefore lack.
     """
     return [m if not m.reasoning or m.written is None else _with_reasoning(m, m.written, opened) for m in messages]
 
@@ -131,11 +131,11 @@ _THOUGHT = re.compile(r"(\s*)<think>(.*?)(?:(</think>)(.*))?", re.DOTALL)
 
 
 def _with_reasoning(message: Message, text: str, opened: str) -> Message:
-    """Return the message with `text` as its content, up to the end of the answer, without calls, its reasoning a part."""
+    """Return the message with `text` up to the end of the answer as its content: no calls, the reasoning as a part."""
     text = text if text.lstrip().startswith("<think>") else opened + text
     if message.text:
         start = text.rfind(message.text)
-        if start < 0:  # the content stands in pieces around calls
+        if start < 0:  # calls split the content into pieces
             return message
         text = text[: start + len(message.text)]
     elif message.tool_calls:
@@ -158,10 +158,10 @@ def _with_reasoning(message: Message, text: str, opened: str) -> Message:
 
 
 def with_known_origin(messages: Sequence[Message], earlier: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages for a history that has `earlier`, each with who wrote it.
+    """Return messages for a history that already has `earlier`, each with its origin set.
 
-    Without a stated origin, a message with the text of one of `earlier` is that one, each of them once, and any other is the
-    environment's. Of those that say the same, none is trusted more than the others.
+    A message without an origin that equals one of `earlier` is replaced by that one; each earlier message is used once. A
+    message without a match is the environment's. Equal earlier messages all count as the least trusted of them.
     """
     if all(m.origin is not None for m in messages):
         return tuple(messages)

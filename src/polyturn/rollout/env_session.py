@@ -1,12 +1,12 @@
 """EnvSession: one environment for the length of one episode, closed exactly once.
 
-Separate from the scheduler that drives it because everything here is foreign code that may raise, hang or be late. A plain
-method runs in a thread, and no two methods of one environment run at once. A late method may still run when the episode is
-over; its thread then closes the environment as soon as the method returns.
+Separate from the scheduler that drives it because an environment is foreign code that may raise, hang or be late. A plain
+method runs in a thread, and the methods of one environment never run at the same time. A late method may still run after the
+episode has ended; its thread then closes the environment as soon as the method returns.
 
-After a restart, `restore` gets what `snapshot` returned. With `replays = True` (the same seed and actions always give the
-same answers) the environment is reset and takes the actions again. Its `trace`, a digest of all answers, tells whether it
-reached the same state.
+After a restart, `restore` receives the value that `snapshot` returned. With `replays = True` (the same seed and actions
+always give the same answers) the environment is reset and repeats its actions. The `trace`, a digest of all answers, shows
+whether it reached the same state.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from polyturn.core.errors import NoSnapshotError, SnapshotError
 from polyturn.core.snapshots import SnapshotHooks
 
 GRACE_S = 1.0
-"""Seconds that the end of an episode waits for a busy environment; after that it is closed whenever it comes back."""
+"""Seconds that the end of an episode waits for a busy environment. Later, its thread closes it when the method returns."""
 
 
 class EnvSession:
-    """An environment from its making to its end."""
+    """Makes, calls and closes one environment."""
 
     def __init__(
         self,
@@ -39,44 +39,44 @@ class EnvSession:
         call: Callable[..., Awaitable[Any]],
         replays: bool = False,
     ) -> None:
-        """Make nothing yet.
+        """Store the arguments; `reset` and `restore` make the environment.
 
         Args:
-            name: What to call it in messages.
+            name: The environment's name, for messages.
             make: Its class.
-            config: Its arguments.
-            call: Calls foreign code with a deadline, `Episode.call`.
-            replays: Whether the same seed and the same actions always draw the same answers.
+            config: The arguments of the class.
+            call: Calls foreign code with a deadline: `Episode.call`.
+            replays: Whether the same seed and the same actions always give the same answers.
         """
         self.name = name
         self._make = make
         self._config = config
         self._call = call
         self._lock = threading.Lock()
-        """Held to look at and to change what follows, never while foreign code runs."""
+        """Guards the fields below; never held while foreign code runs."""
         self._open: Env | None = None
         """The environment, until it is closed."""
         self._num_busy = 0
-        """Plain methods of it that run in a thread: one, or none."""
+        """Number of its plain methods that are running in a thread: 0 or 1."""
         self._is_over = False
         self._replays = replays
         self._answers = hashlib.blake2b(digest_size=8)
 
     @property
     def replays(self) -> bool:
-        """Whether it stands where it stood once it is reset with the same seed and took the same actions."""
+        """Whether a reset with the same seed and the same actions lead to the same state."""
         return self._replays or inspect.getattr_static(self._open, "replays", False) is True
 
     @property
     def trace(self) -> str:
-        """A digest of all that it answered so far."""
+        """A digest of all answers so far."""
         return self._answers.hexdigest()
 
     async def reset(self, *, seed: int) -> Any:
         """Make the environment and return its first observation.
 
         Raises:
-            SchedulerError: it raised or was late.
+            SchedulerError: the environment raised or was late.
         """
         env = await self._ask(self.make)
         answer = first_shown(await self._ask(env.reset, seed=seed))
@@ -84,10 +84,10 @@ class EnvSession:
         return answer
 
     async def snapshot(self) -> Mapping[str, Any]:
-        """Return the environment's own snapshot, or else the trace of one that is replayed.
+        """Return the environment's own snapshot, or else its trace if it can be replayed.
 
         Raises:
-            NoSnapshotError: it offers neither.
+            NoSnapshotError: the environment offers neither.
             SchedulerError: it raised or was late.
         """
         hooks = SnapshotHooks.of(self._open, label=f"the environment {self.name!r}")
@@ -98,15 +98,15 @@ class EnvSession:
         return {"trace": self.trace}
 
     async def restore(self, kept: Mapping[str, Any], *, seed: int, actions: Iterable[str]) -> None:
-        """Make the environment again and let it take up what `snapshot` returned; one that keeps nothing is reset.
+        """Make the environment again and restore the result of `snapshot`; a stateless environment is only reset.
 
         Args:
-            kept: What `snapshot` returned.
-            seed: What it was reset with.
-            actions: All that it took, for one that is replayed.
+            kept: The result of `snapshot`.
+            seed: The seed of the original reset.
+            actions: All actions so far, for an environment that is replayed.
 
         Raises:
-            SnapshotError: it offers no snapshot any more, or answers otherwise than it did.
+            SnapshotError: the environment no longer offers snapshots, or its answers differ from the first time.
             SchedulerError: it raised or was late.
         """
         if "trace" in kept:
@@ -125,10 +125,10 @@ class EnvSession:
             await self._ask(hooks.restore, kept["state"])
 
     def check_trace(self, trace: str) -> None:
-        """Check that all that it answered is what it answered before.
+        """Check that the answers so far have the digest `trace`.
 
         Raises:
-            SnapshotError: it is not.
+            SnapshotError: the digests differ.
         """
         if self.trace != trace:
             raise SnapshotError(f"the environment {self.name!r} answered otherwise when its actions were replayed")
@@ -137,7 +137,7 @@ class EnvSession:
         """Take an action.
 
         Raises:
-            SchedulerError: it raised, was late, or answered something that cannot be understood.
+            SchedulerError: the environment raised, was late, or returned an invalid answer.
         """
         assert self._open is not None
         answer = EnvStep.of(await self._ask(self._open.step, action), name=self.name)
@@ -146,10 +146,10 @@ class EnvSession:
         return answer
 
     async def close(self) -> None:
-        """Close the environment, if there is one; one that is busy past its deadline is closed when it comes back.
+        """Close the environment, if it exists; if a late method is still running, its thread closes it afterwards.
 
         Raises:
-            SchedulerError: it raised or was late.
+            SchedulerError: the environment raised or was late.
         """
         with self._lock:
             self._is_over = True
@@ -161,7 +161,7 @@ class EnvSession:
             await asyncio.sleep(0.01)
 
     def make(self) -> Env:
-        """Make the environment, in a thread; one that comes when the episode is over is closed there."""
+        """Make the environment, in a thread; if the episode has ended meanwhile, close the environment there."""
         with self._lock:
             self._num_busy += 1
         try:
@@ -175,7 +175,7 @@ class EnvSession:
         return env
 
     def _taken(self) -> Env | None:
-        """Return the environment to the one caller that is to close it."""
+        """Hand the environment to the caller that closes it; later calls return None."""
         env, self._open = self._open, None
         return env
 
@@ -187,7 +187,7 @@ class EnvSession:
 
     async def _ask(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         of = f"the environment {self.name!r}:"
-        # `make` counts itself as busy, and behind the end only `close` is called, which nothing has to close behind.
+        # `make` counts itself as busy. After the end, only `close` is called, which does not need to be followed by a close.
         if inspect.iscoroutinefunction(method) or method == self.make or self._is_over:
             return await self._call(method, *args, of=of, **kwargs)
 

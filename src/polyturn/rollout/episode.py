@@ -1,13 +1,13 @@
 """Episode: a live run of one task, which a scheduler reads and acts through.
 
-The scheduler decides; the episode does: it asks the engine, lets tools and interaction answer, and keeps the record. What
-the model is shown next is encoded when the next generation needs it, so a reply that nothing follows is never encoded.
+The scheduler decides and the episode acts: it calls the engine, the tools and the interaction, and keeps the record. New
+messages are encoded only when the next generation needs them, so a reply at the end of an episode is never encoded.
 
     prepare -> generate -> (call_tools | ask_partner) -> record -> prepare -> generate -> …
     rewrite          edits the history          go_on    continues the same assistant message
     fork             a second run from here, of the same agent or of another; its turns belong to the same trajectory
 
-It is one `History`, of which each fork has its own, and one set of `Resources`, which all forks share.
+An episode consists of a `History` and of `Resources`. Each fork has a separate history; all forks share the resources.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LIMIT = "%s limit: %s forbids turn %d"
 
 
 class Episode:
-    """A live run of one task, or a fork of one: what a scheduler sees and acts through."""
+    """A live run of one task, or a fork of such a run: the interface for schedulers."""
 
     def __init__(
         self,
@@ -65,67 +65,67 @@ class Episode:
         history: History | None = None,
         resources: Resources | None = None,
     ) -> None:
-        """Begin a run of `task`, in which nothing has been started yet; `run_episode` says what the arguments mean.
+        """Prepare a run of `task` without starting anything; `run_episode` documents the arguments.
 
-        A fork brings its history and the resources that it shares.
+        Only forks pass `history` and the shared `resources`.
         """
         self.id = id
         self.task = task
         self.given_reward: GivenReward | None = None
-        """The reward that the scheduler gives, in place of the run's reward functions; None leaves it to them."""
+        """The reward from the scheduler, which replaces the run's reward functions; None uses the reward functions."""
         self.lifecycle = Lifecycle(context.running)
         """Its state."""
         self.limits = limits or context.limits
-        """Its limits; a scheduler that drives a fork may give it limits of its own."""
+        """Its limits; a scheduler may set different limits on a fork."""
         self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
-        """The tools that prompts list in place of the task's; None for the task's."""
+        """The tools that prompts list instead of the task's; None for the task's."""
         self.aside_of = -1
-        """The turn that an aside belongs to, by its index."""
+        """The index of the turn that an aside belongs to."""
         self.seed = seed
         """The seed of every random choice in this conversation."""
         self.sampling = sampling or context.sampling
         """The sampling of its turns, within the limits; `sample_as` changes it."""
         self.stops: tuple[str, ...] = ()
-        """Texts with which a turn ends."""
+        """Stop strings: a turn ends when the model has written one of them."""
         self._context = context
         self._speakers: dict[str, Any] = {}
-        """The episodes that speak with the run's own model in this conversation, by the agent's name."""
+        """Forks in which the run's own model speaks for an interaction, by the agent's name."""
         self._aside: Aside | None = None
         self.history = history or History(
             context.encoder_for(task), context.parser, task.prompt, renders_history=context.renders_history
         )
-        """Its messages and tokens, for who runs it and watches it."""
+        """Its messages and tokens, for the code that runs and observes the episode."""
         self.resources = resources or Resources(context, task, id=id)
-        """Resources shared with its forks, for the code that runs and watches it; a scheduler needs none of it."""
+        """Resources shared with its forks, for the code that runs and observes the episode; not for schedulers."""
 
     @property
     def turns(self) -> list[OpenTurn]:
-        """The turns of this episode, and those that it had when it was forked."""
+        """The turns of this episode; for a fork, these include the turns before the fork."""
         return self.history.turns
 
     @property
     def num_user_turns(self) -> int:
-        """Number of replies of the interaction in this conversation."""
+        """Number of the interaction's replies in this conversation."""
         return self.history.num_user_turns
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it began that count for its time limit; the time between two processes does not."""
+        """Seconds since the start that count for the time limit, without the time between two processes."""
         return self.resources.elapsed_s
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far, as the model is shown it."""
+        """The conversation so far, as the model sees it."""
         return self.history.messages
 
     @property
     def prompt(self) -> tuple[Message, ...]:
-        """The messages of the first prompt: the task's, unless a plug-in changed them."""
+        """The messages of the first prompt: the task's prompt, unless a plug-in changed it."""
         return self.history.prompt or self.task.prompt
 
     @property
     def agent(self) -> str:
-        """Whose history this is."""
+        """The name of the agent whose history this is."""
         return self.history.builder.agent
 
     @property
@@ -135,7 +135,7 @@ class Episode:
 
     @property
     def shows_media(self) -> bool:
-        """Whether messages may show images and other media."""
+        """Whether messages may contain images and other media."""
         return self._context.media is not None
 
     @property
@@ -145,7 +145,7 @@ class Episode:
 
     @property
     def context_ids(self) -> Ids:
-        """[T] the ids that the model has been shown and has written so far, read-only."""
+        """[T] the ids of all prompts, observations and completions so far, read-only."""
         return self.history.context
 
     @property
@@ -156,27 +156,27 @@ class Episode:
     def count_tokens(
         self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
-        """Return the length of a history's prompt in tokens, for policies with a budget; `tools` replace its own."""
+        """Return the length of a prompt in tokens, for policies with a budget; `tools` replace the task's."""
         typed = self.history.typed(messages)
         if tools is None:
             return self.history.length_of(typed)
         return len(self._context.encoder_listing(tools).start(typed))
 
-    # The way of a turn.
+    # The steps of a turn.
 
     @pauses_stretch
     async def prepare(self) -> StopReason | None:
-        """Encode what waits to be shown, and show it; the first time, create the tools and start the interaction before.
+        """Encode the waiting messages and append them to the prompt. The first call also starts tools and interaction.
 
         Returns:
-            The limit that forbids another generation; None if none does. What is shown first is shown all the same.
+            The limit that forbids another generation, or None. The first prompt is recorded even if a limit forbids a turn.
 
         Raises:
             ToolStartError: a tool could not be created.
             InteractionError: the interaction could not be started.
-            TemplateError: the template cannot render what waits.
-            SchedulerError: it cannot render the history that the scheduler wrote.
-            DataError: what is shown first has more characters than the context can hold.
+            TemplateError: the template cannot render the waiting messages.
+            SchedulerError: the template cannot render the history that the scheduler wrote.
+            DataError: the first prompt has more characters than the context can hold.
         """
         shared, history = self.resources, self.history
         is_first = not shared.is_started
@@ -188,49 +188,49 @@ class Episode:
         await self.process_media(history.to_encode)
         num_chars = count_chars(history.to_encode)
         if limit_rules.exceeds_context(self.limits, num_chars=num_chars, longest_token=self.codec.longest_token):
-            if is_first:  # a task that cannot begin is wrong; an observation that does not fit is a truncation
+            if is_first:  # a task whose prompt does not fit is an error; an observation that does not fit is a truncation
                 raise DataError(
                     f"the prompt has {num_chars} characters, more than a context of {self.limits.max_context} tokens holds"
                 )
             logger.debug(_LIMIT, self.id, StopReason.CONTEXT_FULL.value, len(history.turns))
             return StopReason.CONTEXT_FULL
-        # A long text takes seconds to encode, in which the event loop serves the other episodes.
+        # A long text takes seconds to encode; in a thread, it does not block the other episodes.
         prompt = await asyncio.to_thread(history.next_prompt) if num_chars > LONG_CHARS else history.next_prompt()
         if is_first:
-            history.show(prompt)  # before the limits, so that a record has its prompt even where no turn fits
+            history.show(prompt)  # before the limits, so that the record has its prompt even if no turn fits
             if shared.on_turn is not None:
                 await shared.on_turn()
             tools = shared.tools.names
             logger.debug("%s starts: task %s, %d prompt tokens, tools %s", self.id, self.task.id, prompt.length, tools)
         at = history.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
-        # No other limit is moved by a shorter history.
+        # A shorter history only affects the context limit.
         may_shorten = reason in (None, StopReason.CONTEXT_FULL) and limit_rules.is_short_of_room(self.limits, at)
         if may_shorten and history_edits.shorten_to_fit(history, self.limits):
             return None
         if reason is not None:
             logger.debug(_LIMIT, self.id, reason.value, len(history.turns))
-        elif not is_first:  # where a limit ends the episode nothing follows, so what waits is never shown
+        elif not is_first:  # if a limit ends the episode, the model never sees the waiting messages
             history.show(prompt)
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
-        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
+        """Process the media of messages in a thread, so that encoding them does not block the event loop.
 
         Raises:
-            DataError: it cannot.
+            DataError: a medium cannot be processed.
         """
         if self._context.media is not None:
             await self._context.media.prepare(messages)
 
     @pauses_stretch
     async def generate(self) -> OpenTurn:
-        """Sample one completion, keep it as it was sampled, and read it as a message.
+        """Sample one completion, record its ids, and parse it as a message.
 
         Raises:
             LifecycleError: the episode has ended.
-            SchedulerError: a limit forbids another turn, as `prepare` would have said.
-            EngineError: the engine is lost, refuses the request, or sampled what it must not.
+            SchedulerError: a limit forbids another turn, as `prepare` would have returned.
+            EngineError: the engine is lost, refuses the request, or sampled a banned token.
         """
         shared, history, engine = self.resources, self.history, self._context.engine
         if shared.bridge.is_closed:
@@ -243,7 +243,7 @@ class Episode:
             else:
                 ended = Stopped(await engine.generate(request), None, 0)
         request.check_heeded(ended.completion)
-        # Numbered over all forks, in the order of their completions: scores and spans are found by this number.
+        # Turns are numbered across all forks, in the order of completion; scores and spans refer to this number.
         index = len(shared.turns) if self._aside is None else self.aside_of
         message, text = history.read_completion(ended.completion.token_ids, turn=index)
         turn = history.sample(message, text, ended, index=index, cut_by=cut_by)
@@ -261,10 +261,10 @@ class Episode:
         return turn
 
     def _next_request(self) -> tuple[GenerateRequest, StopReason]:
-        """Return the next request to the engine, and the limit that gives it its budget.
+        """Return the next request to the engine, and the limit that sets its token budget.
 
         Raises:
-            SchedulerError: a limit forbids another turn, as `prepare` would have said.
+            SchedulerError: a limit forbids another turn, as `prepare` would have returned.
         """
         history, sampling, number = self.history, self.sampling, len(self.turns)
         at = history.progress(elapsed_s=self.elapsed_s)
@@ -291,39 +291,40 @@ class Episode:
         )
         return request, budget.cut_by
 
-    # What a scheduler may do beside.
+    # Further actions of a scheduler.
 
     def play_as(self, agent: str) -> None:
         """Name the agent before the prompt is shown; its segments and rewards carry the name.
 
         Raises:
-            LifecycleError: the prompt is shown.
+            LifecycleError: the prompt has already been shown.
         """
         if self.history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} has shown its prompt; name its agent in `on_trajectory_start`")
         self.history.play_as(agent)
 
     def sample_as(self, sampling: SamplingParams, *, stops: Sequence[str] = ()) -> None:
-        """Set how the next turns are sampled, within the limits.
+        """Set the sampling of the next turns, within the limits.
 
         Args:
-            sampling: Where the temperature is not the run's, the trainer's logprobs are not those of what was sampled.
-            stops: Texts with which a turn ends. The token that completes one is the turn's last; it is kept and trained.
+            sampling: The parameters. If the temperature differs from the run's, the trainer's logprobs are not those of the
+                distribution that was sampled from.
+            stops: Stop strings. The token that completes one is the last of the turn; it is kept and trained.
         """
         self.sampling, self.stops = sampling, tuple(stops)
 
     def list_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Let prompts that are rendered from now on list `tools`, schemas in OpenAI's function form, and not the task's."""
+        """List `tools` (schemas in OpenAI's function form) instead of the task's in prompts rendered from now on."""
         self.history.encoder = self._context.encoder_listing(tools)
         self.listed_tools = tuple(tools)
 
     def mark(self) -> Mark:
-        """Return a mark of the present position, right behind a turn; `fork(at=…)` continues from it."""
+        """Return a mark of the current position, right after a turn; `fork(at=…)` continues from it."""
         return self.history.mark()
 
     @pauses_stretch
     async def call_tools(self, turn: OpenTurn) -> Reply:
-        """Run the turn's tool calls; a call that fails is an observation like any other."""
+        """Run the turn's tool calls; a failed call produces an observation like any other."""
         began = time.monotonic()
         with self.lifecycle.during(EpisodeState.TOOL_CALLING):
             turn.tool_results = await self.resources.tools.call(
@@ -343,13 +344,13 @@ class Episode:
         """Let the interaction answer the turn and score it.
 
         Raises:
-            InteractionError: it raised, was late, or answered something that cannot be understood.
+            InteractionError: the interaction raised, was late, or returned an invalid answer.
         """
         interaction = self.resources.interaction
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
         view = EpisodeView(self.id, self.seed, self.num_user_turns, self._speak)
-        # A person's time is none of the episode's, unless the run counts it.
+        # The time in which a person answers does not count for the time limit, unless the run counts it.
         leaves_time = interaction.loaded.asks_person and not self.limits.counts_people
         began = time.monotonic()
         pause = self.resources.paused() if leaves_time else contextlib.nullcontext()
@@ -363,20 +364,20 @@ class Episode:
         return Reply(messages=(message,), is_done=answer.is_done, info=dict(answer.metadata))
 
     async def _speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
-        """Let the run's own model go on with `messages`, under another agent's name; `ConversationView.speak`."""
+        """Sample the next message after `messages` from the run's own model, as another agent; `ConversationView.speak`."""
         label = options.agent
         speaker: Episode | None = self._speakers.get(label)
         if speaker is None:
             aside = Aside(label=label, seed=derive_seed(self.seed, "voice", label), is_trained=options.is_trained)
             speaker = self._speakers[label] = self.fork(agent=label, messages=messages, aside=aside)
-            # The limits of the conversation are not its own; the context is, which the model's size sets.
+            # The conversation's limits do not apply to an aside, except the context, which the model sets.
             speaker.limits = dataclasses.replace(
                 speaker.limits, max_turns=None, max_user_turns=None, max_tokens=None, max_tokens_per_turn=options.max_tokens
             )
             speaker.sample_as(sampled_for(options, self.sampling))
             speaker.list_tools(())
         speaker.aside_of = self.turns[-1].index
-        # Rewritten, because the other side of a conversation reads it with the roles exchanged.
+        # A full rewrite, because the other side of the conversation reads it with the roles exchanged.
         speaker.rewrite(messages)
         if (limit := await speaker.prepare()) is not None:
             raise InteractionError(
@@ -386,64 +387,64 @@ class Episode:
         return (await speaker.generate()).message
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
+        """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
 
         Raises:
-            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
+            SchedulerError: the reply has messages, but the turn's message is to go on.
         """
         self.history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
-        """Return a text as the message that a turn with it would have; nothing becomes tokens."""
+        """Parse `text` as the message of a turn, without encoding anything."""
         return self.history.read(text, turn=turn.index)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
-        """Set the loss weights of a turn's sampled tokens, one for all or one per token; 0 leaves one out of the loss."""
+        """Set the loss weights of a turn's sampled tokens: one for all, or one per token. Tokens with 0 are not trained."""
         self.history.weigh(turn, weights)
 
     def rewrite(self, messages: Sequence[Message | Mapping[str, Any]], *, goes_on: bool = False) -> Reply:
-        """Replace the history by `messages`; a `step` returns what this returns, or messages to be shown behind them.
+        """Replace the history by `messages`. A `step` may return the result, or messages that follow the new history.
 
-        The next prompt is a full render. It extends the segment that it continues token for token, or opens a new one, in
-        which everything that was sampled before is prompt. Before the first turn, the messages replace the prompt.
+        The next prompt is a full render. If it continues a segment token for token, it extends that segment; otherwise it
+        opens a new segment, in which all earlier tokens are prompt. Before the first turn, the messages replace the prompt.
 
         Args:
-            messages: The new history. Who wrote a message stays with it (`Message.origin`), also where a dict says what a
-                message of this history says; what is new, and says nothing of it, is encoded as the environment's words.
-            goes_on: The last message is an assistant's and the next turn continues it, whatever the model said before.
+            messages: The new history. A message keeps its origin (`Message.origin`), and so does a dict that equals a
+                message of this history. Any other message without an origin counts as the environment's.
+            goes_on: Whether the next turn continues the last message, which must be an assistant's.
 
         Raises:
-            SchedulerError: there is no message, or the last one cannot go on.
+            SchedulerError: `messages` is empty, or the last one cannot be continued.
         """
         history_edits.rewrite(self.history, self.history.typed(messages), goes_on=goes_on)
         return Reply(goes_on=True)
 
     def show_ids(self, ids: Ids | Sequence[int]) -> None:
-        """Let the next turn go on from exactly `ids`, the whole prompt: for agents that write their prompts themselves.
+        """Use exactly `ids` as the whole next prompt, for agents that encode their prompts themselves.
 
-        `prepare` shows them. They extend the segment that they continue token for token, or open a new one, in which
-        everything that was sampled before is prompt.
+        If `ids` continue a segment token for token, they extend that segment; otherwise they open a new segment, in which
+        all earlier tokens are prompt.
         """
         self.history.show_ids(np.asarray(ids, np.int32))
 
     def go_on(
         self, addition: str | Sequence[int] | Ids = "", *, keep: str | int | None = None, is_trusted: bool = False
     ) -> Reply:
-        """Let the next turn continue the last assistant message behind `addition`; a `step` returns what this returns.
+        """Append `addition` to the last assistant message and let the next turn continue it. A `step` may return the result.
 
-        `addition` is seen by the model and not trained. Sampled tokens behind what is kept are dropped and counted, the
-        token that ended the turn always: the message has not ended.
+        The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped and counted. The
+        token that ended the turn is always dropped, because the message goes on.
 
             return episode.go_on(" But wait, that is wrong.", keep=turn.text.split("</think>")[0])
 
         Args:
             addition: A text, or ids.
-            keep: What stays of the last turn: a beginning of its `text`, or a number of its tokens; None keeps all of it.
-            is_trusted: Whether the run's owner wrote the text, so that tags in it are meant as such (a closing `</think>`);
-                else all of it is ordinary text.
+            keep: The part of the last turn that stays: a prefix of its `text`, or a number of its tokens; None keeps it all.
+            is_trusted: Whether the run's owner wrote the text, so that tags in it (a closing `</think>`) are control tokens;
+                otherwise all of it is ordinary text.
 
         Raises:
-            SchedulerError: there is no turn to continue, or it does not begin with what is to be kept.
+            SchedulerError: there is no turn to continue, or its text does not begin with `keep`.
         """
         history_edits.go_on(self.history, addition, keep=keep, is_trusted=is_trusted)
         return Reply(goes_on=True)
@@ -457,23 +458,23 @@ class Episode:
         aside: Aside | None = None,
         is_unanswered: bool = False,
     ) -> Episode:
-        """Return a second run that goes on from here by itself, with what waits to be shown; drive it as this one.
+        """Return a second run that continues independently from here, including the waiting messages.
 
-        Its turns belong to the same trajectory, and it shares tools, interaction and reward with it: what a call of one
-        changes, the others see. Limits hold along its own history. Its tokens go into the same segment as long as it
-        continues it alone; else into a segment of its own, in which the tokens before the fork are prompt: each sampled
-        token is trained once. Forks may run at the same time.
+        Its turns belong to the same trajectory. It shares tools, interaction and reward with this episode, so changes to
+        their state are visible in both. Limits apply to each history separately. While only one fork continues a segment,
+        its tokens extend that segment; any other fork opens a new segment, in which the tokens before the fork are prompt.
+        So each sampled token is trained once. Forks may run concurrently.
 
         Args:
-            agent: The name of another agent, whose history begins with `messages`; None is the same agent.
-            messages: The history instead of this one's; needed for another agent.
-            at: A place where this episode stood, instead of where it stands now.
-            aside: It is not part of the conversation: its tokens are in the record, its turns are not.
-            is_unanswered: What answered the turn that it goes on from is not its own; answer and `record` that turn first.
+            agent: The name of another agent, whose history begins with `messages`; None for the same agent.
+            messages: Replaces this history; required for another agent.
+            at: An earlier position of this episode to continue from, instead of the current one.
+            aside: Marks the fork as outside the conversation: the record has its tokens but not its turns.
+            is_unanswered: Whether the fork drops the reply to its last turn; answer and `record` that turn first.
 
         Raises:
-            LifecycleError: the episode has no prompt yet; `prepare` it first.
-            SchedulerError: another agent without messages.
+            LifecycleError: the episode does not have a prompt yet; call `prepare` first.
+            SchedulerError: `agent` is set without `messages`.
         """
         shared = self.resources
         if not shared.is_started or not self.history.builder.is_open:
@@ -501,7 +502,7 @@ class Episode:
             if agent is None:
                 other.history.builder.rename(aside.label)
         if is_unanswered:
-            # As behind a completion, which is where tools and interaction may be called from.
+            # The state after a completion, in which tools and interaction may be called.
             sampled = other.history.sampled_spans(other.turns[-1])
             other.turns[-1] = other.turns[-1].unanswered(sampled=sampled)
             other.lifecycle.move(EpisodeState.GENERATING)
@@ -509,22 +510,22 @@ class Episode:
         return other
 
     def wait(self, awaitable: Awaitable[_Result]) -> _Result:
-        """Wait, in a plain method of a scheduler, for one of the async methods: `turn = episode.wait(episode.generate())`.
+        """Wait for an async method from a scheduler's plain method: `turn = episode.wait(episode.generate())`.
 
         Raises:
-            SchedulerError: it was called on the event loop, which would then wait for itself.
+            SchedulerError: the caller runs on the event loop, which would then wait for itself.
             LifecycleError: the episode has ended.
         """
         return self.resources.bridge.wait(awaitable, of=self.id)
 
     def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:
-        """Return a callable for a scheduler's method: our own itself, its author's with deadlines."""
+        """Return a callable for a scheduler's method: a library method itself, an author's method with deadlines."""
         return self._context.calls.guarded(method, is_shared=scheduler.shared, **options)
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:
-        """Call a method that the scheduler's author wrote, plain or async; `AuthorCalls.call` says with which deadlines.
+        """Call a scheduler's method, plain or async, with the deadlines of `AuthorCalls.call`.
 
         Raises:
-            SchedulerError: it raised something that is not of the library, or was late.
+            SchedulerError: the method missed its deadline or raised an error that is not a `PolyturnError`.
         """
         return await self._context.calls.call(method, *args, is_shared=scheduler.shared, **options)

@@ -1,11 +1,11 @@
-"""The events of a history, as values: a journal keeps them, and `replay` lets a new history stand where the first one did.
+"""The events of a history, as values: a journal stores them, and `replay` brings a new history to the same state.
 
     ["Shown", {"is_whole": false, "segment": 0, "ids": [9, 4], "num_new": 2, "length": 41}]
     ["TurnSampled", {"message": {…}, "text": "Four.", "completion": {"token_ids": [7, 2], …}, …}]
     ["Answered", {"messages": [{"role": "tool", …}], "is_user": false}]
 
-Each change of a `History` is one event with the ids and messages that came of it. So a replay asks no encoder, parser or
-plug-in again.
+Each change of a `History` is one event that contains the resulting ids and messages. So a replay does not need an encoder,
+a parser or a plug-in.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Shown:
 
     is_whole: bool
     segment: int
-    """The segment that it went into."""
+    """Index of the segment that the prompt extended or opened."""
     ids: NDArray[np.int32]
-    """The ids that the segment did not have."""
+    """[N] the ids that the segment did not contain yet."""
     num_new: int
     length: int
 
@@ -93,9 +93,9 @@ class Edited:
     """The history was replaced."""
 
     num_kept: int
-    """Number of its first messages that stayed."""
+    """Number of leading messages that stayed."""
     messages: tuple[Message, ...]
-    """The messages behind those."""
+    """The messages that follow them."""
     waiting: tuple[Message, ...]
     said: str | None
     addition: NDArray[np.int32]
@@ -107,7 +107,7 @@ class Edited:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IdsGiven:
-    """An agent wrote the ids of the next prompt itself."""
+    """An agent supplied the ids of the whole next prompt."""
 
     ids: NDArray[np.int32]
 
@@ -132,7 +132,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighed:
-    """The sampled tokens of a turn got loss weights."""
+    """Loss weights were set on the sampled tokens of a turn."""
 
     index: int
     weights: NDArray[np.float32]
@@ -153,12 +153,12 @@ def write_events(events: Sequence[Event]) -> list[list[Any]]:
 
 
 def read_events(data: Sequence[Sequence[Any]]) -> list[Event]:
-    """Return the events that `write_events` wrote."""
+    """Parse the output of `write_events`."""
     return [from_json(_EVENTS[name], fields) for name, fields in data]
 
 
 def replay(history: History, events: Sequence[Event]) -> None:
-    """Apply the events of another history of the same prompt; nothing is encoded or parsed."""
+    """Apply the events of another history that began with the same prompt, without encoding or parsing."""
     kept, history.events = history.events, None
     for event in events:
         event.apply(history)

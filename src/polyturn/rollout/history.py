@@ -1,12 +1,12 @@
-"""History: messages and tokens of one conversation, turn after turn. Pure: nothing here waits.
+"""History: messages and tokens of one conversation, turn after turn. It is synchronous and does no I/O.
 
     next_prompt -> show -> sample -> record -> next_prompt -> show -> …            schedulers edit it with `history_edits`
 
-A rendered prompt extends the segment that it continues token for token; otherwise a new segment starts, in which what was
-sampled before is prompt. Nothing is encoded before the next generation needs it, and sampled ids are never re-made. A fork
-is a copy with a place of its own in the same segments.
+If a rendered prompt continues a segment token for token, it extends that segment; otherwise it starts a new segment, in
+which all earlier tokens are prompt. Messages are encoded only when the next generation needs them, and sampled ids are never
+re-encoded. A fork is a copy with a separate position in the same segments.
 
-Each change is an event (`rollout/events.py`), which a journal keeps and replays.
+Each change is an event (`rollout/events.py`), which a journal stores and replays.
 """
 
 from __future__ import annotations
@@ -41,65 +41,65 @@ class Mark(NamedTuple):
 
     builder: BuilderState
     history: History
-    """A copy of the history as it stood there."""
+    """A copy of the history at this position."""
 
 
 class History:
-    """One history that the model is shown, with the turns that it took in it."""
+    """The history that the model sees, and the turns taken in it."""
 
     def __init__(
         self, encoder: DeltaEncoder, parser: ToolCallParser, messages: Sequence[Message], *, renders_history: bool = False
     ) -> None:
-        """Begin with `messages` as the prompt.
+        """Start with `messages` as the prompt.
 
         Args:
-            encoder: Encodes messages, with the tools that the agent may call.
-            parser: Reads what the model wrote.
+            encoder: Encodes messages and the schemas of the agent's tools.
+            parser: Parses completions.
             messages: The prompt.
             renders_history: Render the whole history before every turn, as an inference server does.
         """
         self.builder = TrajectoryBuilder()
         self.turns: list[OpenTurn] = []
-        """The turns in order; a fork starts with those that were taken before it."""
+        """The turns in order; a fork starts with the turns before it."""
         self.events: list[Event] | None = None
-        """The events since a journal last asked; None where none does."""
+        """The events that a journal has not taken yet; None without a journal."""
         self.prompt: tuple[Message, ...] | None = None
-        """The first prompt, once it was shown."""
+        """The messages of the first prompt; None until it is shown."""
         self.prompt_tokens = 0
-        """Number of its tokens."""
+        """Number of tokens of the first prompt."""
         self.num_cut = 0
-        """Sampled tokens that were cut away, without those of forks."""
+        """Number of sampled tokens that were cut away, excluding those of forks."""
         self.num_user_turns = 0
-        """Number of replies of the interaction."""
+        """Number of the interaction's replies."""
         self.is_canonical = not renders_history
-        """Whether the held ids are meant to equal a full render of the messages."""
+        """Whether the held ids should equal a full render of the messages."""
         self.encoder = encoder
-        """Of the tools that prompts list from now on."""
+        """Encodes the next prompts, with the tools that they list."""
         self._parser, self._renders_history = parser, renders_history
         self.next: Next = Append()
         """The form of the next prompt."""
         self._last_id: int | None = None
         self._rejoins = False
-        """Another branch may have appended here: the next prompt looks for a segment that it continues."""
+        """Whether another branch may have appended here; the next prompt then searches for a segment to continue."""
         self._has_user_reply = False
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
-        """Tokens after the first prompt, sampled and observed."""
+        """Number of tokens after the first prompt, sampled and observed."""
         self.set_prompt(messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation so far, as the model is shown it."""
+        """The conversation so far, as the model sees it."""
         return tuple(self._messages)
 
     @property
     def openai(self) -> list[dict[str, Any]]:
-        """The same as OpenAI-style dicts, in a list of the caller's own."""
+        """`messages` as OpenAI-style dicts, in a new list."""
         return list(self._openai)
 
     @property
     def context(self) -> Ids:
-        """[T] the ids of the next prompt, once it is shown."""
+        """[T] the ids so far; after `show`, these are the next prompt."""
         return self.builder.context
 
     @property
@@ -114,25 +114,25 @@ class History:
 
     @property
     def waiting(self) -> tuple[Message, ...]:
-        """The messages that wait to be shown."""
+        """The messages that the model has not seen yet."""
         return () if isinstance(self.next, Continue) else self.next.messages
 
     @property
     def said(self) -> str | None:
-        """The text so far of an assistant message that goes on; None where the next turn opens one."""
+        """The text so far of the assistant message that the next turn continues; None if it starts a new message."""
         last = self.next.last if isinstance(self.next, Render) else self.next
         return last.said if isinstance(last, Continue) else None
 
-    # The way of a turn.
+    # The steps of a turn.
 
     def next_prompt(self) -> Prompt:
-        """Encode what waits to be shown: the tokens between turns, the messages, the next generation prompt.
+        """Encode the next part of the prompt: the tokens between turns, the waiting messages and the generation prompt.
 
-        Of a full render, held ids are kept that spell just what the template writes.
+        If a full render has the same text as the held ids in other tokens, the held ids are kept.
 
         Raises:
-            TemplateError: the template cannot render it.
-            SchedulerError: it cannot render the history that the scheduler wrote.
+            TemplateError: the template cannot render the messages.
+            SchedulerError: the template cannot render the history that the scheduler wrote.
         """
         coming, waiting = self.next, self.waiting
         if isinstance(coming, Given):
@@ -155,27 +155,27 @@ class History:
             ids = np.concatenate([ids, edit.last.addition])
         if not self.builder.is_open:
             return Prompt(ids, True, 0, len(ids), media)
-        # From here on: what is new is counted as if it were appended, so that limits mean the same however it is rendered.
+        # From here on, `num_new` counts new tokens as if they were appended, so limits do not depend on the rendering.
         context = self.context
         if self.builder.continues(ids, media=media):
             return Prompt(ids, True, len(ids) - len(context), len(ids), media)
         try:
             added = extend() if waiting else NO_IDS
-        except TemplateError:  # this template cannot be added to
+        except TemplateError:  # this template cannot encode appended messages
             return Prompt(ids, True, max(0, len(ids) - len(context)), len(ids), media)
-        # The same text in other tokens than were sampled: the sampled ones stay, and the segment with them.
+        # If the render only tokenizes the same text differently, keep the sampled tokens, and so the segment.
         if edit is None and self._spells(kept := np.concatenate([context, added]), ids):
             ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
 
     def _spells(self, kept: Ids, rendered: Ids) -> bool:
-        """Return whether both are the same text and the same control tokens, in whatever tokens."""
+        """Return whether both decode to the same text and have the same control tokens."""
         codec = self.encoder.codec
         has_same_control = np.array_equal(codec.control_in(kept), codec.control_in(rendered))
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
     def show(self, prompt: Prompt) -> None:
-        """Show the model its next prompt; what is new belongs to the last turn, which drew it."""
+        """Append the next prompt to the tokens; its new span belongs to the last turn, as its observation."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
         ref: SpanRef | None = None
@@ -183,7 +183,7 @@ class History:
             self.prompt, self.prompt_tokens = self.messages, prompt.length
         if prompt.is_whole:
             ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
-        elif self._rejoins:  # whole, so that the builder looks for a segment that goes on like this, or opens one
+        elif self._rejoins:  # the whole prompt, so that the builder finds a segment that it continues, or opens one
             whole = np.concatenate([builder.context, prompt.ids])
             ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
         elif len(prompt.ids) or waiting:
@@ -203,17 +203,17 @@ class History:
             )
 
     def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
-        """Append a completion, as it was sampled, and return the turn that it makes.
+        """Append a completion with its sampled ids, and return its turn.
 
         Args:
-            message: What it reads as, with what the same message said before.
-            text: What it reads as by itself.
-            ended: The completion, and what ended it.
+            message: The parsed message, including earlier text of the same message.
+            text: The text of the completion alone.
+            ended: The completion and its stop string, if any.
             index: The turn's number among all turns of the episode.
-            cut_by: The limit that gave the completion its budget.
+            cut_by: The limit that sets the completion's token budget.
         """
         completion, text_before = ended.completion, self.said
-        if text_before is not None:  # the message that went on is replaced by the whole of it
+        if text_before is not None:  # `message` replaces the message that it continues
             self._messages.pop()
             self._openai.pop()
         self._messages.append(message)
@@ -251,7 +251,7 @@ class History:
     # Reading.
 
     def progress(self, *, elapsed_s: float, prompt: Prompt | None = None) -> EpisodeProgress:
-        """Return the position in the units of the limits; with `prompt`, the position once that is shown."""
+        """Return the progress in the units of the limits; with `prompt`, the progress after showing it."""
         return EpisodeProgress(
             elapsed_s=elapsed_s,
             turns=len(self.turns),
@@ -267,15 +267,15 @@ class History:
         return [ref for ref, span in spans if span.source is SpanSource.SAMPLED and span.turn == turn.index]
 
     def mark(self) -> Mark:
-        """Return a mark of the present position, right behind a turn; `fork(at=…)` continues from it."""
+        """Return a mark of the current position, right after a turn; `fork(at=…)` continues from it."""
         return Mark(self.builder.place, self._copy())
 
     def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
-        """Return messages for this history as values, each with who wrote it."""
+        """Return `messages` as typed messages, each with its origin."""
         return with_known_origin([Message.from_openai(m) for m in messages], (*self._messages, *self.waiting))
 
     def full_render(self) -> Ids:
-        """Return the ids of the whole conversation as the template writes it, for the sanity check."""
+        """Render and encode the whole conversation at once, for the sanity check."""
         return self.encoder.full(self._as_written(self._messages))
 
     def length_of(self, messages: Sequence[Message]) -> int:
@@ -283,12 +283,12 @@ class History:
         return len(self.encoder.start(self._as_written(messages)))
 
     def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:
-        """Read a completion as the message that goes on or begins with it; return that, and the completion's own text."""
+        """Parse a completion; return the message that it starts or continues, and the completion's own text."""
         text = self.encoder.codec.decode_turn(ids)
         return self.read((self.said or "") + text, turn=turn), text
 
     def read(self, text: str, *, turn: int) -> Message:
-        """Read a text as a message. Text is a view: nothing that is read here becomes tokens again."""
+        """Parse a text as a message. The result is only a view: it is never encoded in place of the sampled ids."""
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self.encoder.tools)
         return Message(
             role="assistant",
@@ -300,21 +300,21 @@ class History:
         )
 
     def _as_written(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages for a full render; a template without a field for reasoning reads it in the content."""
+        """Return messages for a full render; without a reasoning field in the template, the content has the reasoning."""
         codec = self.encoder.codec
         return messages if codec.template.has_reasoning_field else as_written(messages, opened=codec.opened_reasoning)
 
-    # What happens in it. None of these encodes a message; each is an event.
+    # Changes. None of these methods encodes a message; each records an event.
 
     def play_as(self, agent: str) -> None:
-        """Name its agent, before the prompt is shown."""
+        """Set the agent's name, before the prompt is shown."""
         self.set_prompt(self._messages, agent=agent)
 
     def record(self, turn: OpenTurn, reply: Reply) -> None:
-        """Keep what answered the turn; unless it ended the episode, the model is shown it before it speaks again.
+        """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
 
         Raises:
-            SchedulerError: the turn's message is to go on, which messages cannot answer as well.
+            SchedulerError: the reply has messages, but the turn's message is to go on.
         """
         messages = with_origin(reply.messages, Origin.ENVIRONMENT)
         turn.observation += messages
@@ -327,7 +327,7 @@ class History:
         self.answer(messages, "interaction" in turn.timings)
 
     def show_ids(self, ids: Ids) -> None:
-        """Let `ids` be the whole next prompt, whatever the messages say."""
+        """Use `ids` as the whole next prompt, regardless of the messages."""
         self.next, self.is_canonical = Given(ids_array(ids)), False
         self._happened(IdsGiven(ids=self.next.ids))
 
@@ -345,14 +345,14 @@ class History:
         messages: Sequence[Message | Mapping[str, Any]] | None = None,
         at: Mark | None = None,
     ) -> History:
-        """Return a second history that goes on from here, or from `at`; with `agent`, one that begins with `messages`."""
+        """Return a history that continues from here, or from `at`; with `agent`, a new one that begins with `messages`."""
         messages_typed = None if messages is None else self.typed(messages)
         if agent is not None:
             other = History(self.encoder, self._parser, messages_typed or (), renders_history=self._renders_history)
             other.prompt, other.prompt_tokens = self.prompt, self.prompt_tokens
         else:
             other = self._copy() if at is None else at.history._copy()
-            if at is not None:  # a place further back, where another branch may have appended
+            if at is not None:  # an earlier position, where another branch may have appended
                 other.encoder, other.next, other._has_user_reply, other._rejoins = self.encoder, Append(), False, True
             if messages_typed is not None:
                 other.edit(messages_typed, (), None, NO_IDS)
@@ -360,7 +360,7 @@ class History:
         return other
 
     def _copy(self) -> History:
-        """Return a second history at this place, in the same builder; it has no journal and has cut nothing."""
+        """Return a copy at this position, with the same builder but without a journal and with `num_cut` at 0."""
         other = History(self.encoder, self._parser, (), renders_history=self._renders_history)
         other._messages, other._openai, other.turns = list(self._messages), list(self._openai), list(self.turns)
         other.builder, other.next, other.is_canonical = self.builder, self.next, self.is_canonical
@@ -369,19 +369,19 @@ class History:
         other._last_id, other._rejoins, other._response_tokens = self._last_id, self._rejoins, self._response_tokens
         return other
 
-    # What the above come to, each an event, which a journal replays with the same values.
+    # The primitive changes. Each records an event, which a journal replays with the same arguments.
 
     def set_prompt(self, messages: Sequence[Message], *, agent: str | None = None) -> None:
-        """Let the prompt, which is not shown yet, be `messages`, and its agent `agent`, if one is given."""
+        """Replace the prompt, before it is shown, and the agent's name if `agent` is given."""
         self.builder.agent = agent or self.builder.agent
         self._messages, self._openai = list(messages), to_openai(messages)
         self.num_prompt = len(self._messages)
-        """Number of leading messages that are the prompt, which no context policy leaves out."""
+        """Number of leading messages that are the prompt; context policies never leave them out."""
         self.next = Append(self.waiting)
         self._happened(Prompted(agent=self.builder.agent, messages=tuple(messages)))
 
     def answer(self, messages: Sequence[Message], is_user: bool) -> None:
-        """Let `messages` wait to be shown; `is_user` says whether the interaction wrote them."""
+        """Queue `messages` for the next prompt; `is_user` is true if the interaction wrote them."""
         if not isinstance(self.next, Continue):
             self.next = self.next._replace(messages=tuple(messages))
         self._has_user_reply = is_user
@@ -389,7 +389,7 @@ class History:
         self._happened(Answered(messages=tuple(messages), is_user=is_user))
 
     def edit(self, messages: Sequence[Message], waiting: Sequence[Message], text: str | None, addition: Ids) -> None:
-        """Replace the history; `waiting` is shown behind it, or its last message goes on from `text` behind `addition`."""
+        """Replace the history; `waiting` follows `messages`, or the last message (`text`) goes on after `addition`."""
         pairs = enumerate(zip(self._messages, messages, strict=False))
         kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
@@ -399,7 +399,10 @@ class History:
         self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=text, addition=addition))
 
     def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
-        """Keep `num_kept` tokens of the last turn, which then reads as `own`, and with `text` behind it as `whole`."""
+        """Keep `num_kept` tokens of the last turn and let it go on after `addition`; return the number of dropped tokens.
+
+        The kept part parses as the message `own`; with `text`, the text of `addition`, appended, it parses as `whole`.
+        """
         turn = self.turns[-1]
         dropped = self.builder.cut(self.sampled_spans(turn), keep=num_kept)
         self._response_tokens -= turn.num_tokens - num_kept

@@ -1,10 +1,10 @@
-"""The edits of a history: what schedulers and limits change between two turns. Pure, and none of them encodes a message.
+"""The edits of a history that schedulers and limits make between two turns. All of them are synchronous.
 
-    rewrite          other messages: the next prompt is a full render
-    go_on            the same assistant message goes on behind a text or ids
-    shorten_to_fit   fewer messages, where the context is full
+    rewrite          replaces the messages: the next prompt is a full render
+    go_on            continues the same assistant message after a text or ids
+    shorten_to_fit   leaves out messages if the context is full
 
-Each comes to one change of the history (`edit`, `continue_turn`), which is an event.
+Each edit makes one change of the history (`edit`, `continue_turn`), which is an event.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from polyturn.rollout.next_prompt import NO_IDS, Given, Render
 
 
 def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = False) -> None:
-    """Replace the history: the next prompt is a full render of `messages` and of what waits to be shown.
+    """Replace the history: the next prompt is a full render of `messages` and of the waiting messages.
 
     Args:
-        messages: The new history.
-        goes_on: The next turn continues the last message, which must be an assistant's.
+        history: The history to edit.
+        messages: The new messages.
+        goes_on: Whether the next turn continues the last message, which must be an assistant's.
 
     Raises:
-        SchedulerError: there is no message, or the last one cannot be continued.
+        SchedulerError: `messages` is empty, or the last one cannot be continued.
     """
     if not messages:
         raise SchedulerError("a history needs at least one message; keep the task's prompt, `episode.task.prompt`")
@@ -51,14 +52,14 @@ def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = Fa
 
 
 def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | int | None, is_trusted: bool) -> int:
-    """Let the next turn continue the last assistant message behind `addition`; see `Episode.go_on`.
+    """Let the next turn continue the last assistant message after `addition`; see `Episode.go_on`.
 
     Returns:
-        How many sampled tokens were dropped.
+        The number of sampled tokens that were dropped.
 
     Raises:
-        SchedulerError: there is no turn to continue, it does not begin with what is to be kept, or the history was
-            edited, which decides by itself what goes on.
+        SchedulerError: there is no turn to continue, its text does not begin with `keep`, or the history was rewritten
+            since.
     """
     if not history.turns:
         raise SchedulerError("there is no turn to go on with; `go_on` continues the last one")
@@ -79,16 +80,16 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
         text = kept.rest + codec.decode(added)
     text_so_far = turn.said_before + kept.text
     own, whole = history.read(text_so_far, turn=turn.index), history.read(text_so_far + text, turn=turn.index)
-    if not own.tool_calls:  # a scheduler may have read them, in a form that the parser does not know
+    if not own.tool_calls:  # a scheduler may have parsed calls in a format that the parser does not support
         calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text + kept.rest)
         own = dataclasses.replace(own, tool_calls=calls)
     return history.continue_turn(kept.num_tokens, kept.text, text, ids, own, whole)
 
 
 def shorten_to_fit(history: History, limits: Limits) -> bool:
-    """Apply the context policy; return whether the history was shortened so that the next turn fits.
+    """Apply the context policy, and return whether it shortened the history so that the next turn fits.
 
-    A history that was shortened is shown at once. Ids that an agent wrote itself are never shortened.
+    A shortened history is shown at once. Ids from `show_ids` are never shortened.
     """
     if isinstance(history.next, Given):
         return False
@@ -101,7 +102,7 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
     )
     if shorter is None:
         return False
-    # Counted before the edit: what the environment added is as many tokens, however little of it is shown again.
+    # Counted before the edit: the limits count all tokens that the environment added, even if the prompt omits some.
     num_new, text = history.next_prompt().num_new, history.said
     history.edit(shorter, (), text, NO_IDS if text is None else _continuation(history, shorter[-1]))
     history.show(history.next_prompt()._replace(num_new=num_new))
@@ -109,5 +110,5 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
 
 
 def _continuation(history: History, message: Message) -> Ids:
-    """Return the ids of an assistant message behind the generation prompt, for the next turn to go on with."""
+    """Encode an assistant message as it follows the generation prompt, for the next turn to continue."""
     return history.encoder.continuation((message.text, message.origin or Origin.ENVIRONMENT))

@@ -1,7 +1,7 @@
-"""One episode's conversation with its interaction: started once, finalized exactly once, every call with a deadline.
+"""InteractionSession: an episode's use of its interaction, started once, finalized once, with a deadline for every call.
 
-Separate from the episode because this is the only place that calls an author's interaction, and so the only place that
-turns what the author's code does (raise, hang, return something odd) into an `InteractionError`.
+This is the only module that calls an author's interaction. It converts the failures of that code (it raises, hangs, or
+returns an invalid answer) into an `InteractionError`.
 """
 
 from __future__ import annotations
@@ -34,50 +34,50 @@ class InteractionReply:
 
     is_done: bool
     content: str | tuple[Mapping[str, Any], ...]
-    """Text, or parts in OpenAI's form, which may show images."""
+    """Text, or parts in OpenAI's format, which may be images."""
     score: float | None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LoadedInteraction:
-    """An interaction of a run: what it can do, looked at once, and what its episodes share."""
+    """An interaction of a run: its capabilities, inspected once, and the state that its episodes share."""
 
     __slots__ = ("asks_person", "bounded", "hooks", "interaction", "live_ids", "name", "takes_view", "timeout_s")
 
     def __init__(self, interaction: Interaction, name: str, *, timeout_s: float) -> None:
-        """Look at it.
+        """Inspect the interaction's capabilities.
 
         Args:
-            interaction: In whatever form its author wrote it.
-            name: The rows' name of it.
-            timeout_s: Deadline of each of its calls.
+            interaction: The interaction, in any supported form.
+            name: The name that rows use for it.
+            timeout_s: Deadline of each call, in seconds.
         """
         self.interaction = in_usual_form(interaction)
         self.name, self.timeout_s = name, timeout_s
         self.hooks = SnapshotHooks.of(interaction, label=f"interaction {name!r}")
-        """The hooks by which it survives a restart."""
+        """The hooks that save and restore its state across a restart."""
         self.bounded = CallWithDeadline(name=f"interaction-{name}", timeout_s=timeout_s)
         self.live_ids: set[str] = set()
         self.takes_view = interaction if isinstance(interaction, SeesConversation) else None
-        """Itself, if its `respond` takes a view of the conversation."""
+        """The interaction itself, if its `respond` takes a view of the conversation; else None."""
         self.asks_person = isinstance(interaction, AsksPerson) and bool(interaction.asks_person)
-        """Whether it is a person who answers."""
+        """Whether a person answers."""
 
 
 class InteractionSession:
-    """An interaction, for the length of one episode."""
+    """An interaction during one episode."""
 
     def __init__(self, loaded: LoadedInteraction, ref: InteractionRef) -> None:
-        """Let one episode use it; nothing is called before `start`.
+        """Store the arguments; nothing is called before `start`.
 
         Args:
             loaded: The interaction.
-            ref: What the episode's row says to it.
+            ref: The interaction's name and kwargs in the episode's row.
         """
         self.loaded, self._interaction, self._ref = loaded, loaded.interaction, ref
         self._id: str | None = None
         self._half_started: str | None = None
-        """The id of a start that failed or was cancelled, maybe after it took something: its own, if it had said one."""
+        """The id of a start that failed or was cancelled, maybe after it took resources: the returned id, if any."""
 
     @property
     def name(self) -> str:
@@ -85,10 +85,10 @@ class InteractionSession:
         return self._ref.name
 
     async def start(self, episode_id: str) -> None:
-        """Call `start_interaction`; the id that it returns is used from then on.
+        """Call `start_interaction`; later calls use the id that it returns.
 
         Raises:
-            InteractionError: it raised, was late, or returned an id that another live episode uses.
+            InteractionError: the interaction raised, was late, or returned an id that another live episode uses.
         """
         if self._id is not None:
             raise LifecycleError(f"interaction {self.name!r}: started twice in one episode")
@@ -116,10 +116,10 @@ class InteractionSession:
         self.loaded.live_ids.add(chosen)
 
     async def reply(self, messages: list[dict[str, Any]], view: ConversationView | None = None) -> InteractionReply:
-        """Call `generate_response` on the conversation so far, or `respond` where there is one; return its answer, checked.
+        """Call `respond`, or `generate_response` if there is no `respond`, on the conversation; return its checked answer.
 
         Raises:
-            InteractionError: it raised, was late, or did not return (should_terminate, content, score, metadata).
+            InteractionError: the method raised, was late, or did not return (should_terminate, content, score, metadata).
         """
         partner, kwargs = self.loaded.takes_view, self._ref.kwargs
         if partner is not None:
@@ -149,16 +149,16 @@ class InteractionSession:
         )
 
     async def final_score(self) -> float | None:
-        """Call `calculate_score`, for a last turn that no reply scored.
+        """Call `calculate_score`, for a last turn without a reply.
 
         Raises:
-            InteractionError: it raised, was late, or returned something that is not a finite number.
+            InteractionError: the method raised, was late, or did not return a finite number.
         """
         score = await self._call(self._interaction.calculate_score, self._live())
         return None if score is None else self._number("calculate_score", score)
 
     async def snapshot(self) -> Any:
-        """Return the interaction's own state of the episode; None if it keeps none.
+        """Return the interaction's snapshot of the episode; None if it does not keep state.
 
         Raises:
             InteractionError: its `snapshot` raised or was late.
@@ -167,7 +167,7 @@ class InteractionSession:
         return None if snapshot is None else await self._call(snapshot, self._live())
 
     async def restore(self, state: Any) -> None:
-        """Let the interaction, started again, take up `state`.
+        """Restore `state` into the interaction, which has been started again.
 
         Raises:
             InteractionError: its `restore` raised or was late.
@@ -176,9 +176,9 @@ class InteractionSession:
             await self._call(self.loaded.hooks.restore, self._live(), state)
 
     async def close(self) -> str | None:
-        """Call `finalize_interaction`, once, if the interaction was started; return its failure, if any.
+        """Call `finalize_interaction` once if the interaction was started; return its failure, if any.
 
-        Also finalize a failed start, which may have taken resources; an error of that is ignored.
+        A failed start is finalized too, because it may have taken resources; errors of that call are ignored.
         """
         if self._half_started is not None:
             given_scores, self._half_started = self._half_started, None
@@ -197,7 +197,7 @@ class InteractionSession:
         return None
 
     def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
-        """Return the interaction's reply: a text, a `ToolResponse`, or a list of parts if it shows images."""
+        """Convert the reply's content (a text, a `ToolResponse`, or a list of parts) to message content."""
         try:
             if isinstance(content, ToolResponse):
                 return content_of(content)
@@ -215,11 +215,11 @@ class InteractionSession:
     async def _call(
         self, method: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, limit_s: float | None = None
     ) -> Any:
-        """Call an author's method with a deadline, `limit_s` or the usual one; a plain one runs in a thread."""
+        """Call an author's method with a deadline: `limit_s`, or `timeout_s` by default. A plain method runs in a thread."""
         limit_s = self.loaded.timeout_s if limit_s is None else limit_s
         is_owed = method.__name__ == "finalize_interaction"
         bounded = self.loaded.bounded
-        if not is_owed:  # the end of what was started is due, however many calls are left behind
+        if not is_owed:  # a started interaction is finalized, however many calls were abandoned
             bounded.check_abandoned(f"the interaction {self.name!r}")
         try:
             return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)

@@ -1,15 +1,15 @@
-"""EpisodeJournal: a live episode in a journal, behind each complete turn, so that another process goes on with it.
+"""EpisodeJournal: writes a live episode to a journal after each complete turn, so that another process can continue it.
 
     {"line": 2, "versions": [40], "texts": […], "events": [["TurnSampled", …], …], "turns": {"3": …}, "state": {…}}
-    {"line": 3, "versions": [40], "texts": […], "trajectory": {…}}                          it is over and scored
+    {"line": 3, "versions": [40], "texts": […], "trajectory": {…}}                          the episode is over and scored
 
-A line has the events of the history since the line before (`rollout/events.py`, ids included), the turns whose answers or
-scores changed, and what tools, interaction and scheduler keep. To resume is to replay the events of all lines and to let the
-plug-ins take up what the last line has of them.
+A line has the history's events since the previous line (`rollout/events.py`, ids included), the turns whose answers or
+scores changed, and the snapshots of tools, interaction and scheduler. A resume replays the events of all lines and restores
+the plug-ins from the last snapshots.
 
-A turn is in the journal before the model is asked for the next one. So no call of a turn that is held is ever made again:
-neither the engine's nor a tool's, an interaction's or a scheduler's. What cannot be kept (a plug-in with state that offers
-no snapshot, forks, a value that JSON cannot write) restarts from its task, for a reason that is counted and said.
+A turn is in the journal before the next generation starts. So a resume never repeats a call of a recorded turn, be it to the
+engine, a tool, the interaction or the scheduler. An episode that cannot be recorded (a plug-in with state but without a
+snapshot, forks, a value that JSON cannot represent) restarts from its task; the reason is counted and reported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from polyturn.rollout.open_turn import OpenTurn
 __all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
 
 FORMAT = 5
-"""Of what is kept; a conversation that was kept in another one starts from its task."""
+"""Version of the journal's format; an episode recorded in another version restarts from its task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,31 +52,31 @@ class _Answer:
     observation: tuple[Message, ...]
     tool_results: tuple[ToolResult, ...]
     scores: str
-    """JSON, as is `info`: plug-ins decide what they hold."""
+    """JSON, like `info`, because plug-ins choose the values."""
     info: str
     timings: Mapping[str, float]
 
 
 _LONG = 128
-"""Characters from which on a text, such as an image, is written once."""
+"""Texts of at least this many characters, such as images, are written only once."""
 _TEXT = "#text"
 
 
 class _Texts:
-    """The long texts of an episode's lines, each written once and then named by its number: {"#text": 3}."""
+    """The long texts of an episode's lines; each is written once and then referenced by its number: {"#text": 3}."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def pack(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a line with numbers in the place of long texts, and with those that are new."""
+        """Replace long texts in a line by their numbers, and add the new texts to it."""
         first = len(self._texts)
         packed = {name: self._pack(value) for name, value in line.items()}
         return {"texts": self._texts[first:], **packed}
 
     def unpack(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the line that `pack` was given; lines are unpacked in their order."""
+        """Undo `pack`; lines must be unpacked in their order."""
         for text in line["texts"]:
             self._number(text)
         return {name: self._unpack(value) for name, value in line.items() if name != "texts"}
@@ -107,11 +107,11 @@ class _Texts:
 
 
 class EpisodeJournal:
-    """One episode's part of a journal."""
+    """Reads and writes one episode's part of a journal."""
 
     def __init__(self, journal: Journal, context: RolloutContext, task: Task, *, id: str, sampling: SamplingParams) -> None:
         self.stop: StopReason | None = None
-        """Why the conversation had ended, where it goes on with being scored."""
+        """Why the conversation ended, if only its scoring remains; else None."""
         self._journal, self._task, self._id = journal, task, id
         self._scheduler: Scheduler | None = None
         self._hooks = SnapshotHooks(label="")
@@ -122,26 +122,26 @@ class EpisodeJournal:
         self._plugins: str | None = None
         """The snapshots of the last line, as JSON."""
         self._seen: dict[int, Any] = {}
-        """The answers and scores of the turns as they stand in the journal, by index."""
+        """The answers and scores of the turns as recorded, by turn index."""
         self._is_begun = False
         self._why_not: str | None = None
         self._is_broken = False
-        """A line could not be made, so none may follow."""
+        """Whether a line could not be written, after which no line may follow."""
         schemas = context.tools.schemas_of(task)
         facts = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
         self._digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
         self._held = journal.recall(id)
 
     def attach(self, episode: Episode, scheduler: Scheduler) -> None:
-        """Keep `episode`, which `scheduler` runs, from now on."""
+        """Record `episode`, which `scheduler` drives, from now on."""
         self._offered_by(scheduler)
         episode.history.events = []
         episode.resources.on_turn = functools.partial(self.keep, episode)
 
-    # What an earlier process left.
+    # Reading the record of an earlier process.
 
     def trajectory(self) -> Trajectory | None:
-        """Return the episode's record where it was over and scored; None where there is something left to do."""
+        """Return the trajectory if the episode was over and scored, else None."""
         entries = self._usable()
         if entries is None or "trajectory" not in entries.lines[-1]:
             return None
@@ -151,7 +151,7 @@ class EpisodeJournal:
         return _read_trajectory(last["trajectory"], self._id, self._task)
 
     def can_resume(self) -> bool:
-        """Return whether a complete turn is held; counted, where something is held that cannot be used."""
+        """Return whether there is a complete turn to resume from; count a record that cannot be used."""
         entries = self._held = self._usable()
         if entries is not None and entries.why_not is not None:
             self._journal.count("restarted", reason=entries.why_not)
@@ -159,7 +159,7 @@ class EpisodeJournal:
         return entries is not None
 
     async def restore(self, episode: Episode, scheduler: Scheduler) -> None:
-        """Let a new episode stand behind its last complete turn.
+        """Bring a new episode to the state after the last recorded turn.
 
         Raises:
             PolyturnError: a plug-in raised or was late.
@@ -191,13 +191,13 @@ class EpisodeJournal:
         self._journal.count("resumed")
 
     def restart(self, problem: PolyturnError) -> None:
-        """Count an episode that could not be restored; it starts from its task."""
+        """Count an episode that could not be restored, and reset for a start from its task."""
         self._journal.count("restarted", reason=one_line(problem).replace(self._id, "…"))
         self._num_kept, self._num_lines, self._is_begun, self.stop = 0, 0, False, None
         self._plugins, self._texts = None, _Texts()
 
     def _usable(self) -> JournaledEpisode | None:
-        """Return the recorded episode; None, counted, if no part of it can be used."""
+        """Return the recorded episode, or count it and return None if it cannot be used."""
         entries = self._held
         if entries is None:
             return None
@@ -212,12 +212,12 @@ class EpisodeJournal:
         self._journal.count("restarted", reason=why)
         return None
 
-    # What this one leaves.
+    # Writing.
 
     async def keep(self, episode: Episode, *, stop: StopReason | None = None) -> None:
-        """Keep the episode behind its last turn, unless it is kept already; with `stop`, that it is over.
+        """Record the state after the last turn, unless it is recorded already; with `stop`, also that the episode is over.
 
-        The first time it writes that the episode is in flight, and whether it can be kept.
+        The first call writes that the episode is in flight, and whether it can be recorded.
         """
         if not self._is_begun:
             if stop is None:
@@ -239,7 +239,7 @@ class EpisodeJournal:
                 "environment": await resources.snapshot(),
                 "scheduler": None if snapshot is None else await episode.call(self._scheduler, snapshot, episode),
             }
-            # The parts that their owners go on changing are copied now; the rest, which no longer changes, in the thread.
+            # Values that may still change are copied here; the others are converted later, in the journal's thread.
             plugins, turns = _to_text(kept), self._changed(history.turns)
             events, history.events = history.events or [], []
             state = {
@@ -261,7 +261,7 @@ class EpisodeJournal:
             await self._give_up(reason)
 
     async def end(self, trajectory: Trajectory) -> None:
-        """Keep the record of the episode, which is over and scored."""
+        """Record the trajectory of the episode, which is over and scored."""
         if not self._is_begun or self._is_broken or self._journal.why_not is not None or trajectory.is_failed:
             return
 
@@ -303,14 +303,14 @@ class EpisodeJournal:
         return self._num_lines
 
     def _changed(self, turns: list[OpenTurn]) -> dict[str, _Answer]:
-        """Return the answers and scores of the turns that differ from the line before."""
+        """Return the answers and scores of the turns that changed since the previous line."""
         changed = {}
         for turn in turns:
             seen = (turn.observation, turn.tool_results, dict(turn.scores), dict(turn.info), dict(turn.timings))
             if self._seen.get(turn.index) != seen:
                 self._seen[turn.index] = seen
                 for result in turn.tool_results:
-                    _to_text(result.metrics)  # a value that JSON cannot write is an error, and no text in its place
+                    _to_text(result.metrics)  # raises for a value that JSON cannot represent
                 changed[str(turn.index)] = _Answer(
                     observation=turn.observation,
                     tool_results=turn.tool_results,
@@ -321,7 +321,7 @@ class EpisodeJournal:
         return changed
 
     async def _give_up(self, reason: str) -> None:
-        """Write that the episode cannot be kept from here on."""
+        """Write that the episode is no longer recorded."""
         self._why_not = reason
         await self._journal.write(self._id, lambda: {"why_not": reason})
 
@@ -331,7 +331,7 @@ class EpisodeJournal:
 
 
 def _change(turn: OpenTurn, answer: _Answer) -> None:
-    """Give a turn what answered and scored it."""
+    """Set the recorded answers and scores on a turn."""
     turn.observation, turn.tool_results = answer.observation, answer.tool_results
     turn.scores, turn.info = json.loads(answer.scores), json.loads(answer.info)
     turn.timings = dict(answer.timings)
@@ -342,28 +342,28 @@ def _distinct(versions: Iterable[int | None]) -> list[int]:
 
 
 def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory without its id and its task, of which only the prompt may differ from the run's task."""
+    """Return a trajectory as JSON, without its id and its task, except the prompt, which may differ from the run's task."""
     names = (f.name for f in dataclasses.fields(trajectory) if f.name not in ("id", "task"))
     return {"prompt": to_json(trajectory.task.prompt), **{name: to_json(getattr(trajectory, name)) for name in names}}
 
 
 def _read_trajectory(data: Mapping[str, Any], id: str, task: Task) -> Trajectory:
-    """Return the trajectory that `_write_trajectory` wrote."""
+    """Parse the output of `_write_trajectory`."""
     prompt = from_json(tuple[Message, ...], data["prompt"])
     task = task if prompt == task.prompt else dataclasses.replace(task, prompt=prompt)
     fields = {name: value for name, value in data.items() if name != "prompt"}
     trajectory = from_json(Trajectory, {**fields, "id": id, "task": task})
-    return dataclasses.replace(trajectory, metrics=data["metrics"])  # whole numbers stay such
+    return dataclasses.replace(trajectory, metrics=data["metrics"])  # keeps integers as integers
 
 
 def _to_text(value: Any) -> str:
     """Return a plug-in's state as JSON.
 
     Raises:
-        SnapshotError: JSON cannot write it.
+        SnapshotError: JSON cannot represent the state.
     """
     if value == {}:
-        return "{}"  # as most are
+        return "{}"  # the most frequent case
     try:
         return json.dumps(value, default=_simple)
     except (TypeError, ValueError) as problem:
@@ -371,7 +371,7 @@ def _to_text(value: Any) -> str:
 
 
 def _simple(value: Any) -> Any:
-    """Return numbers of NumPy as Python's; the rest is refused."""
+    """Convert NumPy numbers and arrays and mappings to plain Python; refuse other types."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -383,5 +383,5 @@ def _simple(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _settings_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Return them as JSON writes them; treat the result as read-only."""
+    """Return the sampling parameters as a dict, which is cached: do not change it."""
     return dataclasses.asdict(sampling)

@@ -1,6 +1,6 @@
-"""Journal: the storage of live episodes, as episodes see it; JournaledEpisode: what it holds of one.
+"""Journal: the interface through which episodes store their turns; JournaledEpisode: the stored lines of one episode.
 
-Separate from `EpisodeJournal`, which writes and reads the lines, because the context of a run names it.
+Separate from `EpisodeJournal`, which writes and reads the lines, because `RolloutContext` refers to it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ class JournaledEpisode:
     """The journal's record of one episode that was in flight when its process ended."""
 
     digest: str
-    """Of what it was a run of."""
+    """Digest of the task, its tools and the sampling."""
     lines: list[Mapping[str, Any]] = field(default_factory=list)
-    """One for each complete turn, then one for the end, as they were written."""
+    """One line for each complete turn, then one for the end, as they were written."""
     why_not: str | None = None
-    """Why it starts from its task."""
+    """Why the episode restarts from its task; None if it can be resumed."""
 
 
 class Journal(Protocol):
     """The storage of live episodes."""
 
     why_not: str | None
-    """Why no turn is kept at all, but that an episode was in flight; None where turns are kept."""
+    """Why turns are not stored at all, only that an episode was in flight; None if turns are stored."""
 
     def takes(self, episode: str) -> bool:
-        """Return whether the episode is one whose turns are worth keeping."""
+        """Return whether the journal records this episode's turns."""
         ...
 
     def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return the record of an episode, once; None if it was not in flight."""
+        """Return the record of an episode and forget it; None if the episode was not in flight."""
         ...
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Append a line, made outside the event loop, and return once the operating system has it.
+        """Append a line, built outside the event loop, and return once the operating system has it.
 
         Raises:
-            SnapshotError: the line cannot be made.
+            SnapshotError: the line cannot be built.
         """
         ...
 

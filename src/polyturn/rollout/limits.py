@@ -2,12 +2,12 @@
 
     1. time            timeout_s          -> TIMEOUT       (also cuts a call that is under way)
     2. turns           max_turns          -> MAX_TURNS
-    3. user turns      max_user_turns     -> MAX_TURNS     (only when the reply that would be shown is an interaction's)
+    3. user turns      max_user_turns     -> MAX_TURNS     (only if the waiting reply is an interaction's)
     4. response        max_tokens         -> MAX_TOKENS    (everything after the first prompt: sampled and observed)
     5. context         max_context        -> CONTEXT_FULL  (after the context policy had its chance)
 
-A completion that runs into what is left of one of them is cut there, and `budget` says which one cut it; a cut at
-`max_tokens_per_turn` alone is LENGTH. Every one of these is a truncation, never a failure.
+A completion is cut where the remaining tokens of a limit end, and `budget` returns the stop reason for that cut; a cut at
+`max_tokens_per_turn` alone is LENGTH. All of these are truncations, never failures.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class EpisodeProgress(NamedTuple):
     turns: int
     user_turns: int
     has_user_reply: bool
-    """Whether the observation that waits to be shown came from the interaction."""
+    """Whether the waiting observation came from the interaction."""
     response_tokens: int
     context_tokens: int
-    """The prompt of the next generation."""
+    """Number of tokens in the prompt of the next generation."""
 
 
 class Budget(NamedTuple):
-    """The number of tokens that the next completion may have, and the limit that sets it."""
+    """The maximum number of tokens of the next completion, and the limit that sets it."""
 
     tokens: int
     cut_by: StopReason
@@ -117,7 +117,7 @@ def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
         return StopReason.TIMEOUT
     if limits.max_turns is not None and at.turns >= limits.max_turns:
         return StopReason.MAX_TURNS
-    # `>`: the reply that waits to be shown is counted already, and only the one behind the last allowed is refused.
+    # `>`, because the waiting reply is already counted, and the last allowed reply is still shown.
     if limits.max_user_turns is not None and at.has_user_reply and at.user_turns > limits.max_user_turns:
         return StopReason.MAX_TURNS
     if limits.max_tokens is not None and at.response_tokens >= limits.max_tokens:
@@ -128,25 +128,25 @@ def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
 
 
 def exceeds_context(limits: Limits, *, num_chars: int, longest_token: int) -> bool:
-    """Return whether a text of so many characters is longer than the context, whatever its tokens are.
+    """Return whether a text of `num_chars` characters exceeds the context under any tokenization.
 
-    It needs no encoding, so an answer of megabytes costs nothing.
+    The check does not encode the text, so it is cheap even for an answer of megabytes.
     """
     return limits.max_context is not None and num_chars > limits.max_context * longest_token
 
 
 def is_short_of_room(limits: Limits, at: EpisodeProgress) -> bool:
-    """Return whether less of the context is left than a context policy keeps free for the next turn."""
+    """Return whether the free context is smaller than `limits.reserve`."""
     return limits.max_context is not None and limits.max_context - at.context_tokens < limits.reserve
 
 
 def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
-    """Return the number of tokens that the next completion may have; at least 1 where `reached` returned None.
+    """Return the maximum number of tokens of the next completion; at least 1 if `reached` returns None.
 
     Args:
         limits: The limits.
-        at: Where the episode is.
-        ceiling: The sampling parameters' own max_tokens.
+        at: The progress of the episode.
+        ceiling: `max_tokens` of the sampling parameters.
     """
     tokens, cut_by = ceiling, StopReason.LENGTH
     for left, reason in (
@@ -154,7 +154,7 @@ def budget(limits: Limits, at: EpisodeProgress, *, ceiling: int) -> Budget:
         (None if limits.max_tokens is None else limits.max_tokens - at.response_tokens, StopReason.MAX_TOKENS),
         (None if limits.max_context is None else limits.max_context - at.context_tokens, StopReason.CONTEXT_FULL),
     ):
-        # Of equal budgets the first one counts: a cut at the turn's own length is LENGTH, whatever else ends there.
+        # The first of equal budgets counts: a cut at the turn's own limit is LENGTH, even if another limit ends there too.
         if left is not None and left < tokens:
             tokens, cut_by = left, reason
     return Budget(tokens, cut_by)

@@ -1,7 +1,7 @@
-"""Next: what the model is shown next, as one value; Prompt: the ids that came of it.
+"""Next: the form of the next prompt, as one value; Prompt: the resulting ids.
 
 Append(messages)    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
-Continue(said, …)   held ids + a text or ids                the same assistant message goes on behind it
+Continue(said, …)   held ids + a text or ids                the same assistant message goes on after the addition
 Render(messages)    the template writes the whole history   after an edit; with `renders_history` before every turn
 Given(ids)          the caller's own ids                    for agents that write their prompts themselves
 """
@@ -19,7 +19,7 @@ NO_IDS = ids_array([])
 
 
 class Append(NamedTuple):
-    """New messages behind the ids that are held."""
+    """New messages after the held ids."""
 
     messages: tuple[Message, ...] = ()
 
@@ -30,19 +30,19 @@ class Continue(NamedTuple):
     said: str
     """The text so far."""
     addition: Ids = NO_IDS
-    """Ids behind those that are held."""
+    """[N] ids to append to the held ids."""
 
 
 class Render(NamedTuple):
-    """A full render of the history, which was edited, and of messages behind it."""
+    """A full render of the edited history and of the messages that follow it."""
 
     messages: tuple[Message, ...] = ()
     last: Continue | None = None
-    """The last message of the history, where it goes on."""
+    """The last message of the history, if it goes on; else None."""
 
 
 class Given(NamedTuple):
-    """Ids that an agent wrote itself: the whole prompt, whatever the messages say."""
+    """Ids that an agent supplied as the whole prompt, regardless of the messages."""
 
     ids: Ids
     messages: tuple[Message, ...] = ()
@@ -56,12 +56,12 @@ class Prompt(NamedTuple):
     """The next prompt of the model."""
 
     ids: Ids
-    """The ids to append; the whole prompt if `is_whole`."""
+    """[N] the ids to append; the whole prompt if `is_whole`."""
     is_whole: bool
     num_new: int
-    """Tokens that the environment adds, each counted once however often the history is rendered."""
+    """Number of tokens that the environment adds, each counted once however often the history is rendered."""
     length: int
-    """Tokens of the whole prompt."""
+    """Number of tokens in the whole prompt."""
     media: tuple[Media, ...] = ()
     """The images and other media that `ids` show."""
 

@@ -1,6 +1,6 @@
-"""OpenTurn: a turn while it is happening, which tools, interaction and scheduler still add to; Reply: what answers it.
+"""OpenTurn: a turn in progress, to which tools, interaction and scheduler still add; Reply: the answer to a turn.
 
-Separate from the record (`core.trajectory.Turn`), which is frozen, and from the history, which makes it.
+`core.trajectory.Turn`, the record of a turn, is frozen.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from polyturn.core.trajectory import SpanRef, ToolResult
 
 @dataclass(slots=True, kw_only=True)
 class OpenTurn:
-    """A turn while it is happening."""
+    """A turn in progress."""
 
     index: int
     message: Message
     completion: Completion
     cut_by: StopReason
-    """The limit that gave the completion its budget: the reason to stop, if the completion was cut."""
+    """The limit that sets the completion's budget: the stop reason, if the completion was cut."""
     text: str = ""
-    """The sampled text: reasoning and calls included, without the token that ends a turn."""
+    """The sampled text, including reasoning and calls, without the token that ends a turn."""
     said_before: str = ""
-    """The earlier text of the same message, where the turn goes on with one; `message` has both."""
+    """The earlier text of the same message, if the turn continues a message; `message` contains both."""
     stopped_by: str | None = None
-    """The stop string that ended it, with which `text` ends, or which its last token goes beyond; None if something else
-    did."""
+    """The stop string that ended the turn; `text` ends with it, or its last token extends beyond it. None otherwise."""
     num_tokens: int = 0
-    """Number of the sampled tokens that are kept."""
+    """Number of sampled tokens that are kept."""
     is_continued: bool = False
-    """Whether the next turn goes on with the same message."""
+    """Whether the next turn continues the same message."""
     spans: list[SpanRef] = field(default_factory=list)
     tool_results: tuple[ToolResult, ...] = ()
     observation: tuple[Message, ...] = ()
@@ -49,7 +48,7 @@ class OpenTurn:
         return self.completion.finish_reason
 
     def unanswered(self, *, sampled: Sequence[SpanRef]) -> OpenTurn:
-        """Return the same turn, of the spans `sampled` alone, for a fork that lets it be answered once more."""
+        """Return the turn with only the spans `sampled` and without its answers, for a fork that answers it again."""
         timings = {name: value for name, value in self.timings.items() if name in ("start", "generate")}
         blank: dict[str, Any] = {"tool_results": (), "observation": (), "scores": {}, "info": {}}
         return replace(self, spans=list(sampled), timings=timings, **blank)
@@ -70,10 +69,10 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any) -> Reply:
-        """Return the result of a `step` as a reply.
+        """Convert the result of a `step` to a reply.
 
         Raises:
-            SchedulerError: it is nothing that can be understood.
+            SchedulerError: the result has an unsupported type.
         """
         if isinstance(value, Reply):
             if all(isinstance(m, Message) for m in value.messages):
@@ -92,7 +91,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenReward:
-    """The reward that a scheduler gives its episode, where it judges that itself."""
+    """A reward that the scheduler itself gives to its episode."""
 
     score: float
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""RolloutPool: groups, each the n trajectories of one task; never more live episodes than allowed, and an end to a run that
-mostly fails.
+"""RolloutPool: runs groups, each the n trajectories of one task. It limits the number of live episodes, and ends a run in
+which too many trajectories fail.
 
     GroupSpec(id="g12", task=…, size=8, seed=…)  ->  TrajectoryGroup of 8 trajectories g12/0 … g12/7
 
-Separate from the loop so that training, evaluation and `polyturn rollout` share one way to run groups. Cancelling a call
-cancels its episodes, and each of them still releases what it started.
+Training, evaluation and `polyturn rollout` all run groups through this class. Cancelling a call cancels its episodes, and
+each of them still releases its resources.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from polyturn.rollout.slots import EpisodeSlots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """A group that is to be run."""
+    """A group to run."""
 
     id: str
     task: Task
     size: int = 1
     seed: int = 0
-    """Member m of the group is seeded by (seed, task, m), so the order in which episodes finish changes nothing. Two groups
-    of one task need different seeds: with the same one their episodes are the same."""
+    """Member m of the group is seeded by (seed, task, m), independently of the order in which episodes finish. Two groups of
+    one task need different seeds, because equal seeds give equal episodes."""
     sampling: SamplingParams | None = None
     max_turns: int | None = None
-    """The most turns of an episode; None is the run's limit."""
+    """Maximum number of turns of an episode; None for the run's limit."""
     has_baseline: bool = False
-    """Whether one more episode is decoded greedily beside the members, which an estimator compares them with."""
+    """Whether the group has an additional greedily decoded episode, with which an estimator compares the members."""
 
     @property
     def episodes(self) -> list[str]:
@@ -60,7 +60,7 @@ class LiveGroup:
     on_end: Callable[[Trajectory], None] | None = None
     """Called with each trajectory of this process as it ends, before the group is complete."""
     abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
-    """Of a group whose episodes run in another process: aborts them there, and returns their lengths."""
+    """Aborts the episodes that run in another process, and returns their lengths in tokens; None if all run in this one."""
     is_cut: bool = False
     _lengths_elsewhere: list[int] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ class LiveGroup:
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens that each episode has sampled so far."""
+        """The number of tokens that each episode has sampled so far."""
         return [*(episode.resources.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
 
 
@@ -101,13 +101,13 @@ class RolloutPool:
 
         Args:
             spec: The group.
-            live: Gets the episodes as they start, and may cut them off, which does not count as a failure.
+            live: Receives the episodes as they start, and can abort them, which does not count as a failure.
 
         Raises:
             RolloutError: too large a share of the latest trajectories failed.
         """
         group = await self._run(spec, live)
-        # A group that was cut off has failed for no reason of the run's.
+        # Trajectories of an aborted group do not count as failures.
         if live is None or not live.is_cut:
             self.failures.count(group)
         if self._on_group is not None:
@@ -115,7 +115,7 @@ class RolloutPool:
         return group
 
     def apart(self, *, on_group: Callable[[TrajectoryGroup], None] | None = None) -> Self:
-        """Return a pool of the same episodes, whose places and failures are counted apart, as those of an evaluation are."""
+        """Return a pool with the same context but separate slots and failure counts, such as for an evaluation."""
         other = copy.copy(self)
         other.failures = FailureBudget(max_share=self.failures.max_share)
         other.slots = self._new_slots()
@@ -127,11 +127,11 @@ class RolloutPool:
         return EpisodeSlots(most=most, least=least, engine=self.context.engine)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the present number of slots, where it follows the engine's load."""
+        """Return the current number of slots if it follows the engine's load, else nothing."""
         return {"rollout/concurrency": float(self.slots.limit)} if self.slots.least < self.slots.most else {}
 
     async def close(self) -> None:
-        """Close what the episodes share."""
+        """Close the shared context."""
         await self.context.close()
 
     async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:
@@ -167,7 +167,7 @@ class RolloutPool:
         )
 
     async def run(self, specs: Iterable[GroupSpec]) -> list[TrajectoryGroup]:
-        """Run groups side by side and return them in the order of `specs`."""
+        """Run groups concurrently and return them in the order of `specs`."""
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run_one(spec), name=spec.id) for spec in specs]
@@ -176,31 +176,31 @@ class RolloutPool:
 
 
 class FailureBudget:
-    """Counts failed trajectories and ends the run by name when they are too large a share.
+    """Counts failed trajectories and ends the run, with the reasons, when their share is too large.
 
-    Only the latest ones count, so that a run that was fine for a day still ends soon after its engine or its tools broke.
+    Only the latest trajectories count, so that a long healthy run still ends soon after its engine or its tools broke.
     """
 
     MIN_COUNT = 16
-    """A share of fewer trajectories than this says nothing yet."""
+    """Number of trajectories from which on the share is checked."""
     WINDOW = 1024
     """Number of the latest trajectories that count."""
 
     def __init__(self, *, max_share: float) -> None:
         self.max_share = max_share
         self._latest: deque[str | None] = deque(maxlen=self.WINDOW)
-        """Why each of them failed; None where it did not."""
+        """The reason why each of the latest trajectories failed; None for a success."""
         self._has_one = False
-        """Whether any trajectory did not fail."""
+        """Whether any trajectory succeeded."""
 
     def count(self, group: TrajectoryGroup) -> None:
         """Count one group.
 
         Raises:
-            RolloutError: more than `max_share` of the latest failed; the message has the most common reasons.
+            RolloutError: more than `max_share` of the latest trajectories failed; the message has the most common reasons.
         """
         for trajectory in group.trajectories:
-            # Without the trajectory's own id, so that one cause of many failures reads as one.
+            # Without the trajectory's id, so that failures with the same cause are counted together.
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
             self._latest.append(reason if trajectory.is_failed else None)
             self._has_one |= not trajectory.is_failed
@@ -212,10 +212,10 @@ class FailureBudget:
             )
 
     def require_any(self) -> None:
-        """Refuse to go on, or to end well, where not one trajectory came to anything, however few there were.
+        """Check that at least one trajectory succeeded, even if there were fewer than `MIN_COUNT`.
 
         Raises:
-            RolloutError: all that were counted failed; the message has the most common reasons.
+            RolloutError: all counted trajectories failed; the message has the most common reasons.
         """
         if self._latest and not self._has_one:
             raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")

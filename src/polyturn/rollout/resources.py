@@ -1,11 +1,11 @@
-"""Resources: the connections and instances of an episode and its forks, started once and closed once, whatever happens.
+"""Resources: the connections and instances of an episode and its forks, started once and closed once on every exit.
 
     tools, interaction    foreign code that may raise, hang or score; each start has exactly one end
-    engine requests       one completion at a time for each history; aborted, and their sessions ended, from here
-    clock                 the seconds that count for the time limit; it can be paused while a person is waited for
-    record                the turns of all histories, in the order in which they were completed
+    engine requests       one completion at a time for each history; aborts them and ends their sessions
+    clock                 the seconds that count for the time limit; it pauses while a person answers
+    record                the turns of all histories, in the order of completion
 
-Separate from the episode, of which each fork is one with a history of its own.
+Separate from `Episode`, because each fork is an `Episode` with its own history, and all forks share these resources.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from polyturn.tools.episode_tools import EpisodeTools
 logger = logging.getLogger(__name__)
 
 END_SESSION_S = 30.0
-"""Seconds that an engine may take to drop what it keeps of a conversation."""
+"""Seconds that an engine may take to drop its state of a conversation."""
 ABORT_S = 30.0
-"""Seconds that an engine may take to hear that a completion is to end."""
+"""Seconds that an engine may take to accept the abort of a completion."""
 
 
 class Fork(NamedTuple):
-    """A fork, as what it shares knows it."""
+    """A fork, as `Resources` registers it."""
 
     id: str
     history: History
@@ -46,35 +46,35 @@ class Fork(NamedTuple):
 
 
 class Resources:
-    """The shared part of one episode."""
+    """The resources that an episode shares with its forks."""
 
     def __init__(self, context: RolloutContext, task: Task, *, id: str) -> None:
-        """Begin with nothing started."""
+        """Prepare without starting anything."""
         self.id = id
-        """The id of the episode itself; forks have others."""
+        """The id of the episode itself; forks have other ids."""
         self.task = task
         self.bridge = LoopBridge()
-        """Its way from threads to the event loop."""
+        """Runs coroutines on the event loop for the episode's threads."""
         self.forks: list[Fork] = []
-        """All but the episode itself."""
+        """All forks, without the episode itself."""
         self.turns: list[OpenTurn] = []
-        """All turns, in the order in which they were completed."""
+        """The turns of the episode and its forks, in the order of completion."""
         self.num_asides, self.aside_tokens = 0, 0
-        """Completions of asides, which are not turns, and the tokens that those had."""
+        """Number of completions of asides, which are not turns, and of their tokens."""
         self.is_started = False
-        """Whether tools and interaction are."""
+        """Whether tools and interaction have been started."""
         self.on_turn: Callable[[], Awaitable[None]] | None = None
-        """Called behind each complete turn and once the prompt is shown, for a journal; None where there is none."""
+        """The journal's hook, called once the prompt is shown and after each complete turn; None without a journal."""
         self._now = loop_clock()
         self.began = self._now()
-        """Moved back by the seconds that an earlier process spent."""
+        """Start time on the loop's clock, in seconds; a resume moves it back by the time spent in an earlier process."""
         self._context = context
         self.tools = EpisodeTools(context.tools, id)
         self.interaction = context.partner_for(task)
-        """The interaction that the row names; None if it names none."""
+        """The interaction that the row names; None if the row does not name one."""
         self._has_partners = True
         self._answered: dict[str, asyncio.Event] = {}
-        """The requests that the engine is answering; set once it has."""
+        """The running engine requests by id; an event is set once its request has been answered."""
         self._before_s, self._since = 0.0, self.began
         self._num_pauses = 0
         self._timeout: asyncio.Timeout | None = None
@@ -83,7 +83,7 @@ class Resources:
     # Start, snapshot and end.
 
     def without_partners(self) -> None:
-        """Start neither tools nor interaction, for a scheduler that brings its own and says so before it prepares a turn."""
+        """Disable tools and interaction, for a scheduler that brings its own; call it before the first `prepare`."""
         self._has_partners, self.interaction = False, None
 
     async def start(self) -> tuple[Message, ...]:
@@ -102,16 +102,16 @@ class Resources:
 
     @property
     def why_not(self) -> str | None:
-        """Why a conversation with these tools and this interaction cannot go on after a restart; None where it can."""
+        """Why a conversation with these tools and this interaction cannot be resumed; None if it can."""
         hooks = [self._context.tools.hooks[name] for name in self.tools.names]
         hooks += [] if self.interaction is None else [self.interaction.loaded.hooks]
         return next((one.why_not for one in hooks if one.why_not is not None), None)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the tools' and the interaction's state of the episode.
+        """Return the state of the tools and the interaction for this episode.
 
         Raises:
-            SnapshotError: one of them raised or was late.
+            SnapshotError: a tool or the interaction raised or was late.
         """
         tools = await self.tools.snapshot()
         try:
@@ -120,10 +120,10 @@ class Resources:
             raise SnapshotError(str(problem)) from problem
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin again, and let everyone take up what `snapshot` returned.
+        """Start tools and interaction again, and restore the result of `snapshot`.
 
         Raises:
-            PolyturnError: one of them raised or was late.
+            PolyturnError: a tool or the interaction raised or was late.
         """
         await self.start()
         await self.tools.restore(state["tools"])
@@ -131,8 +131,8 @@ class Resources:
             await self.interaction.restore(state["partner"])
 
     async def close(self) -> list[str]:
-        """Release the tools, finalize the interaction, free the engine's sessions; return the failures."""
-        # First the ways in, so that no thread of a scheduler's begins anything while it is released.
+        """Release the tools, finalize the interaction and end the engine's sessions; return the failures."""
+        # The bridge first, so that the scheduler's threads cannot start anything during the release.
         self.bridge.close()
         self.on_turn = None
         problems = [str(p) for p in await self.tools.close()]
@@ -143,7 +143,7 @@ class Resources:
     # Tools and interaction.
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
-        """Ask the interaction for the score of a final turn that no reply scored."""
+        """Request the interaction's score for a final turn without a reply."""
         if self.interaction is not None and turns and "interaction" not in {*turns[-1].timings, *turns[-1].scores}:
             score = await self.interaction.final_score()
             if score is not None:
@@ -153,7 +153,7 @@ class Resources:
 
     @contextmanager
     def asking(self, request: GenerateRequest) -> Iterator[None]:
-        """Register `request` as running inside the block, so that `abort` can end it."""
+        """Register `request` as running during the block, so that `abort` can end it."""
         answered = self._answered[request.request_id] = asyncio.Event()
         try:
             yield
@@ -173,11 +173,11 @@ class Resources:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that all completions had, asides included."""
+        """Number of tokens in all completions, asides included."""
         return sum(len(turn.completion.token_ids) for turn in self.turns) + self.aside_tokens
 
     async def _end_sessions(self) -> list[str]:
-        """Let the engine drop its state of the histories; return the failures."""
+        """End the engine's sessions of all histories; return the failures."""
         problems = []
         for session_id in (self.id, *(fork.id for fork in self.forks)):
             try:
@@ -191,12 +191,12 @@ class Resources:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that count for the time limit, the time between two processes left out."""
+        """Seconds that count for the time limit, without pauses and the time between two processes of a resumed run."""
         return self._before_s + (0.0 if self._num_pauses else self._now() - self._since)
 
     @property
     def duration_s(self) -> float:
-        """Seconds since the episode began, waiting included, without the time between two processes of a resumed run."""
+        """Seconds since the start, including pauses, without the time between two processes of a resumed run."""
         return self._now() - self.began
 
     def spent(self, *, elapsed_s: float, duration_s: float) -> None:
@@ -207,10 +207,10 @@ class Resources:
 
     @asynccontextmanager
     async def within(self, limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Cancel what is done inside the block once the clock shows `limit_s`; None means no limit.
+        """Cancel the block once `elapsed_s` reaches `limit_s`; None means no limit.
 
         Raises:
-            TimeoutError: it does, and the time-out has `expired`.
+            TimeoutError: the limit was reached; the time-out has then `expired`.
         """
         self._limit_s = limit_s
         async with asyncio.timeout(self._rest_s()) as self._timeout:
@@ -221,9 +221,9 @@ class Resources:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock inside the block; blocks may overlap.
+        """Stop the clock during the block; blocks may overlap.
 
-        A person who is asked has a deadline of their own, so that leaving them their time lets nothing hang.
+        The episode cannot hang here: a person's answer has a separate deadline.
         """
         if not self._num_pauses:
             self._before_s = self.elapsed_s
@@ -248,7 +248,7 @@ class Resources:
 
 
 def as_messages(results: Sequence[ToolResult]) -> tuple[Message, ...]:
-    """Return the tools' results as the messages that the model reads."""
+    """Convert tool results to the messages that the model sees."""
     return tuple(
         Message(role="tool", content=r.content, tool_call_id=r.call_id, name=r.name, origin=Origin.ENVIRONMENT)
         for r in results

@@ -1,9 +1,9 @@
-"""The run of one episode, whatever happens: the scheduler drives it, everything is released, what came of it is scored.
+"""run_episode: lets the scheduler drive one episode to its end, releases its resources, and scores the trajectory.
 
-    run_episode    task -> Trajectory with its reward, taken up from a journal where an earlier process left it there
+    run_episode    task -> Trajectory with its reward; resumes the episode if the journal has it
 
-Here it is decided what a failure is: what the model cannot answer for ends the trajectory with its error, a broken invariant
-ends the run, and whatever happens, also a cancellation, everything that was started is released once.
+This module decides what counts as a failure. An error for which the model is not responsible ends the trajectory; a broken
+invariant ends the run. In every case, including cancellation, everything that was started is released once.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from polyturn.tokens import sanity
 logger = logging.getLogger(__name__)
 
 BROKEN = (AlignmentError, LifecycleError, ConfigError, TemplateError, RolloutError)
-"""A broken invariant or a set-up that cannot work: these end the run, not the trajectory."""
+"""Broken invariants and set-ups that cannot work: these errors end the run, not only the trajectory."""
 CLOSE_TIMEOUT_S = 60.0
-"""Seconds that a scheduler may take to let go of a trajectory that has ended."""
+"""Seconds that a scheduler's `on_trajectory_end` may take."""
 CANCELLED_S = 3.0
-"""Seconds that an episode that is cancelled waits for all of its releases; those that take longer go on by themselves."""
+"""Seconds that a cancelled episode waits for its releases; slower ones continue in the background."""
 
 
 async def run_episode(
@@ -64,16 +64,16 @@ async def run_episode(
     limits: Limits | None = None,
     on_start: Callable[[Episode], object] | None = None,
 ) -> Trajectory:
-    """Run `task` to its end and return the record, with its reward.
+    """Run `task` to its end and return the trajectory with its reward.
 
-    A failure that the model cannot answer for ends the trajectory with its error; a broken invariant is raised.
-    Tools and the interaction are released exactly once, also on error, time-out and cancellation.
+    An error for which the model is not responsible ends the trajectory; a broken invariant is raised. Tools and the
+    interaction are released exactly once, also on error, time-out and cancellation.
 
     Args:
-        context: What the episodes of a run share.
+        context: The objects and settings that all episodes of a run share.
         task: The task.
-        id: Unique among live episodes; the engine's session id.
-        seed: Every random choice of the episode follows from it.
+        id: Unique among live episodes; also the engine's session id.
+        seed: Determines every random choice of the episode.
         sampling: Overrides the context's sampling.
         limits: Overrides the context's limits.
         on_start: Called with the episode before anything else happens.
@@ -92,7 +92,7 @@ async def run_episode(
         episode = await _resumed(journal, make, scheduler)
     is_resumed = episode is not None
     if episode is None:
-        # Another copy: the scheduler of a restore that failed may hold half a state.
+        # A new copy: after a failed restore, the scheduler may hold partial state.
         episode, scheduler = make(), context.scheduler_for_episode()
     if journal is not None:
         journal.attach(episode, scheduler)
@@ -116,12 +116,12 @@ async def run_episode(
 def trajectory_of(
     episode: Episode, stop_reason: StopReason, *, error: str | None = None, extra: Mapping[str, float] | None = None
 ) -> Trajectory:
-    """Return the record of an episode, without its reward; its task has the prompt that the model was shown.
+    """Return the trajectory of an episode, without a reward; its task has the prompt that the model saw.
 
     Args:
         episode: The episode, which has ended.
         stop_reason: Why it ended.
-        error: What failed, where something did.
+        error: The error, if it failed.
         extra: Further metrics.
     """
     shown_first, task = episode.history.prompt, episode.task
@@ -152,13 +152,14 @@ def trajectory_of(
 
 
 async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
-    """Close the episode even while it is being cancelled; the cancellation goes on once everything is released.
+    """Close the episode even while it is being cancelled, and return the failures.
 
-    A release that takes longer than `CANCELLED_S` holds a cancellation up no longer, and goes on by itself.
+    A cancellation continues once everything is released, or after `CANCELLED_S`; the release then continues in the
+    background.
     """
 
     async def close() -> list[str]:
-        # The scheduler first: it may still use the tools, and a failure of it must not keep them from being released.
+        # The scheduler first, because it may still use the tools; if it fails, the tools are released all the same.
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await episode.call(scheduler, scheduler.on_trajectory_end, episode)
@@ -175,7 +176,7 @@ async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
 
 
 async def _resumed(journal: EpisodeJournal, make: Callable[[], Episode], scheduler: Scheduler) -> Episode | None:
-    """Return an episode that stands behind its last complete turn; None where it starts from its task."""
+    """Resume an episode after its last complete turn; return None if it has to start from its task."""
     if not journal.can_resume():
         return None
     episode = make()
@@ -198,7 +199,7 @@ async def _drive(
     *,
     is_resumed: bool,
 ) -> tuple[Trajectory, Mapping[str, float | None]]:
-    """Let the scheduler drive the episode to its end, and release everything; return its record and the tools' rewards."""
+    """Let the scheduler drive the episode to its end, and close it; return the trajectory and the tools' rewards."""
     resources, stop = episode.resources, None if journal is None else journal.stop
     tool_rewards: dict[str, float | None] = {}
     extra: dict[str, float] = {}
@@ -217,7 +218,7 @@ async def _drive(
             if not isinstance(stop, StopReason):
                 raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
         except TimeoutError:
-            if not timeout.expired():  # a plug-in's own time-out, no limit of the episode
+            if not timeout.expired():  # the time-out comes from a plug-in, not from the episode's limit
                 raise
             stop = StopReason.TIMEOUT
         if not stop.is_failure:
@@ -225,10 +226,10 @@ async def _drive(
                 await journal.keep(episode, stop=stop)
             _check_scores(resources.turns)
             extra.update(_check_tokens(context, episode))
-            # Where forks alone have turns, as in a tree, the last one of them all is the final turn.
+            # If only forks have turns, as in a tree, the final turn is the last one of all forks.
             await resources.score_last(episode.turns or resources.turns)
             tool_rewards = await resources.tools.finish()
-    except BROKEN:  # of the same tree, and the run's end rather than the trajectory's
+    except BROKEN:  # these are PolyturnErrors as well, but end the run
         raise
     except PolyturnError as problem:
         stop, error = StopReason.ERROR, _told(context, episode.id, problem)
@@ -242,7 +243,7 @@ async def _drive(
 async def _score(
     context: RolloutContext, episode: Episode, trajectory: Trajectory, tool_rewards: Mapping[str, float | None]
 ) -> Trajectory:
-    """Return the trajectory with its reward; one whose reward fails has failed."""
+    """Return the trajectory with its reward; if the reward raises, the trajectory has failed."""
     if not trajectory.stop_reason.is_failure:
         try:
             given_reward = episode.given_reward
@@ -261,7 +262,7 @@ async def _score(
 
 
 def _end(episode: Episode, state: EpisodeState) -> None:
-    """Move to the state that ends the episode, forks included."""
+    """Move the episode and its forks to their final state."""
     episode.lifecycle.move(state)
     for fork in episode.resources.forks:
         fork.lifecycle.move(state)
@@ -269,9 +270,9 @@ def _end(episode: Episode, state: EpisodeState) -> None:
 
 
 def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
-    """Log why an episode failed, for one reason the first, tenth, hundredth … time; return why.
+    """Return why an episode failed, and warn the first, tenth, hundredth … time that a reason occurs.
 
-    The first time comes with the traceback of the plug-in that raised it: its line then is the reason.
+    Errors with the same origin in an author's code count as one reason. The first warning has the author's traceback.
     """
     where = raised_at(problem)
     error = one_line(problem).removesuffix(where) + where
@@ -286,7 +287,7 @@ def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> s
 
 
 def _metrics(episode: Episode) -> dict[str, float]:
-    """Return the figures of an episode by name; those of things that did not happen are left out."""
+    """Return the metrics of an episode by name, without those of features that it did not use."""
     resources, turns = episode.resources, episode.resources.turns
     metrics: dict[str, float] = {
         "num_turns": len(turns),
@@ -308,10 +309,10 @@ def _metrics(episode: Episode) -> dict[str, float]:
 
 
 def _check_scores(turns: Sequence[OpenTurn]) -> None:
-    """Check what plug-ins scored the turns with.
+    """Check the turns' scores and convert them to float.
 
     Raises:
-        SchedulerError: a score is not a finite number.
+        SchedulerError: a score is not a finite number of at most `MAX_REWARD`.
     """
     for turn in turns:
         for name, score in turn.scores.items():
@@ -324,10 +325,10 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
 
 
 def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
-    """Compare the held ids with a full render of the same messages, if it is this episode's turn; return metrics.
+    """Compare the held ids with a full render of the same messages, if a check is due for this episode; return metrics.
 
-    It changes nothing: a difference is counted, and one that nothing explains warned of. A history that was rewritten or
-    rendered holds full renders by construction and is not compared.
+    Differences are counted, and `warn_of` reports them; the ids do not change. A history that was rewritten or rendered
+    consists of full renders by construction and is not compared.
     """
     if not episode.resources.turns or not context.is_sanity_due():
         return {}
@@ -351,7 +352,7 @@ def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]
 
 
 def _with_blocks(context: RolloutContext, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with the blocks of the event loop since the last trajectory."""
+    """Add metrics for the times the event loop was blocked since the last trajectory."""
     count, seconds = (0, 0.0) if context.monitor is None else context.monitor.take()
     if not count:
         return trajectory

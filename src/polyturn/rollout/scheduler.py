@@ -1,12 +1,13 @@
-"""MultiTurnScheduler: the one multi-turn loop, and the places where an author may decide.
+"""MultiTurnScheduler: the multi-turn loop, and the methods that an author may override.
 
     run                  the loop itself: limits, generation, `on_turn_end`, `check_finished`, `step`, recording
-    step                 what answers a turn: nothing, a text, messages, a `Reply`, `episode.rewrite(…)`, `episode.go_on(…)`
-    check_finished       whether the episode ends right after a turn, before anything answers it
+    step                 answers a turn: nothing, a text, messages, a `Reply`, `episode.rewrite(…)`, `episode.go_on(…)`
+    check_finished       whether the episode ends right after a turn, without an answer
     on_trajectory_start  before the prompt is encoded          on_trajectory_end   once, on every exit
     on_turn_end          after each completion
 
-The default answers tool calls first, else lets the row's interaction answer, else ends. A scheduler of one's own is short:
+By default, tool calls are answered first, else the row's interaction answers, else the episode ends. A custom scheduler is
+short:
 
     class Hint(MultiTurnScheduler):
         async def step(self, episode, turn):
@@ -37,39 +38,39 @@ __all__ = ["GivenReward", "MultiTurnScheduler", "Reply"]
 class MultiTurnScheduler:
     """The default turn logic; subclass it and override `step`, `check_finished`, a hook, or `run`.
 
-    Each of them may be plain or async, and has a deadline (`rollout.scheduler_timeout_s`). A plain one runs in a thread,
-    where it blocks no other episode, and waits for what is async with `episode.wait`. An async one has as long for each
-    stretch that it works by itself; what it waits for with its `episode` does not count. Only a plain `run`, which spans the
-    whole episode, ends with the episode's own time limit.
+    Each method may be plain or async, and has a deadline (`rollout.scheduler_timeout_s`). A plain method runs in a thread,
+    so it does not block other episodes; it waits for async methods with `episode.wait`. For an async method, the deadline
+    covers each stretch of its own work and excludes the time in which it awaits its `episode`. Only a plain `run`, which
+    spans the whole episode, has the episode's time limit instead.
     """
 
     shared: bool = False
-    """Whether one object serves all trajectories; its plain methods then take turns. False gives each a shallow copy."""
+    """Whether all trajectories share one object, whose plain methods then take turns. False gives each a shallow copy."""
 
     scores_turns: bool | None = False
-    """True: it scores turns (`turn.scores`), and a task that nothing else scores is rewarded with their sum. False: it never
-    does, so a run whose estimator needs such scores is refused before it begins. None, in a subclass that declares neither:
-    it may."""
+    """True: it scores turns (`turn.scores`); if nothing else scores a task, its reward is their sum. False: it never scores
+    turns, so a run whose estimator needs such scores is refused at the start. None, the default of a subclass that does not
+    set it: it may score turns."""
 
     forks: bool = False
-    """Whether it goes on from one place in several ways. A run then names the tools whose state they share."""
+    """Whether it forks episodes. A run then lists the tools whose state the forks share."""
 
     gives_reward: bool = False
-    """Whether it may say itself what an episode is worth (`episode.given_reward`), so that tasks need no other reward."""
+    """Whether it may set an episode's reward (`episode.given_reward`), so that tasks do not need another reward."""
 
     shows_tools: bool = False
-    """Whether it writes the tools into the prompt itself where the chat template does not render them (`show_tools`)."""
+    """Whether it writes the tools into the prompt if the chat template does not render them (`show_tools`)."""
 
     stateless: bool = True
-    """Whether nothing that it keeps of an episode changes with its turns: an episode then goes on after a restart, without
-    `on_trajectory_start`. A subclass has to say so itself; one with state may offer `snapshot(episode)` and
-    `restore(episode, state)` instead, which stands in for `on_trajectory_start` (see `core/snapshots.py`). `run`, if it is
-    overridden as well, goes on from the turns that the episode has."""
+    """Whether its state of an episode stays the same from turn to turn. An episode can then be resumed, without another call
+    of `on_trajectory_start`. A subclass must set this explicitly. A scheduler with state may instead offer
+    `snapshot(episode)` and `restore(episode, state)`, which replaces `on_trajectory_start` on a resume (see
+    `core/snapshots.py`). An overridden `run` must continue from the turns that the episode already has."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # One that adds nothing is what its base is; such is also what pickle makes first of a program's class, before it
-        # sets all that differs from the base.
+        # A subclass that adds nothing inherits the values. cloudpickle also creates such a class first, and then sets its
+        # attributes.
         if vars(cls).keys() - {"__module__", "__doc__"}:
             if "stateless" not in vars(cls):
                 cls.stateless = False
@@ -77,10 +78,10 @@ class MultiTurnScheduler:
                 cls.scores_turns = None
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that this scheduler cannot run; called for all tasks before a run, and for that of each request.
+        """Refuse a task that this scheduler cannot run; called for all tasks before a run, and for the task of each request.
 
         Raises:
-            DataError: something is missing in the row.
+            DataError: the row does not fit this scheduler.
         """
         agent = task.extra.get("agent_name")
         if type(self) is MultiTurnScheduler and agent is not None and agent not in NATIVE_AGENTS:
@@ -93,7 +94,7 @@ class MultiTurnScheduler:
         """Drive `episode`, or a fork of one, to its end and return why it ended.
 
         Raises:
-            PolyturnError: the engine, a plug-in or an invariant failed; the caller decides what that means.
+            PolyturnError: the engine, a plug-in or an invariant failed; the caller decides whether the run continues.
         """
         while True:
             if (limit := await episode.prepare()) is not None:
@@ -103,12 +104,12 @@ class MultiTurnScheduler:
                 return reason
 
     async def settle(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
-        """Call the hooks behind a completion, answer it and record both; return why the episode ends with it, if it does.
+        """Call the hooks after a completion, answer it and record both; return why the episode ends here, or None.
 
         Raises:
             PolyturnError: a plug-in failed.
         """
-        # First, so that no tool is called for a completion that a limit cut, or with which the episode ends.
+        # First, so that tools are not called for a completion that a limit cut or that ends the episode.
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         answer = episode.guarded(self, self.step)(episode, turn)
@@ -119,7 +120,7 @@ class MultiTurnScheduler:
         return None if reply.messages or reply.goes_on else StopReason.STOP
 
     async def run_forks(self, forks: Sequence[Episode]) -> list[StopReason]:
-        """Drive forks of an episode side by side, each through the loop above, and return why each ended.
+        """Drive forks of an episode concurrently, each through the loop above, and return why each ended.
 
         If one fails, the others are cancelled and its error is raised.
         """
@@ -132,12 +133,12 @@ class MultiTurnScheduler:
         """Answer one turn: its tool calls first, else the row's interaction, else nothing.
 
         Returns one of:
-            None: nothing answers, and the episode ends.
-            a text: what the user says next.
-            a polyturn.Message, or the dict of one, or a list of them: what the model reads next.
-            a polyturn.Reply: messages with the turn's scores and notes, and whether the episode is over (`is_done`).
-            episode.rewrite(messages): the history is replaced, and the model speaks again.
-            episode.go_on(text): the model goes on with the message that it was writing.
+            None: the turn has no answer, and the episode ends.
+            a text: the next user message.
+            a polyturn.Message, its dict, or a list of them: the messages that the model sees next.
+            a polyturn.Reply: messages with the turn's scores and info, and whether the episode is over (`is_done`).
+            episode.rewrite(messages): the history is replaced, and the model generates again.
+            episode.go_on(text): the model continues its last message.
         """
         if turn.message.tool_calls:
             return await episode.call_tools(turn)
@@ -146,9 +147,9 @@ class MultiTurnScheduler:
         return None
 
     def check_finished(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Return whether the episode ends with this turn: a StopReason, True (which is STOP), or None or False.
+        """Decide whether the episode ends with this turn: return a StopReason or True (meaning STOP), else None or False.
 
-        The default ends it where a limit cut the completion, and says which limit.
+        By default, the episode ends if a limit cut the completion; the stop reason names the limit.
         """
         return turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
 
@@ -156,16 +157,16 @@ class MultiTurnScheduler:
         """Prepare the trajectory before its prompt is encoded; `episode.rewrite` replaces the prompt."""
 
     def show_tools(self, episode: Episode) -> Any:
-        """Write the tools into the prompt, behind `on_trajectory_start`, where the chat template does not render them."""
+        """Write the tools into the prompt if the chat template does not render them; called after `on_trajectory_start`."""
 
     def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Look at every completion, the last one included, before `check_finished` and `step`; scores go into `turn.scores`.
+        """Handle every completion, also the last one, before `check_finished` and `step`; scores go into `turn.scores`.
 
-        Return a StopReason, or True (which is ENV_DONE), to end the episode here; None and False decide nothing.
+        Return a StopReason or True (meaning ENV_DONE) to end the episode; None and False continue it.
         """
 
     def on_trajectory_end(self, episode: Episode) -> Any:
-        """Release what the trajectory held. Called exactly once on every exit, also on errors and cancellation."""
+        """Release the trajectory's resources. Called exactly once on every exit, also on errors and cancellation."""
 
     async def _finished(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         if turn.finish_reason is FinishReason.ABORT:

@@ -1,12 +1,11 @@
-"""EpisodeSlots: how many episodes are in flight, a fixed number or one that follows the engine's load.
+"""EpisodeSlots: limits the number of episodes in flight, to a fixed number or to one that follows the engine's load.
 
     EpisodeSlots(most=256)                            always 256
-    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; looks at the engine every second while an episode waits:
-        no request waits there, the KV cache has room   doubles, and once it has shrunk, grows by an eighth
-        requests wait, or the KV cache is nearly full   shrinks by as many as wait, at most by a quarter
+    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; checks the engine every second while an episode waits:
+        no request waits there, the KV cache has room   doubles, or after it has shrunk once, grows by an eighth
+        requests wait, or the KV cache is nearly full   shrinks by the number of waiting requests, at most by a quarter
 
-Separate from the pool, which runs the groups. An episode that has begun is never stopped: a smaller number means that
-further ones begin later.
+A running episode is never stopped: if the number shrinks, the next episodes start later.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from polyturn.core.protocols import Engine, LoadedEngine
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at the engine."""
+"""Seconds between two checks of the engine's load."""
 FULL, ROOMY = 0.95, 0.85
-"""Shares of the KV cache above which the number shrinks, and below which it grows."""
+"""Fractions of the KV cache in use above which the number shrinks, and below which it grows."""
 
 
 class EpisodeSlots:
-    """A semaphore whose size may change; `async with slots:` holds one slot, which the longest waiting gets first."""
+    """A fair semaphore whose size may change; `async with slots:` holds one slot."""
 
     def __init__(self, *, most: int, least: int | None = None, engine: Engine | None = None) -> None:
         """Begin with all slots free.
 
         Args:
-            most: Slots at most; without `least`, at any time.
-            least: Slots at least, and at first.
-            engine: Its load says how many there are in between.
+            most: Maximum number of slots; without `least`, the fixed number.
+            least: Minimum and initial number of slots.
+            engine: The engine whose load sets the number in between.
         """
         self.most, self.least = most, most if least is None else min(least, most)
         self.limit = self.least
-        """The present number of slots."""
+        """The current number of slots."""
         self._engine = engine
         self._num_held = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -57,7 +56,7 @@ class EpisodeSlots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given a slot at the same moment
+            if turn.done() and not turn.cancelled():  # the slot was assigned just before the cancellation
                 self._free()
             elif turn in self._waiting:
                 self._waiting.remove(turn)
@@ -86,7 +85,7 @@ class EpisodeSlots:
             self.adjust()
 
     def adjust(self) -> None:
-        """Look at the engine once, and change the number of slots."""
+        """Check the engine's load once, and change the number of slots."""
         load = self._engine.load if isinstance(self._engine, LoadedEngine) else None
         if load is not None and (load.queue > 0 or load.kv_use > FULL):
             self._has_shrunk = True

@@ -1,10 +1,10 @@
-"""Stop strings: a completion that ends where the model has written one of some texts.
+"""Stop strings: end a completion when the model has written one of several texts.
 
     stops ["Observation:"]   sampled  [Think][ing\\nObs][ervation][:][ 4 …     kept  [Think][ing\\nObs][ervation][:]
 
-Engines know stop *tokens*. A string may end inside a token, so it is looked for in the text: the completion is asked for in
-pieces, and ends with the token that completes the string. Ids are never cut inside a token, and what stands behind that
-token was never part of the completion, so what is kept is a sample of the same policy. The caller cuts the text.
+Engines only support stop *tokens*. A string may end inside a token, so `generate_until` searches the text: it requests the
+completion in pieces and ends it with the token that completes the string. Ids are never cut inside a token. Later tokens do
+not affect the kept ones, so the kept ids are still a sample of the policy. The caller cuts the text.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from polyturn.core.protocols import Engine
 from polyturn.tokens.codec import Codec
 
 PIECE = 64
-"""Tokens that are asked for at once: at most so many are sampled behind a stop string and forgotten."""
+"""Number of tokens per piece; at most this many are sampled after a stop string and dropped."""
 
 
 class Stopped(NamedTuple):
-    """A completion, and what ended it."""
+    """A completion and the stop string that ended it."""
 
     completion: Completion
     stop: str | None
-    """The string that ended it; None where something else did."""
+    """The stop string; None if the completion ended otherwise."""
     num_dropped: int
-    """Tokens that were sampled behind it."""
+    """Number of dropped tokens that were sampled after the stop string."""
 
 
 async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Sequence[str], codec: Codec) -> Stopped:
-    """Sample one completion that ends where the model has written one of `stops`.
+    """Sample one completion that ends when the model has written one of `stops`.
 
     Raises:
         EngineError: the engine is lost or refuses the request.
@@ -42,7 +42,7 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
     while True:
         request_left = continued(
             request, parts
-        )  # under the request's own id, by which an abort reaches whichever piece is sampled
+        )  # all pieces have the request's id, so an abort reaches the piece that is running
         sampling = dataclasses.replace(request_left.sampling, max_tokens=min(PIECE, request_left.sampling.max_tokens))
         piece = await engine.generate(dataclasses.replace(request_left, sampling=sampling))
         parts.append(piece)
@@ -64,8 +64,8 @@ def find_stop(ids: Sequence[int], stops: Sequence[str], codec: Codec) -> tuple[i
     text = codec.decode(ids)
     if not any(stop in text for stop in stops):
         return None
-    # Bisected, because a text only grows with its ids: a string that is complete stays so.
-    low, high = 1, len(ids)  # the fewest ids whose text holds a stop string
+    # Bisection works because text only grows with more ids: a complete string stays complete.
+    low, high = 1, len(ids)  # finds the smallest number of ids whose text contains a stop string
     while low < high:
         middle = (low + high) // 2
         written = codec.decode(ids[:middle])

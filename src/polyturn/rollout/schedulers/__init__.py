@@ -1,4 +1,4 @@
-"""The schedulers that ship, one a file. A config names them: `rollout.scheduler: compaction`; further ones are examples."""
+"""The built-in schedulers, one per file. A config selects one: `rollout.scheduler: compaction`. See also the examples."""
 
 from polyturn.rollout.schedulers.compaction import Compaction
 from polyturn.rollout.schedulers.environment import Gym

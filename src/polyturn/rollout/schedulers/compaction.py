@@ -1,11 +1,11 @@
-"""Compaction: a history that grows beyond a budget of tokens is made shorter before the model speaks again.
+"""Compaction: shortens a history that exceeds a token budget before the next generation.
 
     drop_reasoning   earlier turns lose their reasoning
     window           the prompt and the newest turns stay
-    summarise        the model writes a summary of what it has seen; the summary and the newest turn stay
+    summarise        the model writes a summary of the history; the prompt, the summary and the newest turn stay
 
-The policies are tried in order until the history fits; the last one always applies. Every shortened history opens a segment,
-in which what was sampled before is prompt, and a summary is a turn that is trained like any other.
+The policies are applied in order until the history fits. Every shortened history opens a new segment, in which all earlier
+tokens are prompt. A summary is a turn that is trained like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUEST = "Summarise what was found out so far, as notes to go on with. Do not a
 @schedulers.register("compaction")
 @keeps_deadlines
 class Compaction(MultiTurnScheduler):
-    """The default turn logic over a history of at most `budget` tokens."""
+    """The default turn logic with a history of at most `budget` tokens."""
 
     stateless = True
     scores_turns = False
@@ -47,7 +47,7 @@ class Compaction(MultiTurnScheduler):
         self.request = request
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Answer as usual, over a history that fits."""
+        """Answer as usual, and shorten the history if it does not fit with the answer."""
         reply = Reply.of(await super().step(episode, turn))
         if reply.is_done or not reply.messages:
             return reply
@@ -55,7 +55,7 @@ class Compaction(MultiTurnScheduler):
             if episode.count_tokens([*episode.messages, *reply.messages]) <= self.budget:
                 break
             shorter = await self._shorter(policy, episode, reply.messages)
-            if shorter != list(episode.messages):  # an edit, even of nothing, is rendered anew
+            if shorter != list(episode.messages):  # any rewrite, even without a change, causes a full render
                 episode.rewrite(shorter)
         return reply
 
@@ -76,7 +76,7 @@ class Compaction(MultiTurnScheduler):
         return shorter
 
     async def _summary(self, episode: Episode, messages: Sequence[Message]) -> str | None:
-        """Let the model write a summary behind its history, in a fork; None where a limit leaves no room for one."""
+        """Let the model write a summary in a fork; return None if a limit leaves no room for a summary."""
         fork = episode.fork(
             messages=[*episode.messages, *messages, Message(role="user", content=self.request, origin=Origin.OWNER)]
         )

@@ -1,4 +1,4 @@
-"""EnvironmentLoop: every turn is an action in an environment, which answers, scores and says when it is over.
+"""EnvironmentLoop: every turn is an action in an environment, which answers, scores and decides when it is done.
 
     reset -> prompt;  turn -> step -> observation -> turn …        one environment per trajectory
 
@@ -6,9 +6,9 @@
 
     {"prompt": "Walk to the goal.", "env_config": {"name": "frozen_lake", "size": 4, "seed": 7}}      a row
 
-`env_config` names the environment and gives its arguments; what it leaves out comes from the scheduler's own. Each turn's
-reward is the turn's score "env"; a row without a data_source is rewarded with their sum. A cut completion is an action as
-well, and ends the episode all the same: an environment does not overrule a limit.
+`env_config` names the environment and gives its arguments; the scheduler's `env_config` provides defaults. The reward of
+each step is the turn's score "env"; the reward of a row without a data_source is their sum. A cut completion is also an
+action, but still ends the episode: an environment does not override a limit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 @keeps_deadlines
 class EnvironmentLoop(MultiTurnScheduler):
-    """Drives one environment per trajectory; a subclass says which, in `begin`."""
+    """Drives one environment per trajectory; a subclass selects it in `begin`."""
 
     scores_turns = True
 
@@ -45,27 +45,27 @@ class EnvironmentLoop(MultiTurnScheduler):
     _answer = EnvStep((), 0.0, False, {})
 
     def begin(self, episode: Episode) -> tuple[EnvSession, int]:
-        """Return the episode's environment, not made yet, and the seed that it is reset with."""
+        """Return a session for the episode's environment, which is not made yet, and the seed for its reset."""
         raise NotImplementedError
 
     def actions(self, episode: Episode, state: Mapping[str, Any]) -> Sequence[str]:
-        """Return all actions that the environment took before `state` was kept, for one that is replayed."""
+        """Return all actions before the snapshot `state`, for an environment that is replayed."""
         return [turn.text for turn in episode.turns]
 
     async def on_trajectory_start(self, episode: Episode) -> None:
-        """Make the environment and show what it shows."""
+        """Make the environment and add its first observation to the prompt."""
         self._session, seed = self.begin(episode)
         await self.open(episode, await self._session.reset(seed=seed), name=self._session.name)
 
     async def open(self, episode: Episode, first_observation: Any, *, name: str) -> None:
-        """Show what the environment `name` showed first: a text behind the prompt, or messages in its place."""
+        """Show the first observation of the environment `name`: append a text to the prompt, or replace it by messages."""
         if isinstance(first_observation, str):
             episode.rewrite(with_text(episode.messages, first_observation))
         elif messages := observed(first_observation, name=name):
             episode.rewrite(messages)
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Act; end the episode where the environment is done."""
+        """Take the turn as an action; end the episode if the environment is done."""
         ended = await self.act(turn.text)
         self.score(turn)
         if ended is not None:
@@ -73,27 +73,27 @@ class EnvironmentLoop(MultiTurnScheduler):
         return ended
 
     async def act(self, action: str) -> StopReason | None:
-        """Take an action; return why the episode ends with it."""
+        """Take an action; return the stop reason if the environment is done, else None."""
         assert self._session is not None
         self._answer = await self._session.step(action)
         return StopReason.ENV_DONE if self._answer.is_done else None
 
     def score(self, turn: OpenTurn) -> None:
-        """Give a turn the reward and the info that its action drew."""
+        """Add the reward and the info of the last action to the turn."""
         turn.scores["env"] = turn.scores.get("env", 0.0) + self._answer.reward
         turn.info.update(self._answer.info)
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Show what the environment answered; where it says nothing, the model acts again all the same."""
+        """Show the environment's observation; after an empty one, the model acts again without a new message."""
         return Reply(messages=self._answer.observation, goes_on=not self._answer.observation)
 
     async def snapshot(self, episode: Episode) -> Any:
-        """Return the environment's own snapshot, or its trace."""
+        """Return the environment's snapshot, or its trace if it is replayed."""
         assert self._session is not None
         return await self._session.snapshot()
 
     async def restore(self, episode: Episode, state: Any) -> None:
-        """Make the environment again, where `state` left it."""
+        """Make the environment again, in the state of the snapshot."""
         self._session, seed = self.begin(episode)
         await self._session.restore(state, seed=seed, actions=self.actions(episode, state))
 
@@ -156,7 +156,7 @@ class Gym(EnvironmentLoop):
 
 
 def with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Return a prompt whose last message, a user's, ends with `text`, and is trusted like it."""
+    """Append `text` to the last user message of a prompt, or as a new one; the message then counts as the environment's."""
     last = prompt[-1]
     if last.role != "user" or not isinstance(last.content, str):
         return (*prompt, Message(role="user", content=text, origin=Origin.ENVIRONMENT))

@@ -1,4 +1,4 @@
-"""Leaving reasoning out of a history, for schedulers that do not show the model how it had thought."""
+"""Removing reasoning from messages, for schedulers that do not show the model its earlier reasoning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
 def without_reasoning(message: Message) -> Message:
-    """Return an assistant message without its reasoning, whether a parser had read it or it stands in the text.
+    """Remove the reasoning of an assistant message, both the parsed field and reasoning in the text.
 
-    A message whose `<think>` was opened by the generation prompt begins inside it: all up to `</think>` goes.
+    If the generation prompt opened `<think>`, the text starts inside it, so everything up to `</think>` is removed.
     """
     if message.role != "assistant" or not isinstance(message.content, str):
         return message

@@ -1,4 +1,4 @@
-"""The registry of schedulers: `rollout.scheduler: compaction` names one of these, an entry point, or a class in a file."""
+"""The registry of schedulers: `rollout.scheduler` names a registered one, an entry point, or a class in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyturn.core.plugins import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 schedulers: Registry[Any] = Registry("schedulers")
-"""Classes of schedulers, made with `rollout.scheduler_kwargs`."""
+"""Scheduler classes, instantiated with `rollout.scheduler_kwargs`."""
 
 schedulers.register("default")(MultiTurnScheduler)
 
@@ -22,11 +22,11 @@ MOVED = {
     "thinking_tips": "thinking_tips.py:ThinkingTips",
     "tree": "tree.py:Tree, and reward.function to schedulers/tree.py:score_tree",
 }
-"""Names of schedulers that shipped before, and what to set instead."""
+"""Names of formerly built-in schedulers, and the values to set instead."""
 
 
 def refuse_moved(name: str) -> None:
-    """Name the example that took the place of a scheduler.
+    """Refuse the name of a formerly built-in scheduler, and point to the example that replaces it.
 
     Raises:
         UnknownNameError: `name` is one of `MOVED`.
@@ -57,4 +57,4 @@ SCHEDULER = Shape(
         "restore": CallShape(num=2, write="async def restore(self, episode, state)"),
     },
 )
-"""The methods of a scheduler's class."""
+"""The methods that a scheduler class may define, and their signatures."""

@@ -1,4 +1,4 @@
-"""SingleTurn: the model answers once; nothing answers it. Tools are not run and an interaction only scores."""
+"""SingleTurn: ends the episode after one completion. Tools are not called, and an interaction only scores."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from polyturn.rollout.schedulers.registry import schedulers
 @schedulers.register("single_turn")
 @keeps_deadlines
 class SingleTurn(MultiTurnScheduler):
-    """One turn."""
+    """Ends every episode after its first turn."""
 
     stateless = True
     scores_turns = False
 
     async def check_finished(self, episode: Episode, turn: OpenTurn) -> Any:
-        """End here; a completion that was cut says by which limit."""
+        """End the episode; the stop reason names the limit if the completion was cut."""
         return super().check_finished(episode, turn) or StopReason.STOP
