@@ -1,1 +1,1 @@
-"""A run on a Ray cluster: trainer ranks, engine replicas and rollout workers, each placed where its resources are."""
+"""Runs on several processes or on a Ray cluster: trainer ranks, engine replicas, inference servers and rollout workers."""

@@ -1,4 +1,4 @@
-"""ActorEngine: an embedded engine in an actor on a node, as the controller's pool or a rollout worker's asks it."""
+"""ActorEngine: the client of an embedded engine in a Ray actor, for the pool of the controller or of a rollout worker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from polyturn.engines.pool import EnginePool
 
 
 def shifted(request: GenerateRequest, seconds: float) -> GenerateRequest:
-    """Return a request with its deadline as remaining time, because nodes' clocks differ."""
+    """Shift a request's deadline by `seconds`: requests travel with the remaining time, because nodes' clocks differ."""
     return request if request.deadline is None else dataclasses.replace(request, deadline=request.deadline + seconds)
 
 
 class ActorEngine(CalledEngine):
-    """An engine in an actor, for a pool; it is not restarted."""
+    """An engine in an actor, for a pool. It is never restarted."""
 
     num_restarts = 0
 
@@ -44,18 +44,18 @@ class ActorEngine(CalledEngine):
         await self._call("update_weights", version, weights)
 
     async def look(self) -> None:
-        """Return if the actor lives.
+        """Check that the actor lives.
 
         Raises:
-            EngineLostError: it does not.
+            EngineLostError: the actor died.
         """
         await self._call("home")
 
     async def revive(self) -> None:
-        """Return if the actor lives.
+        """Check that the actor lives; a dead actor is not restarted.
 
         Raises:
-            EngineGoneError: it does not.
+            EngineGoneError: the actor died.
         """
         try:
             await self.look()
@@ -70,7 +70,7 @@ class ActorEngine(CalledEngine):
 
 
 def pool_of_actors(members: Sequence[Member], capabilities: EngineCapabilities, kind: type[EnginePool]) -> EnginePool:
-    """Return a pool of engines in actors, which queue by themselves: the controller's, or the one of a rollout worker."""
+    """Make a pool of engines in actors, for the controller or a rollout worker; the actors queue requests themselves."""
     pool = kind(slots=AT_ONCE)
     for member in members:
         pool.join(ActorEngine(member, capabilities), name=member.name)

@@ -3,10 +3,10 @@
     driver (controller)     RankActor x ranks            parameters, gradients, moments; one process group among themselves
     loop, evaluation,       EngineActor x replicas       weights for sampling: the embedded engine
     the pool of engines     ServerActor x replicas       or an inference server (`servers.py`)
-                            RolloutActor x workers       episodes: tools, interactions, rewards; they ask the engines
+                            RolloutActor x workers       episodes: tools, interactions, rewards; they call the engines
 
-An actor gets a function that builds its part, not a configuration: this file does not know the parts. Each actor names its
-log file, so that the driver can report how it ended.
+An actor receives a function that builds its part, not a configuration, so this file is independent of the parts. Each actor
+reports its log files, so that the driver can quote them if the actor dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankActor(Actor):
             return int(probe.getsockname()[1])
 
     def join(self, rank: int, num_ranks: int, address: str, port: int, build: Callable[[], RankWorker]) -> None:
-        """Join the process group of all ranks, and build this one."""
+        """Join the process group of all ranks, and build this rank."""
         logging.basicConfig(stream=sys.stderr, level=logging.INFO)
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK="0", MASTER_ADDR=address, MASTER_PORT=str(port)
@@ -50,7 +50,7 @@ class RankActor(Actor):
 
 
 class EngineActor(Actor):
-    """An engine replica; calls run side by side on its event loop."""
+    """An engine replica; calls run concurrently on its event loop."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._engine = build()
@@ -68,15 +68,15 @@ class EngineActor(Actor):
         await self._engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget what is kept for an episode."""
+        """Drop the state of an episode."""
         await self._engine.end_session(session_id)
 
     async def update_weights(self, version: int, weights: Mapping[str, Any] | None) -> None:
         """Serve `version` from now on."""
         if weights is not None:
-            weights = await asyncio.to_thread(dict, weights)  # they come from another node; requests go on meanwhile
+            weights = await asyncio.to_thread(dict, weights)  # fetches them from another node without blocking requests
         await self._engine.update_weights(version, weights=weights)
 
 
 class RolloutActor(RolloutWorker, Actor):
-    """A rollout worker; calls run side by side on its event loop."""
+    """A rollout worker; calls run concurrently on its event loop."""

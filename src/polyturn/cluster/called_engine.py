@@ -1,4 +1,4 @@
-"""CalledEngine: an engine in another process of the run, asked by calls of its methods.
+"""CalledEngine: an engine in another process of the run, used through remote calls of its methods.
 
 worker process, embedded engine of the leader      CalledEngine(leader.call, …)                `worker_process.py`
 controller or Ray worker, engine in an actor       ActorEngine(member, …), which also takes weights
@@ -18,19 +18,19 @@ from polyturn.engines.base import BaseEngine
 
 
 class CalledEngine(BaseEngine):
-    """An engine whose methods another process offers by their names."""
+    """An engine whose methods another process executes by name."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]], capabilities: EngineCapabilities) -> None:
-        """Ask by `call(method, *arguments)`."""
+        """Use the engine through `call(method, *arguments)`."""
         super().__init__()
         self._call = call
         self._capabilities = capabilities
         self._mark = uuid.uuid4().hex[:8]
-        """Before the ids of this process's requests: another one may go on with a conversation of a dead worker."""
+        """Prefix that keeps this process's request ids unique: another worker may resume a dead worker's episode."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Capabilities of the engine there."""
+        """Capabilities of the remote engine."""
         return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -44,11 +44,11 @@ class CalledEngine(BaseEngine):
         await self._call("abort", f"{self._mark}/{request_id}")
 
     async def end_session(self, session_id: str) -> None:
-        """Forget what is kept for an episode."""
+        """Drop the engine's state of an episode."""
         await self._call("end_session", session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse, for only the leader brings weights.
+        """Refuse, because only the leader updates weights.
 
         Raises:
             EngineError: always.

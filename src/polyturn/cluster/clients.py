@@ -1,10 +1,10 @@
-"""The driver's side of ranks and workers, used like those of one process (engines: `actor_engine.py`).
+"""Clients in the driver for the actors of ranks and workers (for engines: `actor_engine.py`).
 
     RayRankGroup    every rank runs a command on its share
     RayWorker       a worker of a `WorkerPool`
 
-A dead actor is reported in one sentence with the end of its log, without Ray's stack trace. Another worker continues the
-episodes of a dead one; the run ends if a rank or the last worker dies.
+The report of a dead actor is one sentence and the end of its log, without Ray's stack trace. If a worker dies, another one
+continues its episodes; the run ends if a rank or the last worker dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from polyturn.training.rank_group import values_of
 
 
 class RayRankGroup:
-    """All trainer ranks; none of them is the leader, which keeps no shard."""
+    """All trainer ranks. The leader is not a rank and holds no shard of the model."""
 
     def __init__(self, ranks: Sequence[Member], *, row_width: int, on_close: Callable[[], object]) -> None:
         self._on_close = on_close
@@ -42,12 +42,12 @@ class RayRankGroup:
 
         Raises:
             RankLostError: a rank is gone.
-            PolyturnError: what a rank raised.
+            PolyturnError: a rank raised it.
         """
-        with self._lock:  # a checkpoint is asked after from another thread, and all ranks must hear the same order
+        with self._lock:  # another thread queries checkpoints, and all ranks must receive commands in the same order
             refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
         waiting, values = list(refs), {}
-        while waiting:  # in the order in which they end: one that died would be waited for behind one that waits for it
+        while waiting:  # in order of completion, because ranks that wait for a dead one never complete
             (done, *_), waiting = ray.wait(waiting, num_returns=1)
             try:
                 values[done] = ray.get(done)
@@ -61,30 +61,30 @@ class RayRankGroup:
         return values_of([values[ref] for ref in refs])
 
     def lost(self) -> str | None:
-        """The reason that the last command gave, if a rank was gone."""
+        """Return the crash report if the last command found a rank gone, else None."""
         return self._lost
 
     def close(self) -> None:
-        """Let the ranks end, and give their places back."""
+        """Kill the ranks and release their resources."""
         for rank in self._ranks:
             ray.kill(rank.handle)
         self._on_close()
 
 
 class PushedWeights:
-    """The channel to engines that have weights of their own, on other nodes."""
+    """Publishes weights to engines on other nodes, which have separate copies of the weights."""
 
     def __init__(self, engine: Engine, weights: Callable[[], Mapping[str, Any]]) -> None:
-        """Push what `weights` returns: of an adapter's model the adapter alone."""
+        """Publish the result of `weights`; for a model with an adapter, this is only the adapter."""
         self._engine = engine
         self._weights = weights
 
     async def start(self, version: int) -> None:
-        """Bring the first weights there, as `version`."""
+        """Publish the initial weights as `version`."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """Bring the weights as they are now, as `version`."""
+        """Publish the current weights as `version`."""
         stored = await asyncio.to_thread(lambda: StoredWeights.put(self._weights()))
         await self._engine.update_weights(version, weights=stored)
 
@@ -104,5 +104,5 @@ class RayWorker(RemoteWorker):
             raise WorkerLostError(self._member.crash_report()) from problem
 
     async def end(self) -> None:
-        """End it."""
+        """Kill the actor."""
         ray.kill(self._member.handle)

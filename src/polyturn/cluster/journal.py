@@ -1,10 +1,10 @@
-"""The journal of conversations in flight, where episodes run on workers: each line travels to the leader, who has the file.
+"""The journal for episodes on workers: each line is sent to the leader, which writes the file.
 
-    worker   WorkerJournal.write   line -> post -> waits                        episode goes on once the line is on disk
-    leader   carry                 posts(received so far) -> JournalFile.append   one call to each worker is always under way
+    worker   WorkerJournal.write   line -> post -> waits                        episode continues once the line is on disk
+    leader   carry                 posts(received so far) -> JournalFile.append   one call to each worker is always pending
 
-With a group, a worker gets the lines that the leader's journal has of its episodes, after a resume or the death of another
-worker. So any worker can continue a conversation behind its last complete turn.
+After a resume or the death of another worker, the leader sends a group together with the journal's lines of its episodes.
+So any worker can continue an episode after its last complete turn.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from polyturn.training.journal_file import JournalFile, Line, is_of_training, to
 
 
 class JournalEntry(NamedTuple):
-    """Something that a worker's episode has to say to the leader's journal."""
+    """A line or a count from a worker's episode for the leader's journal."""
 
     number: int
-    """Counted from 1, in the order in which they were said."""
+    """Position in the worker's sequence of entries, from 1."""
     episode: str = ""
     line: Line | None = None
     counted: str = ""
-    """The count's name, where it is not a line."""
+    """The name of the count, if the entry is not a line."""
     reason: str = ""
 
 
 class ResumeState(NamedTuple):
-    """The leader's journal of a group that a pool is to resume."""
+    """The leader's journal of a group, from which a worker resumes its episodes."""
 
     episodes: Mapping[str, JournaledEpisode]
-    """Of its episodes, those that were in flight before."""
+    """Episode id -> record, for the episodes that were in flight."""
     why_not: str | None
-    """Why no turn is kept at all."""
+    """Why turns are not recorded at all; None if they are."""
 
 
 class WorkerJournal:
-    """A worker's side; implements `rollout.journal.Journal`."""
+    """The journal in a worker; implements `rollout.journal.Journal`."""
 
     def __init__(self) -> None:
         self.why_not: str | None = None
@@ -49,23 +49,23 @@ class WorkerJournal:
         self._thread = OneThread("polyturn-journal")
         self._held: dict[str, JournaledEpisode] = {}
         self._posts: deque[JournalEntry] = deque()
-        """Those that the leader has not said it received."""
+        """Entries that the leader has not confirmed yet."""
         self._num_posts = 0
         self._news = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def hand(self, state: ResumeState | None) -> None:
-        """Take what the leader holds of episodes that are about to run here; None where it keeps no journal."""
+        """Take over the leader's records of episodes that are about to run here; None if the leader keeps no journal."""
         self._is_kept = state is not None
         if state is not None:
             self._held.update(state.episodes)
             self.why_not = state.why_not
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return the posts behind number `received`, once there are any; it confirms that those up to it are on disk."""
+        """Wait for entries after number `received` and return them; the call confirms that all up to it are on disk."""
         while self._posts and self._posts[0].number <= received:
             done = self._waiting.pop(self._posts.popleft().number, None)
-            if done is not None and not done.done():  # an episode that was cancelled waits no more
+            if done is not None and not done.done():  # a cancelled episode no longer waits
                 done.set_result(None)
         if not self._posts:
             self._news.clear()
@@ -73,18 +73,18 @@ class WorkerJournal:
         return list(self._posts)
 
     def takes(self, episode: str) -> bool:
-        """Return whether it is an episode of training."""
+        """Return whether the leader keeps a journal and the episode belongs to training."""
         return self._is_kept and is_of_training(episode)
 
     def recall(self, episode: str) -> JournaledEpisode | None:
-        """Return the record of an episode that was handed over, once."""
+        """Return the record that `hand` received for an episode, and forget it."""
         return self._held.pop(episode, None)
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
         """Send a line to the leader, and return once it is on disk there.
 
         Raises:
-            SnapshotError: the line cannot be made.
+            SnapshotError: the line cannot be built.
         """
         written_line = await self._thread.submit(lambda: to_line(episode, line))
         number = self._say(episode=episode, line=written_line)
@@ -92,7 +92,7 @@ class WorkerJournal:
         await self._waiting[number]
 
     def count(self, name: str, *, reason: str = "") -> None:
-        """Let the leader count a flight that was "resumed" or "restarted", or whose snapshot "failed"."""
+        """Let the leader count an episode that was "resumed" or "restarted", or whose snapshot "failed"."""
         self._say(counted=name, reason=reason)
 
     def _say(self, **what: Any) -> int:
@@ -103,11 +103,11 @@ class WorkerJournal:
 
 
 async def carry(journal: JournalFile, posts: Callable[[int], Awaitable[list[JournalEntry]]]) -> None:
-    """Bring what one worker's episodes say into the leader's journal, until cancelled or the worker is gone.
+    """Copy the entries of one worker into the leader's journal, until cancelled or the worker is gone.
 
     Args:
-        journal: The journal.
-        posts: The worker's `WorkerJournal.posts`; what it raises ends this.
+        journal: The leader's journal.
+        posts: Calls the worker's `WorkerJournal.posts`; its exceptions end this function.
     """
     received = 0
     while True:

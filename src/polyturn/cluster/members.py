@@ -1,4 +1,4 @@
-"""The base of every actor of a run: its place, the tail of its log when it died, and the errors that it raised."""
+"""Actor, the base of every actor of a run, and Member, its handle in the driver: location, log tail and errors."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from polyturn.core.errors import PolyturnError
 
 AT_ONCE = 100_000
-"""Calls of one actor that run side by side: more than a run has in flight. One that waited for a place behind groups would
-carry no conversation to the journal, and those groups wait for that."""
+"""Maximum number of concurrent calls of one actor, which a run never reaches. With a real limit, `posts` could queue after
+calls of `run`, which in turn wait until `posts` has taken their lines to the journal."""
 _NUM_LINES = 20
 _SOON_S = 2.0
 """Seconds to wait for an actor's state."""
 
 
 class ActorInfo(NamedTuple):
-    """The place of an actor."""
+    """The node, process and resources of an actor."""
 
     node: str
     address: str
     pid: int
     logs: tuple[str, ...]
-    """The files that its output goes to, on its node."""
+    """The files with its stdout and stderr, on its node."""
     gpus: tuple[str, ...] = ()
-    """Numbers of the GPUs that are its own there."""
+    """Numbers of the GPUs on its node that Ray assigned to it."""
 
 
 class Actor:
     """The methods that all actors of a run have."""
 
     def home(self) -> ActorInfo:
-        """Return this actor's node, process and address."""
+        """Return this actor's node, address, process, logs and GPUs."""
         logs = tuple(os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
         this = ray.get_runtime_context()
         gpus = tuple(this.get_accelerator_ids().get("GPU", ()))
@@ -47,7 +47,7 @@ class Actor:
 
 
 class Member:
-    """An actor with a name for people, and where it lives."""
+    """The handle of an actor, its display name and its location."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Member:
         self.home: ActorInfo = ray.get(handle.home.remote())
 
     def crash_report(self) -> str:
-        """Return that it died, and the last lines of its log where this machine has it."""
+        """Return a message that the actor died, with the last lines of its log if the log is on this machine."""
         files = [path for path in map(Path, self.home.logs) if path.is_file()]
         lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
         lines = [line for line in lines if not line.startswith(":")][-_NUM_LINES:]  # Ray's own marks begin with a colon
@@ -64,7 +64,7 @@ class Member:
         return f"{self.name} ({where}) died. The last lines of its log:\n{text}"
 
     def is_dead(self) -> bool:
-        """Return whether it is known to have died."""
+        """Return whether Ray reports the actor as dead; False if Ray does not answer within `_SOON_S`."""
         try:
             ray.get(self.handle.home.remote(), timeout=_SOON_S)
         except RayActorError:
@@ -80,11 +80,11 @@ class ResourceRequest:
 
     count: int
     resources: Mapping[str, float]
-    """For instance {"CPU": 4, "GPU": 1}, or a resource of a node's own."""
+    """For example {"CPU": 4, "GPU": 1}, or custom resources of a node."""
 
 
 def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float], *arguments: Any, at_once: int = 1) -> Any:
-    """Return the handle of a new actor in bundle `index` of a placement group, all of whose resources it takes."""
+    """Start an actor with `resources` in bundle `index` of a placement group, and return its handle."""
     options: dict[str, Any] = {"max_concurrency": at_once} if at_once > 1 else {}
     handle: Any = ray.remote(actor).options(
         num_cpus=resources.get("CPU", 0),
@@ -97,11 +97,11 @@ def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float],
 
 
 async def answer(ref: Any) -> Any:
-    """Return an actor's answer; if the caller is cancelled, the actor's work is too.
+    """Await an actor's answer; if the caller is cancelled, the actor's call is cancelled too.
 
     Raises:
-        RayActorError: it died.
-        PolyturnError: what it raised.
+        RayActorError: the actor died.
+        PolyturnError: the actor raised it.
     """
     try:
         return await ref
@@ -113,5 +113,5 @@ async def answer(ref: Any) -> Any:
 
 
 def own_words(problem: RayTaskError) -> BaseException:
-    """Return the exception that was raised in an actor, if it is ours, without Ray's trace around it."""
+    """Return the exception that an actor raised, without Ray's trace if it is a `PolyturnError`."""
     return problem.cause if isinstance(problem.cause, PolyturnError) else problem

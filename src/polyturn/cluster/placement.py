@@ -2,10 +2,10 @@
 
     ranks              PACK      as close together as possible, because they exchange gradients; a server that shares their
                                  GPUs is in their bundle
-    engines, servers   SPREAD    they do not depend on each other
-    workers            SPREAD    over the processors of all nodes
+    engines, servers   SPREAD    they do not communicate with each other
+    workers            SPREAD    over the CPUs of all nodes
 
-If the cluster has no room, an error says after `patience_s` what was requested and what exists.
+If the cluster has no room after `patience_s`, an error lists the requested and the existing resources.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _QUIET_S = 5.0
-"""Seconds to wait for room without a word."""
+"""Seconds to wait for room before logging a warning."""
 
 
 def _check_answers(address: str) -> None:
-    """Connect once to an address that names a port; Ray itself tries for minutes."""
+    """Check that a server answers at an address with a port, because Ray itself retries for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         try:
@@ -54,18 +54,18 @@ def _check_answers(address: str) -> None:
 
 
 class Cluster:
-    """A connection to Ray, and what this run placed there."""
+    """A connection to Ray, and the actors that this run placed there."""
 
     def __init__(self, address: str, *, patience_s: float = 300.0, cpus: float = 0) -> None:
         """Connect.
 
         Args:
-            address: "auto" or the address of a cluster, or "local" for one on this machine.
-            patience_s: How long to wait for room.
-            cpus: CPUs that the run asks for; a cluster on this machine has as many, however many cores there are.
+            address: "auto", the address of a cluster, or "local" for a new cluster on this machine.
+            patience_s: Seconds to wait for room.
+            cpus: Number of CPUs that the run requests; a "local" cluster offers at least this many, even with fewer cores.
 
         Raises:
-            ConfigError: there is no cluster at that address.
+            ConfigError: there is no cluster at `address`, or its version differs.
         """
         self._patience_s = patience_s
         self._groups: list[Any] = []
@@ -91,13 +91,15 @@ class Cluster:
             ) from problem
 
     def engines(self, need: ResourceRequest, build: Callable[[], Engine]) -> Callable[[type[EnginePool]], EnginePool]:
-        """Place engine replicas; return a function that makes a pool of them, in this process or in another."""
+        """Place engine replicas; return a function that makes a pool of them, in this or in another process."""
         replicas = self._place("engine replica", EngineActor, need, build, strategy="SPREAD")
         return partial(pool_of_actors, replicas, ray.get(replicas[0].handle.capabilities.remote()))
 
     def places(self, need: ResourceRequest | None) -> Callable[[ModelFolder], NodePlaces]:
-        """Keep room for inference servers, none where they run already; return a function that places them, once there is a
-        model to serve."""
+        """Reserve room for inference servers; return a function that makes their places once the model's folder exists.
+
+        `need` is None if the servers are already running; then nothing is reserved.
+        """
         need = need or ResourceRequest(count=0, resources={})
         group = self._room("inference server", need, strategy="SPREAD") if need.count else None
         count, resources = need.count, need.resources
@@ -108,9 +110,12 @@ class Cluster:
     def shared(
         self, ranks: ResourceRequest, servers: ResourceRequest
     ) -> tuple[list[Member], Callable[[ModelFolder], NodePlaces]]:
-        """Place trainer ranks, and keep room for servers on their GPUs; return the ranks, and what makes places of the room.
+        """Place trainer ranks, and reserve room for servers on their GPUs.
 
-        As many ranks as a server has GPUs, and that server, have one bundle, and so are on one node.
+        A server and the ranks whose GPUs it shares are in one bundle, and so on one node.
+
+        Returns:
+            The ranks, and a function that makes the servers' places once the model's folder exists.
         """
         each = ranks.count // servers.count
         beside = {kind: amount for kind, amount in servers.resources.items() if kind != "GPU"}
@@ -139,7 +144,7 @@ class Cluster:
         return [RayWorker(one) for one in self._place("rollout worker", RolloutActor, need, build, strategy="SPREAD")]
 
     def ranks(self, need: ResourceRequest) -> list[Member]:
-        """Place trainer ranks, which build nothing yet."""
+        """Place trainer ranks; `rank_group` lets them build their parts."""
         return self._place("trainer rank", RankActor, need, strategy="PACK")
 
     def rank_group(self, ranks: Sequence[Member], build: Callable[[], RankWorker], *, row_width: int) -> RayRankGroup:
@@ -159,7 +164,7 @@ class Cluster:
         return RayRankGroup(ranks, row_width=row_width, on_close=self.close)
 
     def close(self) -> None:
-        """Give everything back and disconnect."""
+        """Remove the placement groups and disconnect."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
@@ -194,12 +199,12 @@ class Cluster:
 
 
 def beyond_one_node(name: str, need: ResourceRequest, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return why not even one actor has room, whatever else runs; "" where some node is large enough.
+    """Explain why no node is large enough for one such actor; return "" if some node is.
 
     Args:
-        name: What the actors are.
-        need: What each of them asks for.
-        nodes: All resources of each node.
+        name: The kind of the actors, for the message.
+        need: The requested resources.
+        nodes: For each node, its total resources.
     """
     if any(all(node.get(kind, 0) >= amount for kind, amount in need.resources.items()) for node in nodes):
         return ""

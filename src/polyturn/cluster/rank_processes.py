@@ -1,9 +1,9 @@
-"""Trainer ranks as processes of this machine; the process that starts them leads the run, and is no rank itself.
+"""Trainer ranks as processes of this machine. The controller, which starts them, leads the run and is not a rank.
 
     controller   RankProcesses.call(command, a share for each rank)      samples in memory that both processes map
     rank         main: join the group of ranks, build a part, RankWorker.run(command, share), until the controller hangs up
 
-Between themselves the ranks have the process group of `torch.distributed`, in which gradients are summed.
+The ranks sum gradients in a process group of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from polyturn.training.rank_group import RankReply, RankWorker, values_of
 
 _MAIN = "from polyturn.cluster.rank_processes import main; main()"
 _END_S = 10.0
-"""Seconds that ranks may take to end by themselves."""
+"""Seconds that ranks may take to exit after `close`."""
 _HUNG_UP_S = 10.0
-"""Seconds that a rank which hung up may take to end."""
+"""Seconds that a rank may take to exit after it hung up."""
 _SETTLE_S = 0.5
-"""Seconds to wait for more ranks to end, because the first that hangs up may not be the one that was killed."""
+"""Seconds to wait for more ranks to exit, because the first rank that hangs up may not be the one that was killed."""
 
 Build = Callable[[], RankWorker]
-"""Joins the process group of the environment, and builds a rank."""
+"""Joins the process group that environment variables describe, and builds a rank."""
 
 
 class _Answer(NamedTuple):
-    """What a rank sends back."""
+    """A rank's answer to one command."""
 
     reply: RankReply
     log: list[tuple[str, int, str]]
@@ -51,21 +51,21 @@ class RankProcesses:
     """All trainer ranks of a run on this machine; implements `RankGroup`."""
 
     def __init__(self, build: Build, num_ranks: int, *, row_width: int) -> None:
-        """Start a process for each rank; the first call waits until all are built.
+        """Start a process for each rank; the first `call` waits until all are built.
 
         Args:
-            build: What each of them does first, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
-            num_ranks: How many there are.
+            build: Called first in each process, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
+            num_ranks: Number of ranks.
             row_width: Number of consecutive ranks that see the same samples.
 
         Raises:
-            TypeError, AttributeError, pickle.PicklingError: `build` has an object that cannot be sent to another process.
+            TypeError, AttributeError, pickle.PicklingError: `build` contains an object that cannot be pickled.
         """
         self.num_ranks = num_ranks
         self.row_width = row_width
         self.is_elsewhere = True
         self._lock = threading.Lock()
-        """Allows one command at a time: another thread than training's asks about checkpoints."""
+        """Allows one command at a time, because a thread other than training's queries checkpoints."""
         self._problem: str | None = None
         self._is_built = self._is_closed = False
         self.logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))
@@ -73,7 +73,7 @@ class RankProcesses:
         self._processes: list[ManagedProcess] = []
         self._sockets: list[ArraySocket] = []
         shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if num_ranks > 1:  # as torchrun does; otherwise each rank would use all cores
+        if num_ranks > 1:  # like torchrun; otherwise each rank would use all cores
             shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         path, packed = Packed.of(sys.path), Packed.of(build)
         try:
@@ -95,7 +95,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank."""
+        """The process id of each rank, in the order of ranks."""
         return [process.pid for process in self._processes]
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -103,7 +103,7 @@ class RankProcesses:
 
         Raises:
             RankLostError: a rank is gone.
-            PolyturnError: what a rank raised.
+            PolyturnError: a rank raised it.
         """
         with self._lock:
             if not self._is_built:
@@ -112,7 +112,7 @@ class RankProcesses:
             self._check()
             packed = {
                 id(share): Packed.of((command, share)) for share in shares
-            }  # a share that several ranks get is packed once
+            }  # packs a share for several ranks only once
             try:
                 self._send([packed[id(share)] for share in shares])
             finally:
@@ -121,7 +121,7 @@ class RankProcesses:
             return values_of(self._answers())
 
     def lost(self) -> str | None:
-        """How a rank ended, also between two calls; None while all live."""
+        """Return the crash report of a rank that ended, even between two calls; None while all ranks live."""
         if self._problem is None and not self._is_closed:
             ended = next((rank for rank, process in enumerate(self._processes) if not process.is_alive), None)
             if ended is not None:
@@ -129,7 +129,7 @@ class RankProcesses:
         return self._problem
 
     def close(self) -> None:
-        """Let the ranks end, and end those that do not; a second call does nothing."""
+        """Let the ranks exit, and kill those that do not; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -155,7 +155,7 @@ class RankProcesses:
                 raise RankLostError(self._problem) from problem
 
     def _answers(self) -> list[RankReply]:
-        """Wait for the answer of every rank; they are read as they arrive, so that a dead rank is noticed at once."""
+        """Collect the answer of every rank in order of arrival, so that a dead rank is noticed at once."""
         answers: dict[int, RankReply] = {}
         with selectors.DefaultSelector() as waiting:
             for rank, connection in enumerate(self._sockets):
@@ -178,7 +178,7 @@ class RankProcesses:
             raise RankLostError(self._problem)
 
     def _lose(self, first: int) -> None:
-        """Find the rank whose death made `first` end, and end the others, which would wait for ever."""
+        """Find the rank whose death caused `first` to hang up, and end the other ranks, which would wait forever."""
         self._processes[first].wait(_HUNG_UP_S)
         deadline = time.monotonic() + _SETTLE_S
         for process in self._processes:
@@ -210,11 +210,11 @@ class _Log(logging.Handler):
         self.records: list[tuple[str, int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record, from whichever thread."""
+        """Keep one record; called from any thread."""
         self.records.append((record.name, record.levelno, self._prefix + self.format(record)))
 
     def taken(self) -> list[tuple[str, int, str]]:
-        """The records since the last call."""
+        """Return the records since the last call."""
         records, self.records = self.records, []
         return records
 
@@ -222,7 +222,7 @@ class _Log(logging.Handler):
 def main() -> None:
     """Build a rank, and run the controller's commands until it hangs up."""
     connection = ArraySocket(socket.socket(fileno=int(sys.argv[1])))
-    sys.path[:] = connection.receive()  # modules beside the program's own file are found here, too
+    sys.path[:] = connection.receive()  # so that modules next to the program's file can be imported here too
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     log = _Log(int(os.environ["RANK"]))
     logging.getLogger("polyturn").addHandler(log)
@@ -241,7 +241,7 @@ def main() -> None:
     while True:
         try:
             command, share = connection.receive()
-        except OSError:  # the controller closed the group, or is gone
+        except OSError:  # the controller closed the group or has died
             break
         answer(rank.run(command, share))
     import torch.distributed as dist

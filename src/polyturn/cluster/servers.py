@@ -1,7 +1,7 @@
-"""Inference servers on nodes: each is started, looked at and stopped by an actor in a bundle of a placement group.
+"""Inference servers on nodes: an actor in a bundle of a placement group starts, watches and stops each server.
 
-    controller     NodePlaces.starter(2) -> NodeServer           a `RunningServer`, as far as a client's supervisor can tell
-      |  a new actor for every start: on another node where the bundle's own is gone
+    controller     NodePlaces.starter(2) -> NodeServer           a `RunningServer` for the client's supervisor
+      |  a new actor for every start, on another node if the bundle's node is gone
     node           ServerActor -> Server (ManagedProcess)        the process, its log, the checkpoint that it reads
 
 If an actor is killed, the kernel ends its server with it.
@@ -27,13 +27,13 @@ from polyturn.engines.launcher import LaunchSpec, Server, StartServer
 from polyturn.engines.weight_files import WeightFolder
 
 _SOON_S = 5.0
-"""Seconds to wait for the state of a server's actor."""
+"""Seconds to wait for a server's actor to report its state."""
 _MODEL = "{model}"
-"""Stands in a command for the folder of a model that nodes get through the object store."""
+"""Placeholder in a command for the model's folder, if nodes get the model through the object store."""
 
 
 class ServerActor(Actor):
-    """One server of this node."""
+    """Runs one server on this node."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
@@ -43,7 +43,7 @@ class ServerActor(Actor):
         """Start the server and return its address once it is ready.
 
         Raises:
-            EngineError: it cannot be started, ended early, or was not ready in time.
+            EngineError: the server cannot be started, ended early, or was not ready in time.
         """
         folder: ModelFolder = await asyncio.to_thread(model.here)
         self._files = WeightFolder(folder.path, owns_model=folder.is_temporary)
@@ -61,14 +61,14 @@ class ServerActor(Actor):
         return "" if self._server is None else await self._server.last_lines()
 
     async def look_at_memory(self) -> None:
-        """Note what shared memory the server holds."""
+        """Record the shared memory that the server uses."""
         if self._server is not None:
             self._server.look_at_memory()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return the checkpoint folder of `weights` on this node: `at`, if another server wrote it, else newly written.
+        """Return a checkpoint folder of `weights` on this node: `at`, if it exists here, else a newly written folder.
 
-        `adapter` has peft's settings where they are an adapter's.
+        `adapter` has peft's settings if the weights are an adapter's.
         """
         assert self._files is not None
         self._files.adapter = adapter
@@ -79,7 +79,7 @@ class ServerActor(Actor):
         return (await asyncio.to_thread(self._files.write, weights)).folder
 
     async def stop(self) -> None:
-        """End the server, and remove what was written for it."""
+        """Stop the server, and remove the files written for it."""
         if self._server is not None:
             await self._server.stop()
         if self._files is not None:
@@ -96,7 +96,7 @@ class NodeServer:
         self.url = url
 
     async def is_dead(self) -> bool:
-        """Return whether the server has ended, or its actor; one that is slow to say counts as alive."""
+        """Return whether the server or its actor has ended; an actor that is slow to answer counts as alive."""
         try:
             return bool(await asyncio.wait_for(self._handle.is_dead.remote(), _SOON_S))
         except RayActorError:
@@ -105,21 +105,21 @@ class NodeServer:
             return False
 
     async def last_lines(self) -> str:
-        """Return the end of its log; "" where its node or actor is gone."""
+        """Return the end of its log, or a note that its node or actor is gone."""
         try:
             return str(await asyncio.wait_for(self._handle.last_lines.remote(), _SOON_S))
         except (RayActorError, TimeoutError):
             return "(its actor or its node is gone, and the log with it)"
 
     def look_at_memory(self) -> None:
-        """Let its actor note what shared memory it holds."""
+        """Let its actor record the shared memory that the server uses."""
         self._handle.look_at_memory.remote()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
         """Return the checkpoint folder of `weights` on its node; `adapter` has peft's settings if they are an adapter's.
 
         Raises:
-            EngineLostError: its actor is gone.
+            EngineLostError: the server's actor is gone.
         """
         try:
             path: Path = await answer(self._handle.hold.remote(weights, at, adapter))
@@ -128,7 +128,7 @@ class NodeServer:
         return path
 
     async def stop(self) -> None:
-        """End it with its actor."""
+        """Stop the server and kill its actor."""
         with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._handle.stop.remote(), self._stop_s)
         ray.kill(self._handle)
@@ -142,10 +142,10 @@ class NodePlaces:
     count: int
     resources: Mapping[str, float]
     devices: tuple[str, ...] = ()
-    """For each server the GPUs of ranks that it shares, such as "2,3"; empty where Ray gives each its own."""
+    """For each server, the numbers of the ranks' GPUs that it shares, such as "2,3"; empty if Ray assigns separate GPUs."""
     files: ModelFiles
     patience_s: float
-    """Seconds that a server that is started again may wait for room."""
+    """Seconds that a start may wait for room."""
 
     @property
     def num_gpus(self) -> int:
@@ -154,20 +154,20 @@ class NodePlaces:
 
     @property
     def model(self) -> Path:
-        """The model's folder on every node, or what stands for it."""
+        """The model's folder on every node, or its placeholder `_MODEL`."""
         return self.files.path or Path(_MODEL)
 
     @property
     def config(self) -> ModelFolder:
-        """A folder of this machine with the model's config."""
+        """A folder on this machine with the model's config."""
         return self.files.here(only="config.json")
 
     def store(self, adapter: Mapping[str, Any] | None) -> NodeStore:
-        """Return the store that brings weights to the nodes, or an adapter if peft's settings are given."""
+        """Return the store that sends weights to the nodes; with peft's settings, those of an adapter."""
         return NodeStore(adapter)
 
     def starter(self, number: int) -> StartServer:
-        """Return a function that starts a server in bundle `number`, on the bundle's present node."""
+        """Return a function that starts a server in bundle `number`, on the bundle's current node."""
 
         resources = {kind: amount for kind, amount in self.resources.items() if kind != "GPU" or not self.devices}
         gpus = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}

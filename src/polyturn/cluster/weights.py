@@ -1,7 +1,7 @@
-"""Weights and models on their way through the cluster, in Ray's object store, which brings an object to each node once.
+"""Transport of weights and models through the cluster, in Ray's object store, which copies an object to each node once.
 
-rank 0              store(buckets)                  the controller and the servers' actors get references, no tensors
-a server's node     ServerActor.hold                one of the node's servers writes the checkpoint that all of them read
+rank 0              store(buckets)                  the controller and the servers' actors only get references
+a server's node     ServerActor.hold                one actor per node writes the checkpoint for all servers of the node
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class StoredWeights(Mapping[str, Any]):
-    """Weights in the object store: name -> tensor, over the store's memory on whichever node reads them."""
+    """Weights in the object store: name -> tensor, backed by the store's memory on the node that reads them."""
 
     def __init__(self, refs: tuple[Any, ...], tied: Mapping[str, str]) -> None:
         self.refs = refs
         self._tied = tied
-        """Name -> under which name the same tensor is stored."""
+        """Name of a tied tensor -> the name under which the same tensor is stored."""
 
     @classmethod
     def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
-        """Put weights there, a tied tensor once; those of ranks by rank 0 itself."""
+        """Put weights into the object store, tied tensors only once. Rank 0 itself stores the weights of ranks."""
         if isinstance(weights, StreamedTensors):
             return cls(weights.over(store), {})
         tied = {name: of for name, of in first_names(weights).items() if name != of}
@@ -67,17 +67,17 @@ def store(pieces: Iterable[Mapping[str, Tensor]]) -> tuple[Any, ...]:
 
 
 class WeightHolder(Protocol):
-    """A server on a node: the methods for weights."""
+    """A server on a node that can hold weights as a checkpoint."""
 
     node: str
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
-        """Return the folder of `weights` on its node, as a checkpoint: `at`, if they are there, else newly written."""
+        """Return a checkpoint folder of `weights` on the server's node: `at`, if it exists, else a newly written folder."""
         ...
 
 
 class NodeWeights(WrittenWeights):
-    """Weights with one checkpoint per node in its memory, written when the first server asks for it."""
+    """Weights with one checkpoint per node, in memory, written when the node's first server requests it."""
 
     def __init__(self, stored: StoredWeights, adapter: Mapping[str, Any] | None) -> None:
         super().__init__(Path("on its node"), is_adapter=adapter is not None)
@@ -95,16 +95,16 @@ class NodeWeights(WrittenWeights):
 
 
 class NodeStore:
-    """Weights for servers on other nodes, which a pool keeps as references."""
+    """Stores weights for servers on other nodes; a pool keeps only references."""
 
     keeps: ClassVar[bool] = True
 
     def __init__(self, adapter: Mapping[str, Any] | None = None) -> None:
-        """Take weights, or with peft's settings of one an adapter."""
+        """Set peft's settings of the adapter, or None for full weights."""
         self._adapter = adapter
 
     def write(self, weights: Mapping[str, Any]) -> NodeWeights:
-        """Put weights into the object store, and keep references."""
+        """Put weights into the object store, and return references."""
         return NodeWeights(StoredWeights.put(weights), self._adapter)
 
     def close(self) -> None:
@@ -121,8 +121,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, folder: ModelFolder) -> ModelFiles:
-        """Take a folder; one that was written for this run exists on this node only: its files are read, and it is
-        removed."""
+        """Refer to a folder by its path, or put the files of a temporary folder into the object store and remove it."""
         if not folder.is_temporary:
             return cls(path=folder.path.resolve(), files={})
         paths = sorted(path for path in folder.path.rglob("*") if path.is_file())
@@ -131,7 +130,7 @@ class ModelFiles:
         return cls(path=None, files=files)
 
     def here(self, *, only: str = "") -> ModelFolder:
-        """Return the folder on this node, or one with its file `only`."""
+        """Return the folder on this node; a folder from the object store has only the file `only`, if that is set."""
         if self.path is not None:
             return ModelFolder(self.path, is_temporary=False)
         folder = Path(tempfile.mkdtemp(prefix="polyturn-model-"))

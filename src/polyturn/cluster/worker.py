@@ -1,5 +1,5 @@
-"""RolloutWorker: the work of a process that only runs episodes, started by Ray (`actors.py`), or by the run's own
-leader on this machine (`worker_process.py`).
+"""RolloutWorker: runs episodes in a separate process, which Ray (`actors.py`) or the leader of the run on this machine
+(`worker_process.py`) starts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 
 
 class RolloutWorker:
-    """Runs groups: the schedulers, tools, interactions and rewards of their episodes, and nothing of the training."""
+    """Runs groups: the schedulers, tools, interactions and rewards of their episodes, without training."""
 
     def __init__(self, build: Callable[[WorkerJournal], RolloutPool]) -> None:
-        """Take what makes its parts, which happens with the first group."""
+        """Store `build`, which the first group calls to make the pool."""
         self._build = build
         self._pool: RolloutPool | None = None
         self._journal = WorkerJournal()
@@ -28,12 +28,15 @@ class RolloutWorker:
     async def run(
         self, spec: GroupSpec, resume_state: ResumeState | None, view: PoolView | None
     ) -> tuple[TrajectoryGroup, PoolUse | None]:
-        """Run one group, and return it with the use of engines since the last report, where this process asks them itself.
+        """Run one group.
 
         Args:
             spec: The group.
-            resume_state: The leader's journal of its episodes.
-            view: The leader's view of the engines, where this process asks them itself.
+            resume_state: The leader's journal of the group's episodes; None if the leader keeps no journal.
+            view: The leader's view of the engines; None if this process does not call them directly.
+
+        Returns:
+            The group, and how this process uses the engines; None if it does not call them directly.
         """
         async with self._lock:
             if self._pool is None:
@@ -50,8 +53,8 @@ class RolloutWorker:
         return group, None if engine is None else engine.use()
 
     async def follow(self, view: PoolView) -> None:
-        """Ask the engines as the leader sees them."""
-        if (engine := self._engine) is not None:  # before the first group, which comes with a view, there is none
+        """Update the pool of engines to the leader's view."""
+        if (engine := self._engine) is not None:  # None before the first group, which brings a view
             engine.follow(view)
 
     @property
@@ -60,12 +63,12 @@ class RolloutWorker:
         return engine if isinstance(engine, FollowingPool) else None
 
     async def abort(self, group: str) -> list[int]:
-        """End the completions of a group now, and return how many tokens each of its episodes has sampled."""
+        """Abort the completions of a group, and return the number of tokens that each of its episodes has sampled."""
         if (live := self._live.get(group)) is None:
             return []
         await live.abort()
         return live.lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return the episodes' posts to the leader's journal, once there are any."""
+        """Wait for the episodes' entries for the leader's journal, and return them."""
         return await self._journal.posts(received)

@@ -1,10 +1,10 @@
-"""WorkerPool: groups run by workers in other processes, used like the pool of one process.
+"""WorkerPool: runs groups on workers in other processes, with the interface of `RolloutPool`.
 
-    WorkerPool.run_one(spec)  ->  the worker with least to do  ->  a group
-                                  died?  ->  another one, behind the last complete turn of each episode
-    EnginePool.on_change      ->  PoolView to every worker, where they ask the servers by themselves
+    WorkerPool.run_one(spec)  ->  the worker with the fewest episodes  ->  a group
+                                  died?  ->  another worker, after the last complete turn of each episode
+    EnginePool.on_change      ->  PoolView to every worker, if workers call the servers directly
 
-A `RemoteWorker` is an actor of Ray's, or a process of this machine.
+A `RemoteWorker` is a Ray actor or a process of this machine.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ class WorkerLostError(RankLostError):
 
 
 class RemoteWorker(ABC):
-    """A `RolloutWorker` in another process. All calls raise WorkerLostError once that is gone."""
+    """A `RolloutWorker` in another process. All calls raise WorkerLostError once that process is gone."""
 
     def __init__(self, name: str) -> None:
-        """Give it a name for people."""
+        """Set the display name."""
         self.name = name
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method in the worker and return its result; a caller that is cancelled cancels it."""
+        """Call a method in the worker and return its result; if the caller is cancelled, so is the call."""
 
     @abstractmethod
     async def end(self) -> None:
-        """End it."""
+        """End the worker."""
 
     async def run(
         self, spec: GroupSpec, resume_state: ResumeState | None, view: PoolView | None
     ) -> tuple[TrajectoryGroup, PoolUse | None]:
-        """Run one group there, as `RolloutWorker.run`."""
+        """Call `RolloutWorker.run`."""
         answer: tuple[TrajectoryGroup, PoolUse | None] = await self.call("run", spec, resume_state, view)
         return answer
 
     async def abort(self, group: str) -> list[int]:
-        """End the completions of a group there, and return the lengths of its episodes."""
+        """Abort the completions of a group, and return the lengths of its episodes in tokens."""
         lengths: list[int] = await self.call("abort", group)
         return lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Return its episodes' posts to the journal."""
+        """Wait for its episodes' entries for the journal, and return them."""
         entries: list[JournalEntry] = await self.call("posts", received)
         return entries
 
 
 def travelling(objects: Any) -> bytes:
-    """Return an object as it is sent to another process of this machine, which does not run the program's own module."""
+    """Pickle an object for another process of this machine, which cannot import the program's main module."""
     data: bytes = cloudpickle.dumps(objects)
     return data
 
@@ -87,27 +87,30 @@ class WorkerPool(RolloutPool):
         max_failed_share: float,
         engines: EnginePool | None = None,
     ) -> None:
-        """Run groups on `workers`, which ask the servers of `engines` by themselves; None where they ask through here."""
+        """Run groups on `workers`.
+
+        With `engines`, the workers call its servers directly; without, they call the engine through this process.
+        """
         super().__init__(context, max_concurrent=max_concurrent, max_failed_share=max_failed_share)
         self._engines = engines
         if engines is not None:
             engines.on_change = self._tell_workers
         self._beside: set[asyncio.Task[None]] = set()
-        """Tasks that send views, and that watch the servers."""
+        """Background tasks that send views and watch the servers."""
         self._loads = {worker.name: 0 for worker in workers}
         self._workers = {worker.name: worker for worker in workers}
         self._last_words = ""
-        """Of the worker that died last."""
+        """The crash report of the worker that died last."""
         self._journal: JournalFile | None = None
         self._watched: list[Replica] = []
         self._carriers: dict[str, asyncio.Task[None]] = {}
 
     def keep_in(self, journal: JournalFile) -> None:
-        """Let the episodes of training on all workers be kept in a journal, turn by turn; call it before the first group."""
+        """Record the training episodes of all workers in `journal`, turn by turn; call this before the first group."""
         self._journal = journal
 
     async def _run(self, spec: GroupSpec, live: LiveGroup | None) -> TrajectoryGroup:
-        """Run one group on a worker; if that dies, go on with it on another, behind the last complete turn of each episode.
+        """Run one group on a worker; if the worker dies, another one continues after each episode's last complete turn.
 
         Raises:
             RankLostError: the last worker died.
@@ -135,7 +138,7 @@ class WorkerPool(RolloutPool):
                 self._loads[name] -= spec.size
 
     async def close(self) -> None:
-        """End all workers, and close what the leader's episodes share."""
+        """End all workers, and close the leader's context."""
         for task in self._beside:
             task.cancel()
         for worker in self._workers.values():
@@ -143,7 +146,7 @@ class WorkerPool(RolloutPool):
         await super().close()
 
     def _tell_workers(self) -> None:
-        """Send all workers the present view of the engines."""
+        """Send the current view of the engines to all workers."""
         assert self._engines is not None
         view = PoolView.of(self._engines)
         for worker in self._workers.values():
@@ -160,7 +163,7 @@ class WorkerPool(RolloutPool):
             logger.error("the engines of the rollout workers are not looked after any more", exc_info=problem)
 
     def _begin(self) -> None:
-        """From the first group on, watch the engines, and carry what the workers' episodes say to the journal."""
+        """On the first call, start to watch the engines and to copy the workers' entries to the journal."""
         if self._engines is not None and not self._watched:
             self._watched += self._engines.replicas
             for replica in self._watched:
@@ -171,7 +174,7 @@ class WorkerPool(RolloutPool):
                 self._carriers[name] = asyncio.create_task(carrying, name=f"journal of {name}")
 
     def _recall(self, spec: GroupSpec, recall: Callable[[JournalFile, str], JournaledEpisode | None]) -> ResumeState | None:
-        """Return the journal's record of a group's episodes; None if no journal is kept."""
+        """Return the journal's records of a group's episodes; None without a journal."""
         journal = self._journal
         if journal is None:
             return None
@@ -183,20 +186,20 @@ class WorkerPool(RolloutPool):
             self._last_words = str(problem)
             logger.error("%s\nRollout workers left, where its groups go on: %d", problem, len(self._workers))
         if name in self._carriers:
-            await asyncio.wait({self._carriers[name]})  # its last posts are read before its episodes continue
+            await asyncio.wait({self._carriers[name]})  # its last entries reach the journal before its episodes continue
 
 
 async def _follow(worker: RemoteWorker, view: PoolView) -> None:
     try:
         await worker.call("follow", view)
-    except WorkerLostError:  # its groups find that out
+    except WorkerLostError:  # `_run` handles the loss
         return
 
 
 async def _abort(worker: RemoteWorker, group: str) -> list[int]:
     try:
         return await worker.abort(group)
-    except WorkerLostError:  # what it had is lost with it
+    except WorkerLostError:  # its episodes are lost too
         return []
 
 
@@ -205,6 +208,6 @@ async def _carry_until_dead(journal: JournalFile, worker: RemoteWorker) -> None:
         await carry(journal, worker.posts)
     except WorkerLostError:
         return
-    except Exception:  # its conversations would wait for ever
+    except Exception:  # without entries taken, its episodes would wait forever
         logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
         await worker.end()

@@ -1,10 +1,10 @@
-"""Rollout workers as processes of this machine, so that the Python of tools, users and rewards has more than one core.
+"""Rollout workers as processes of this machine, so that Python code of tools, users and rewards can use several cores.
 
     leader                                              worker's process
     WorkerPool -> ProcessWorker.run(spec)   -------->   RolloutWorker.run
     the run's engine  <--------------------- generate, abort, end_session   CalledEngine
 
-One socket carries both directions. The engine, its order and its load stay with the leader, whichever kind it is.
+One socket carries calls in both directions. The engine, the order of its requests and its load stay in the leader.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 
 _MAIN = "from polyturn.cluster.worker_process import main; main()"
 _END_S = 5.0
-"""Seconds that a worker may take to end by itself."""
+"""Seconds that a worker may take to exit before it is killed."""
 _LOOK_S = 1.0
-"""Seconds between two looks whether the leader lives."""
+"""Seconds between two checks whether the leader lives."""
 
 Build = Callable[[WorkerJournal, Engine], RolloutPool]
-"""Makes a worker's pool, over the engine that it asks."""
+"""Makes a worker's pool from its journal and its engine."""
 
 
 class ProcessWorker(RemoteWorker):
-    """A worker in a process of its own, as its leader sees it."""
+    """The leader's handle of a worker in a separate process."""
 
     def __init__(self, name: str, build: bytes, engine: Engine) -> None:
-        """Take what it is; the process is started when it is first asked.
+        """Store the arguments; the first call starts the process.
 
         Args:
-            name: For people.
-            build: A `Build`, pickled.
-            engine: What its episodes ask.
+            name: The display name.
+            build: A pickled `Build`.
+            engine: The leader's engine, which the worker's episodes use.
         """
         super().__init__(name)
         self._build = build
@@ -68,7 +68,7 @@ class ProcessWorker(RemoteWorker):
         self._is_up = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method there; the first call starts the process."""
+        """Call a method of the worker; the first call starts the process."""
         async with self._starting:
             if not self._is_up:
                 await self._start()
@@ -76,7 +76,7 @@ class ProcessWorker(RemoteWorker):
         return await self._peer.call(method, *arguments)
 
     async def end(self) -> None:
-        """End it: asked first, so that what its plug-ins started ends with it."""
+        """End the process, with a grace period in which its plug-ins can release their resources."""
         self._peer.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.end, grace_s=_END_S)
@@ -106,7 +106,7 @@ async def _log(name: str, level: int, message: str) -> None:
 
 
 class _LogToLeader(logging.Handler):
-    """Lets what is logged here be logged where people look."""
+    """Forwards log records to the leader."""
 
     def __init__(self, leader: Peer) -> None:
         super().__init__(logging.INFO)
@@ -115,7 +115,7 @@ class _LogToLeader(logging.Handler):
         self._saying: set[asyncio.Task[Any]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send one record, from whichever thread."""
+        """Send one record; called from any thread."""
         message = self.format(record)
         self._loop.call_soon_threadsafe(self._say, record.name, record.levelno, message)
 
@@ -126,7 +126,7 @@ class _LogToLeader(logging.Handler):
 
 
 def main() -> None:
-    """Run episodes until the leader is gone or says that it is over."""
+    """Run episodes until the leader hangs up or dies."""
     leader = int(sys.argv[2])
     threading.Thread(target=_end_behind, args=(leader,), name="polyturn-leader", daemon=True).start()
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
@@ -135,8 +135,7 @@ def main() -> None:
 
 
 def _end_behind(leader: int) -> None:
-    """End what the leader would have ended, had it not been killed itself: a tool may hold the event loop, or a thread that
-    is waited for."""
+    """Kill this process and its children after the death of the leader, even if a tool blocks the event loop or a thread."""
     while os.getppid() == leader:
         time.sleep(_LOOK_S)
     time.sleep(_END_S)
@@ -144,7 +143,7 @@ def _end_behind(leader: int) -> None:
 
 
 def _end_session() -> None:
-    signal_session(os.getpid(), signal.SIGKILL)  # this process, and what its tools started
+    signal_session(os.getpid(), signal.SIGKILL)  # this process, and the processes that its tools started
 
 
 async def _serve(connection: socket.socket) -> None:
@@ -159,7 +158,7 @@ async def _serve(connection: socket.socket) -> None:
     leader = Peer(methods, on_end=end)
 
     async def boot(path: list[str], build: bytes, capabilities: EngineCapabilities) -> None:
-        sys.path[:] = path  # modules beside the program's own file are found here, too
+        sys.path[:] = path  # so that modules next to the program's file can be imported here too
         make: Build = pickle.loads(build)
         worker = RolloutWorker(lambda journal: make(journal, CalledEngine(leader.call, capabilities)))
         methods.update(run=worker.run, abort=worker.abort, posts=worker.posts)

@@ -60,7 +60,7 @@ class RolloutContext:
     tools: Toolbox
     interactions: Mapping[str, Interaction]
     also: tuple[Engine, ...] = ()
-    """Engines of further policies, used only by the interactions and tools that hold them; closed with `engine`."""
+    """Engines of further policies, used only by the plug-ins that hold them; closed with `engine`."""
     rewarder: RewardRouter
     scheduler: Scheduler
     """The prototype; each episode gets a copy unless the scheduler sets `shared = True`."""
