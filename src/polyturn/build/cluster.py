@@ -1,6 +1,6 @@
-"""A run of several kinds of processes: rollout workers on this machine, or all of them on a Ray cluster.
+"""Builds runs of several processes: rollout workers and trainer ranks on this machine, or all parts on a Ray cluster.
 
-Each process is specified by what builds it, and the leader's parts stand around them.
+Each process gets a function that builds its part; the leader's parts use the processes through clients.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def check_cluster(config: RunConfig) -> None:
-    """Refuse what cannot go to a cluster.
+    """Refuse settings that do not work on a cluster.
 
     Raises:
-        ConfigError: some setting is for one machine only.
+        ConfigError: a setting is for one machine only.
     """
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
@@ -76,7 +76,7 @@ def check_cluster(config: RunConfig) -> None:
 
 
 def _check_shared(config: RunConfig) -> None:
-    """Refuse servers that would not lie on whole GPUs of the ranks.
+    """Refuse servers that would not share whole GPUs with the ranks.
 
     Raises:
         ConfigError: the numbers of GPUs do not match.
@@ -92,10 +92,10 @@ def _check_shared(config: RunConfig) -> None:
 
 
 def check_workers(config: RunConfig) -> None:
-    """Refuse what rollout workers cannot do.
+    """Refuse settings that rollout workers do not support.
 
     Raises:
-        ConfigError: they would hold further policies, or their number of episodes would follow the engine's load.
+        ConfigError: the run has further policies, or the number of episodes follows the engine's load.
     """
     if config.cluster.address is None and config.cluster.workers.count == 1:
         return
@@ -114,10 +114,10 @@ def check_workers(config: RunConfig) -> None:
 
 
 def with_workers(parts: Parts) -> Parts:
-    """Return the parts with `cluster.workers.count` processes on this machine that run the episodes; with 1 as they are.
+    """Add `cluster.workers.count` processes on this machine that run the episodes; with a count of 1, change nothing.
 
     Raises:
-        ConfigError: an object of the program cannot be sent to another process, or they would hold further policies.
+        ConfigError: an object of the program cannot be sent to another process, or the run has further policies.
     """
     config = parts.source.config
     if config.cluster.address is not None or config.cluster.workers.count == 1:
@@ -129,7 +129,7 @@ def with_workers(parts: Parts) -> Parts:
     check_travels(parts.source.config)
     build = travelling(functools.partial(_worker, _without_cluster(parts.source)))
     names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
-    # Through the gate, where there is one, so that a weight update holds the workers' requests, too.
+    # This engine includes the gate, if there is one, so that a weight update also holds the workers' requests.
     return _with_pool(parts, [ProcessWorker(name, build, parts.context.engine) for name in names])
 
 
@@ -154,9 +154,9 @@ def _with_pool(parts: Parts, workers: Sequence[RemoteWorker], *, engines: Engine
 
 
 def _without_cluster(source: ConfigSource) -> ConfigSource:
-    """Return the configuration that another process of the run builds of, which it does as on one machine.
+    """Return the configuration from which another process builds its part, as if the run used one machine.
 
-    A worker has its share of `rollout.max_concurrent` episodes, and of the requests that a server takes at once.
+    Each worker gets a share of `rollout.max_concurrent` episodes, and of a server's concurrent requests.
     """
     config, num_workers = source.config, source.config.cluster.workers.count
     episodes = {"max_concurrent": math.ceil(config.rollout.max_concurrent / num_workers)}
@@ -167,7 +167,7 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
 
 
 def start_ranks(source: ConfigSource, num_ranks: int) -> RankProcesses:
-    """Start a process of this machine for each trainer rank; the first command waits until they are built.
+    """Start a process on this machine for each trainer rank; the first command waits until they are built.
 
     Raises:
         ConfigError: an object of the program cannot be sent to another process.
@@ -192,7 +192,7 @@ def check_travels(config: RunConfig) -> None:
     """Refuse a configuration with an object of the program that cannot be sent to other processes.
 
     Raises:
-        ConfigError: one cannot be pickled.
+        ConfigError: an object cannot be pickled.
     """
     from polyturn.cluster.worker_pool import travelling
 
@@ -212,7 +212,7 @@ def cluster_parts(source: ConfigSource) -> Parts:
     """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
 
     Raises:
-        ConfigError: there is no such cluster, it has no room, or the run cannot go there.
+        ConfigError: there is no such cluster, it has no room, or the run does not support clusters.
     """
     config = source.config
     cluster = config.cluster
@@ -250,7 +250,7 @@ def cluster_parts(source: ConfigSource) -> Parts:
         placed = placed or ray.ranks(ranks)
         rank_group = ray.rank_group(placed, functools.partial(_rank, here), row_width=row_width(config))
     except BaseException:
-        ray.close()  # or the actors that were placed keep their resources
+        ray.close()  # otherwise the placed actors keep their resources
         raise
     return _with_pool(dataclasses.replace(parts, rank_group=rank_group), members, engines=pool)
 
@@ -264,7 +264,7 @@ def _num_servers(parts: Parts) -> int:
     """Return the number of servers of a run on a cluster.
 
     Raises:
-        ConfigError: the engine is something else than a pool of servers.
+        ConfigError: the engine is not a pool of servers.
     """
     pool, kind = parts.engine, parts.source.config.engine.kind
     if not isinstance(pool, EnginePool) or not all(isinstance(replica.engine, RemoteEngine) for replica in pool.replicas):
@@ -278,24 +278,24 @@ def _num_servers(parts: Parts) -> int:
 def _worker_of_actors(
     source: ConfigSource, actors_as: Callable[[type[EnginePool]], EnginePool], journal: WorkerJournal
 ) -> RolloutPool:
-    """Build a rollout worker that asks embedded engines in actors, in its own actor."""
+    """Build the pool of a rollout worker that uses embedded engines in actors; called in the worker's actor."""
     return _worker(source, journal, actors_as(FollowingPool))
 
 
 def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine | None = None, *, follows: int = 0) -> RolloutPool:
-    """Build a rollout worker, in its process; without an engine it asks the controller's servers by itself."""
+    """Build the pool of a rollout worker, in its process; without `engine`, it calls the controller's servers directly."""
     parts = build_parts(source, engine=engine, has_weights=False, follows=follows)
     engine = engine or parts.engine
-    # The event loop of an actor runs beside the main thread, and the process is there for nothing else.
+    # `owns_process`, because an actor's event loop does not run in the main thread, and the process has no other work.
     config = source.config
     monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)
-    # Whether too many failed is for the leader to say, who sees all of them; what is gated is gated there.
+    # The leader counts failures, because it sees all trajectories, and gates requests.
     context = dataclasses.replace(parts.context, engine=engine, journal=journal, monitor=monitor)
     return RolloutPool(context, max_concurrent=config.rollout.max_concurrent, max_failed_share=1.0)
 
 
 def _rank(source: ConfigSource) -> RankWorker:
-    """Build a trainer rank, in its process or actor."""
+    """Build a trainer rank; called in its process or actor."""
     from polyturn.training import process_group
 
     make_model, media = model_of(source)

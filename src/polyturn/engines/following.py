@@ -1,12 +1,12 @@
-"""FollowingPool: the servers of a controller's pool, as a rollout worker in another process asks them by itself.
+"""FollowingPool: sends a rollout worker's requests directly to the servers of the controller's pool.
 
-    controller   EnginePool    starts, updates, verifies and brings back servers
-        |  PoolView            with each group, and whenever it changes: addresses, versions, which servers are live
-    worker       FollowingPool -> a server      requests go there directly; a lost one is asked of another server
-        |  PoolUse             with each group that is done, for the metrics of the step
+    controller   EnginePool    starts, updates, verifies and recovers servers
+        |  PoolView            with each group, and on every change: addresses, versions, live servers
+    worker       FollowingPool -> a server      requests go there directly; a lost request goes to another server
+        |  PoolUse             with each finished group, for the metrics of the step
 
-A view may arrive late, and nothing waits for it: a server in an update holds new requests by itself, its answers name their
-weights, and a request that the update cuts goes on from there.
+A late view does not cause errors: during an update, a server itself holds new requests; its answers name their weights; and
+a request that the update interrupts continues afterwards.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ class ReplicaView(NamedTuple):
     is_live: bool
     is_gone: bool
     why: str
-    """The reason why it is out."""
+    """Why the server is out."""
     version: int
     client: ClientView | None
-    """None for an engine that is asked otherwise than by its address."""
+    """The state of its HTTP client; None for an engine without an address."""
 
 
 class PoolView(NamedTuple):
-    """The controller's pool at one moment."""
+    """A snapshot of the controller's pool."""
 
     number: int
-    """Rises with time."""
+    """Increases with every view, so that older views can be ignored."""
     is_open: bool
     version: int
     replicas: tuple[ReplicaView, ...]
 
     @classmethod
     def of(cls, pool: EnginePool) -> PoolView:
-        """Return the present view of a controller's pool."""
+        """Return the current view of the controller's pool."""
         replicas = tuple(_view_of(replica) for replica in pool.replicas)
         return cls(time.monotonic_ns(), pool.is_open, pool.served_version, replicas)
 
 
 class FollowingPool(EnginePool):
-    """A pool whose servers another process has."""
+    """A pool whose servers another process manages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the engines, as `EnginePool`, one for each server of the controller's pool and in the same order."""
+        """Make a pool as `EnginePool` does, with one engine for each of the controller's servers, in the same order."""
         super().__init__(*args, **kwargs)
         self._number = -1
-        self._coming = sys.maxsize  # the controller may have pushed weights that this process has not heard of
+        self._coming = sys.maxsize  # the controller may have pushed weights before this process gets the view
 
     def follow(self, view: PoolView) -> None:
-        """Take the controller's view, unless a newer one came before."""
+        """Apply the controller's view, unless a newer one was applied before."""
         if view.number <= self._number:
             return
         self._number, self._served = view.number, PoolWeights(view.version, None)
@@ -77,11 +77,11 @@ class FollowingPool(EnginePool):
         self.admission.admit()
 
     def use(self) -> PoolUse:
-        """Return the report of this process's requests, which the controller adds to its metrics."""
+        """Report this process's requests, which the controller adds to its metrics."""
         return PoolUse(self.busy_s, self.admission.queue.read(), self.use_totals())
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse, for only the controller brings weights.
+        """Refuse, because only the controller updates weights.
 
         Raises:
             EngineError: always.
@@ -89,7 +89,7 @@ class FollowingPool(EnginePool):
         raise EngineError(f"a rollout worker was to bring version {version} to the engine, which only the controller does")
 
     def _bring_back(self, replica: Replica) -> None:
-        """Leave that to the controller; meanwhile one request at a time finds out whether a lost server is back."""
+        """Do nothing: the controller recovers servers. Meanwhile, one request at a time tests whether a server is back."""
 
 
 def _view_of(replica: Replica) -> ReplicaView:

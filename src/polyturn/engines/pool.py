@@ -1,11 +1,11 @@
-"""EnginePool: many servers behind one `Engine`, which admits requests in the order of arrival and repeats what is lost.
+"""EnginePool: several servers as one `Engine`, which admits requests in order of arrival and repeats lost ones.
 
-A request waits until a server has a place (`admission.py`). What a lost server (`EngineLostError`) held is asked of another
-one. A request holds the whole prompt, so that the turn is done again from its last complete turn, and only one answer of it
-is ever returned: no token is trained twice. The server itself is brought back by `recovery.py`.
+A request waits until a server has a free slot (`admission.py`). If a server is lost (`EngineLostError`), its requests are
+sent to another one. A request contains the whole prompt, so only the current turn is sampled again, and only one answer is
+ever returned: tokens are never trained twice. `recovery.py` brings the server back.
 
-An answer from weights that the server was not given (it was restarted, or another client changed them) is dropped, asked of
-another one, and the server serves again once it has the right ones.
+If an answer comes from other weights than the pool sent (the server was restarted, or another client changed its weights),
+the pool drops it and sends the request to another server. The first server is used again once it has the right weights.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 WATCH_S = 5.0
-"""Seconds between two looks at a server that other processes ask."""
+"""Seconds between two checks of a server that other processes send requests to."""
 
 
 def nothing_to_tell() -> None:
-    """Take a change of a pool that no other process follows."""
+    """Ignore a change of the pool; the default of `on_change`."""
 
 
 class EnginePool(BaseEngine):
-    """Many engines as one; `core.protocols.Engine`."""
+    """Several engines as one; implements `core.protocols.Engine`."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class EnginePool(BaseEngine):
         files: WeightStore | None = None,
         recovery_s: float = 600.0,
     ) -> None:
-        """Take the engines; more may join.
+        """Make a pool of `engines`; more may join.
 
         Args:
             engines: The servers, all with the same model.
-            slots: Requests on each server at once; more wait here, in order.
-            max_tries: How often one request may be lost before it fails.
-            patience_s: How long a request waits while no server is up.
-            files: Brings weights to all servers, and may keep them for one that comes back; without it each engine gets
-                them as they are. Where they are not kept, a server that forgot them gets the trainer's, from `current`, or
-                stays out until the next ones.
-            recovery_s: How long sending a server its weights again, and verifying them, may take.
+            slots: Maximum number of concurrent requests on each server; further ones wait here, in order.
+            max_tries: Number of times that one request may be lost before it fails.
+            patience_s: Seconds that a request waits while no server is up.
+            files: Writes weights for all servers, and may keep them for a server that comes back; without it, each engine
+                gets the weights directly. If they are not kept, a server that lost its weights gets the trainer's, from
+                `current`, or stays out until the next update.
+            recovery_s: Seconds that sending a server its weights again, and verifying them, may take.
         """
         super().__init__()
         if slots < 1 or max_tries < 1:
@@ -73,38 +73,38 @@ class EnginePool(BaseEngine):
         self._patience_s = patience_s
         self._replicas: list[Replica] = []
         self.admission = Admission(self._replicas, patience_s=patience_s)
-        """The queue, and the places of requests."""
+        """The queue of requests, and the servers' slots."""
         self._live: dict[str, PooledRequest] = {}
         self._files = files
         self._recovery_s = recovery_s
         self._served = PoolWeights(0, None)
         self._num_updates = 0
         self._coming = 0
-        """The policy version that is being pushed, else the one that is served."""
+        """The policy version that is being pushed, or else the served version."""
         self._is_pushing = False
         self._reported: dict[str, float] = {}
         self._outage = Outage(self._replicas, patience_s=patience_s)
         self.verify: Verify | None = None
-        """Proves that a server that was brought back serves the pool's weights."""
+        """Checks that a recovered server serves the pool's weights."""
         self.current: CurrentWeights | None = None
-        """Gives a server that was brought back the trainer's weights, where `files` keeps none."""
+        """Provides the trainer's weights for a recovered server, if `files` does not keep weights."""
         self.on_change: Callable[[], object] = nothing_to_tell
         """Called when a server is lost or comes back, and when an update begins or ends."""
         self.uses: dict[str, PoolUse] = {}
-        """The latest report of each worker that asks the servers by itself."""
+        """The latest report of each worker that sends requests to the servers directly, by the worker's name."""
         self._num_made = 0
         self._is_asleep = False
         self._is_closed = False
         self.num_lost = 0
-        """Requests that were lost with their server and asked of another one."""
+        """Number of times that a request was lost with its server and sent to another one."""
         self.num_stale = 0
-        """Answers that were dropped because the server had gone back to older weights."""
+        """Number of answers that were dropped because they came from other weights than the pool's."""
         self.num_redone = 0
-        """Requests that were answered after they had been lost."""
+        """Number of requests that were answered after they had been lost."""
         for engine in engines:
             self.join(engine)
 
-    # Who is in it.
+    # Servers.
 
     @property
     def served_version(self) -> int:
@@ -113,22 +113,22 @@ class EnginePool(BaseEngine):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be sent: false while the weights change, and while the servers sleep."""
+        """Whether requests may be sent: false during a weight update and while the servers sleep."""
         return not (self._is_pushing or self._is_asleep)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The servers, those that are down included."""
+        """All servers, including those that are down."""
         return tuple(self._replicas)
 
     def join(self, engine: Engine, *, name: str | None = None, version: int | None = None) -> Replica:
-        """Add a server. It gets work at once if it serves the pool's weights, else once it was given them.
+        """Add a server. It gets requests once it serves the pool's weights.
 
         Args:
             engine: The server.
-            name: Shown in the log.
-            version: The policy version that it serves; by default the pool's own, or, of a server that can be asked how it
-                is and joins after weights were sent, an unknown one.
+            name: Its name in logs.
+            version: The policy version that it serves. By default, this is the pool's version; but for an engine that
+                recovery can check and that joins after an update, it is unknown.
         """
         self._num_made += 1
         replica = Replica(
@@ -143,7 +143,7 @@ class EnginePool(BaseEngine):
         return replica
 
     def leave(self, replica: Replica) -> None:
-        """Send `replica` nothing more; what runs there ends there. The caller closes its engine."""
+        """Remove `replica` from the pool. Its running requests finish there; the caller closes its engine."""
         replica.is_leaving = True
         if replica.recovery is not None:
             replica.recovery.cancel()
@@ -153,12 +153,12 @@ class EnginePool(BaseEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Capabilities that every one of its servers has."""
+        """The capabilities that all servers have."""
         return common_capabilities([replica.engine.capabilities for replica in self._replicas])
 
     @property
     def load(self) -> EngineLoad:
-        """The waiting requests, here and on the servers together, and the use of the fullest server's KV cache."""
+        """The number of waiting requests, here and on the servers, and the KV cache use of the fullest server."""
         engines = [replica.engine for replica in self._replicas if replica.is_live]
         loads = [one.load for one in engines if isinstance(one, LoadedEngine)]
         queue = self.admission.queue.value + sum(load.queue for load in loads if load is not None)
@@ -166,12 +166,12 @@ class EnginePool(BaseEngine):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was being answered; of workers that ask by themselves, their mean."""
+        """Seconds with at least one running request; the mean over workers that send requests directly."""
         of_workers = [use.busy_s for use in self.uses.values()]
         return max(super().busy_s, sum(of_workers) / max(1, len(of_workers)))
 
     def use_totals(self) -> dict[str, float]:
-        """Return the counts of this process's requests so far."""
+        """Return the request counters of this process so far."""
         return {
             "engine/lost": self.num_lost,
             "engine/redone": self.num_redone,
@@ -180,7 +180,7 @@ class EnginePool(BaseEngine):
         }
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the number of servers, and the counts of requests since the last call."""
+        """Return the number of servers, and the request counts since the last call."""
         totals = Counter(self.use_totals())
         for use in self.uses.values():
             totals.update(use.totals)
@@ -195,7 +195,7 @@ class EnginePool(BaseEngine):
         }
 
     def _read_load(self) -> dict[str, float]:
-        """Return the number of waiting requests, here and on the servers together, and the use of the servers' KV caches."""
+        """Return the number of waiting requests, here and on the servers, and the use of the servers' KV caches."""
         loads = [replica.engine.read_metrics() for replica in self._replicas]
         waited = [self.admission.queue.read(), *(use.queue for use in self.uses.values())]
         waited += [one["engine/queue"] for one in loads if "engine/queue" in one]
@@ -203,11 +203,11 @@ class EnginePool(BaseEngine):
         return {"engine/queue": sum(waited)} | ({"engine/kv_use": sum(used) / len(used)} if used else {})
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion, on whichever server.
+        """Sample one completion on one of the servers.
 
         Raises:
-            EngineLostError: it was lost too often, or no server came back in time.
-            EngineError: a server refused it.
+            EngineLostError: the request was lost too often, or no server came back in time.
+            EngineError: a server refused the request.
         """
         if self._is_closed:
             raise EngineError(f"request {request.request_id!r} came after the pool was closed")
@@ -249,16 +249,16 @@ class EnginePool(BaseEngine):
             await waiting.assigned.result().engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Forget where an episode ran."""
+        """Drop the assignment of an episode to a server."""
         home = self.admission.forget(session_id)
         if home is not None and home.is_up:
             await home.engine.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Bring all servers to `version`; one that is lost meanwhile follows when it is back.
+        """Update all servers to `version`; a server that is lost meanwhile gets the weights when it comes back.
 
         Raises:
-            EngineError: a server refused, or none is left.
+            EngineError: a server refused the weights, or no server is left.
         """
         payload: Any = weights
         if weights is not None and self._files is not None:
@@ -292,8 +292,8 @@ class EnginePool(BaseEngine):
                         if not replica.is_gone and (replica.recovery is None or not keeps):
                             tasks.create_task(push(replica))
                         else:
-                            replica.is_stale = True  # it gets them when it is back
-            if can_return:  # before servers are awaited: one that returns gets these
+                            replica.is_stale = True  # it gets the weights when it is back
+            if can_return:  # set before awaiting servers, so that a server that returns meanwhile gets these weights
                 self._served = PoolWeights(version, payload if is_kept else None)
             self._is_pushing = False
             if not any(replica.is_live for replica in self._replicas) and not (can_return and await self._one_is_live()):
@@ -319,14 +319,14 @@ class EnginePool(BaseEngine):
         self.admission.admit()
 
     async def sleep(self) -> None:
-        """Let every server give back the memory of its GPUs until the next weights, which wake it; requests wait meanwhile.
+        """Let every server release its GPU memory until the next weight update wakes it; requests wait meanwhile.
 
         Raises:
-            EngineError: one refused.
+            EngineError: a server refused.
         """
         self._is_asleep = True
         self.on_change()
-        # A server that starts meanwhile would take the memory; it is brought back once the weights find it down.
+        # A server that starts now would occupy the memory; the next update starts its recovery again.
         await self._cancel_recoveries()
         with first_error():
             async with asyncio.TaskGroup() as tasks:
@@ -336,7 +336,7 @@ class EnginePool(BaseEngine):
                         tasks.create_task(replica.engine.sleep())
 
     async def _one_is_live(self) -> bool:
-        """Wait for a server to come back; return false where none does in time."""
+        """Wait for a server to come back; return whether one did in time."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._patience_s
         while loop.time() < limit and not all(replica.is_gone for replica in self._replicas):
@@ -346,12 +346,12 @@ class EnginePool(BaseEngine):
         return False
 
     def exclude(self, replica: Replica, problem: EngineError) -> None:
-        """Send `replica` nothing before it was given the pool's weights again."""
+        """Send `replica` no requests until it has the pool's weights again."""
         replica.is_stale = True
         self._down(replica, problem)
 
     async def watch(self, replica: Replica) -> None:
-        """Look at a server that other processes ask, until cancelled, and bring it back when it is lost."""
+        """Check a server that other processes send requests to, until cancelled, and recover it when it is lost."""
         while isinstance(replica.engine, Watched):
             await asyncio.sleep(WATCH_S)
             epoch = replica.epoch
@@ -383,7 +383,7 @@ class EnginePool(BaseEngine):
     # One request.
 
     async def _ask(self, replica: Replica, waiting: PooledRequest) -> Completion | None:
-        """Ask `replica`; None where it answered with other weights than it was given."""
+        """Send a request to `replica`; return None if the answer comes from other weights than the pool's."""
         request, before, epoch = waiting.request, replica.version, replica.epoch
         try:
             completion = await replica.engine.generate(request)
@@ -409,12 +409,12 @@ class EnginePool(BaseEngine):
     # One server.
 
     def _down(self, replica: Replica, problem: EngineError) -> None:
-        """Leave `replica` out until it is well."""
+        """Mark `replica` as down, and start its recovery."""
         loop = asyncio.get_running_loop()
         if replica.is_up or loop.time() >= replica.probes_at:
             replica.epoch += 1
             replica.probes_at = loop.time() + replica.pause_s
-            loop.call_later(replica.pause_s, self.admission.admit)  # no answer may come that would look at the queue
+            loop.call_later(replica.pause_s, self.admission.admit)  # the queue may not be checked by an answer until then
             logger.warning(
                 "%s is left out (%s); %d requests run there, and those that fail are asked of another server",
                 replica.name,
@@ -436,14 +436,14 @@ class EnginePool(BaseEngine):
             self.on_change()
 
     def _bring_back(self, replica: Replica) -> None:
-        """Start to bring `replica` back, where its engine can be asked how it is."""
+        """Start the recovery of `replica`, if its engine supports it (`Revivable`)."""
         is_for_later = self._is_closed or self._is_asleep
         if isinstance(replica.engine, Revivable) and replica.recovery is None and not (replica.is_gone or is_for_later):
             replica.recovery = asyncio.create_task(self._recover(replica, replica.engine), name=f"recover {replica.name}")
 
     @asynccontextmanager
     async def _again(self, served: PoolWeights) -> AsyncIterator[Any]:
-        """Give the weights that are served for one server: those that are kept, or the trainer's, which wait meanwhile."""
+        """Provide the served weights for one server: the kept ones, or else the trainer's, which stay fixed meanwhile."""
         if served.weights is not None:
             yield served.weights
             return
@@ -478,7 +478,7 @@ class EnginePool(BaseEngine):
                 on_failure=lambda problem: self._outage.note(replica, problem),
                 attempt_s=self._recovery_s,
             )
-        except Exception as problem:  # whatever the reason, do not wait for a server that cannot be restarted
+        except Exception as problem:  # after any error here, do not wait for the server
             replica.is_gone, replica.recovery, replica.why = True, None, one_line(problem)
             left = sum(not other.is_gone for other in self._replicas)
             trace = None if isinstance(problem, EngineGoneError) else problem

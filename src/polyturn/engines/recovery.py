@@ -1,10 +1,10 @@
-"""Recovery: from a server that was lost to one that serves the right weights again.
+"""Recovery: brings a lost server back until it serves the right weights again.
 
-    wait -> revive (start it again if it is ours and dead) -> does it still serve what it was given?
-         -> yes: nothing was lost but requests       -> it serves
-         -> no, or unknown: push the pool's weights, verify them -> it serves
+    wait -> revive (restarts it if it is ours and dead) -> does it still serve the pool's weights?
+         -> yes: only requests were lost                         -> it is live
+         -> no, or unknown: push the pool's weights, verify them -> it is live
 
-A server that answers is not enough: one that was restarted answers from the checkpoint it was started with.
+It is not enough that a server answers: after a restart, it serves the checkpoint that it was started with.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ logger = logging.getLogger(__name__)
 Verify = Callable[[Engine, int], Awaitable[None]]
 """Raises EngineError unless the engine serves that policy version."""
 CurrentWeights = Callable[[int], AbstractAsyncContextManager[Mapping[str, Any]]]
-"""Gives the trainer's weights, which stay as they are inside; raises EngineError unless they are that policy version."""
+"""Provides the trainer's weights, fixed during the block; raises EngineError unless they are that policy version."""
 
 
 @runtime_checkable
 class Revivable(Protocol):
-    """An engine that can be asked how it is, and perhaps be started again."""
+    """An engine that recovery can check, and that may restart its server."""
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that it was started again."""
+        """Number of restarts of the server."""
         ...
 
     async def revive(self) -> None:
-        """Return once it answers.
+        """Return once the server answers, and restart it if necessary and possible.
 
         Raises:
-            EngineGoneError: it never will.
-            EngineError: it does not, for now.
+            EngineGoneError: the server is lost for good.
+            EngineError: the server does not answer at the moment.
         """
         ...
 
 
 @runtime_checkable
 class Watched(Protocol):
-    """An engine that can be looked at while other processes ask its server."""
+    """An engine that can be checked while other processes send requests to its server."""
 
     async def look(self) -> None:
-        """Return if the server is at work with the weights that it was given.
+        """Check that the server works and has the weights that it was given.
 
         Raises:
-            EngineError: it is not.
+            EngineError: the server does not answer, or has other weights.
         """
         ...
 
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """An engine on the trainer's GPUs, which it leaves to the trainer while that computes."""
+    """An engine on the trainer's GPUs, which it releases while the trainer computes."""
 
     async def sleep(self) -> None:
-        """Give its memory back, and sample nothing, until it is given weights.
+        """Release the GPU memory, and sample nothing until the next weight update.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the server cannot release its memory.
         """
         ...
 
@@ -86,25 +86,25 @@ class PooledServer(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The engine of this one server, not of the pool."""
+        """The engine of this server, not of the pool."""
         ...
 
     @property
     def is_live(self) -> bool:
-        """Whether it serves the pool's weights, as far as is known."""
+        """Whether it serves the pool's weights, as far as the pool can tell."""
         ...
 
 
 @runtime_checkable
 class ServerPool(Protocol):
-    """An engine of several servers, each of which is looked at by itself: `engines.pool.EnginePool`, here or elsewhere."""
+    """An engine of several servers that can be checked one by one: `engines.pool.EnginePool`, in any process."""
 
     verify: Verify | None
-    """Proves that a server that was brought back serves the pool's weights."""
+    """Checks that a recovered server serves the pool's weights."""
 
     @property
     def replicas(self) -> Sequence[PooledServer]:
-        """The servers, those that are down included."""
+        """All servers, including those that are down."""
         ...
 
     def exclude(self, replica: Any, problem: EngineError) -> None:
@@ -114,23 +114,24 @@ class ServerPool(Protocol):
 
 @runtime_checkable
 class Refilled(Protocol):
-    """A pool that asks the trainer for weights that it does not keep."""
+    """A pool that gets the weights for recovered servers from the trainer, if it does not keep them."""
 
     current: CurrentWeights | None
-    """Gives a server that was brought back the trainer's weights; None before there are any."""
+    """Provides the trainer's weights for a recovered server; None until the trainer sets it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolWeights:
-    """The weights that a pool serves; a new object for every push, so that two of one version differ."""
+    """The weights that a pool serves. Every push makes a new object, so that two pushes of one version differ."""
 
     version: int
     weights: Any
-    """A store's `ServerWeights`; None where it keeps none, before the first push, and where parameters are shared."""
+    """A store's `ServerWeights`; None before the first push, if the store does not keep weights, or if parameters are
+    shared."""
 
 
 Again = Callable[[PoolWeights], AbstractAsyncContextManager[Any]]
-"""Gives what a pool serves, for the `update_weights` of a server that came back; raises EngineError where it is gone."""
+"""Provides a pool's weights for `update_weights` of a recovered server; raises EngineError if they are not available."""
 
 
 async def recover(
@@ -144,27 +145,28 @@ async def recover(
     on_failure: Callable[[Exception], object],
     attempt_s: float,
 ) -> None:
-    """Bring `replica` back, however long that takes.
+    """Bring `replica` back, with as many attempts as necessary.
 
     Args:
         replica: The server that was lost.
         engine: Its engine.
-        served: What the pool serves at the moment.
-        again: Gives it to a server that came back.
-        verify: Proves that an engine serves that; None where nothing can.
-        on_back: Told once it serves again; false where the pool's weights changed meanwhile, so that it goes on.
-        on_failure: Told why an attempt failed, of which there is another.
-        attempt_s: The deadline of pushing and verifying.
+        served: Returns the weights that the pool serves at the moment.
+        again: Provides these weights for a server that came back.
+        verify: Returns the check that an engine serves them, or None to skip it.
+        on_back: Called once the server has the weights; returns false if the pool's weights changed meanwhile, which leads
+            to another attempt.
+        on_failure: Called with the error of a failed attempt, after which another one follows.
+        attempt_s: Seconds that pushing and verifying may take.
 
     Raises:
-        EngineGoneError: it is lost for good.
+        EngineGoneError: the server is lost for good.
     """
     pause = FIRST_RETRY_S
     while True:
         await asyncio.sleep(pause)
         try:
             await engine.revive()
-            target = served()  # not before: a start may take as long as several steps
+            target = served()  # only now, because a start may take as long as several training steps
             async with asyncio.timeout(attempt_s):
                 renewed = await _renew(replica, target, again, verify())
         except EngineGoneError:
@@ -184,7 +186,7 @@ async def recover(
 
 
 async def _renew(replica: Replica, target: PoolWeights, again: Again, verify: Verify | None) -> bool:
-    """Give `replica` the weights that it should have; return whether it needed them."""
+    """Send `replica` the pool's weights if it does not have them; return whether it needed them."""
     if not replica.is_stale and await _serves(replica.engine, target.version):
         return False
     replica.is_stale = True
@@ -207,7 +209,7 @@ async def _serves(engine: Engine, version: int) -> bool:
         answer = await engine.generate(request)
     except EngineLostError:
         raise
-    except EngineError as problem:  # a server that was started again does not know the adapter that the request names
+    except EngineError as problem:  # a restarted server does not have the adapter that the request names
         logger.debug("policy version %d is not served there (%s)", version, one_line(problem))
         return False
     await engine.end_session(name)

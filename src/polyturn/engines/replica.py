@@ -54,10 +54,10 @@ class Replica:
     epoch: int = 0
     """Number of losses; the failure of a request from an earlier epoch does not concern the current server."""
     probes_at: float = 0.0
-    """Time at which a server that is down may be tried again."""
+    """Time on the event loop's clock, in seconds, from which a server that is down may be tried again."""
     pause_s: float = FIRST_RETRY_S
     why: str = ""
-    """Reason why it was left out, or why the last recovery failed."""
+    """Why the server is out, or why the last recovery failed."""
     num_done: int = 0
     num_lost: int = 0
 
@@ -72,7 +72,7 @@ class Replica:
         return self.is_up and not (self.is_stale or self.is_leaving or self.is_gone) and self.recovery is None
 
     def takes_work(self, now: float) -> bool:
-        """Return whether it may be sent a request."""
+        """Return whether it accepts requests."""
         if self.is_live:
             return len(self.running) < self.slots
         if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
@@ -81,14 +81,14 @@ class Replica:
 
 
 class PoolUse(NamedTuple):
-    """The requests of one process that asks servers through a pool of its own."""
+    """Statistics of one process that sends requests to servers through a separate pool."""
 
     busy_s: float
-    """Seconds in which at least one request was being answered."""
+    """Seconds with at least one running request."""
     queue: float
-    """The mean number of requests that waited there, since the report before."""
+    """Mean number of requests waiting there since the previous report."""
     totals: Mapping[str, float]
-    """Metric -> count of requests."""
+    """Metric name -> number of requests so far."""
 
 
 def reasons(replicas: Sequence[Replica]) -> str:
