@@ -1,4 +1,4 @@
-"""Tools: from the author's function or class to the observation that the model reads."""
+"""Tools: turn an author's function or class into tools that the model can call."""
 
 from polyturn.tools.function import FromTask, FunctionTool, tool
 

@@ -1,12 +1,12 @@
-"""The forms in which tools are written, brought into one when the tool joins a run.
+"""Adapters from the supported forms of tool classes to one form, applied when a tool joins a run.
 
     create(instance_id, ground_truth=…)                     the row's create_kwargs, one by one
     create(instance_id, create_kwargs={"ground_truth": …})  the same in one mapping
-    execute(instance_id, parameters, agent_data=…)          with what the episode looks like from a tool
+    execute(instance_id, parameters, agent_data=…)          with a `ToolContext` of the episode
     release()  calc_reward()                                without the instance id
     reads = frozenset({"timeout"})                          arguments that the schema does not name
 
-Which form it is, is read off the signatures once; what has the usual form is called directly.
+The form is determined once, from the signatures. Methods that already have the usual form are called directly.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class ToolMethods:
     calc_reward: Method
     release: Method
     also_reads: frozenset[str]
-    """Arguments that `execute` reads although the schema may not name them."""
+    """Names of arguments that `execute` reads although the schema may not name them."""
     is_async: bool
-    """Whether `execute` is a coroutine; a plain one runs in a thread."""
+    """Whether `execute` is a coroutine function; a plain function runs in a thread."""
     wants_agent_data: bool
-    """Whether `execute` asks for `agent_data`."""
+    """Whether `execute` takes `agent_data`."""
 
 
 def methods_of(tool: Tool) -> ToolMethods:
-    """Return the methods of a tool, those in another form adapted."""
+    """Return the methods of a tool, adapted to the usual form if necessary."""
     read = tool.reads if isinstance(tool, BaseTool) else frozenset()
     return ToolMethods(
         create=_create(tool.create, read),

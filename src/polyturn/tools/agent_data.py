@@ -1,9 +1,9 @@
-"""ToolContext: facts about the calling episode, for tools whose `execute` asks for `agent_data`.
+"""ToolContext: facts about the calling episode, for tools whose `execute` takes `agent_data`.
 
     async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
         seen = agent_data.extra_fields.setdefault("seen", [])
 
-One object per episode, made when the first such tool is called, so that tools may leave things for one another.
+Each episode has one object, made at the first call of such a tool, through which tools can share data.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class ToolContext:
-    """An episode as its tools see it."""
+    """The facts about an episode that its tools may use."""
 
     request_id: str
     """The episode's id."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation up to the turn that calls, in OpenAI's form; a copy."""
+    """The conversation up to and including the calling turn, in OpenAI's format; a copy."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The row's kwargs of each tool."""
+    """The row's kwargs for each tool, by the tool's name."""
     image_data: list[Any] | None = None
     video_data: list[Any] | None = None
     tool_rewards: list[float] = field(default_factory=list)
     """The step rewards so far."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """For the tools to use."""
+    """Free for use by tools."""

@@ -1,9 +1,9 @@
-"""The annotation of a tool's parameter: the JSON schema that the model reads, and what the function gets.
+"""The annotation of a tool's parameter: its JSON schema for the model, and the conversion of the model's argument.
 
     json_type(Colour | None, where="...")                     {"type": "string", "enum": ["red", "blue"], "nullable": True}
     read_argument(adapter, "red", name="wall", tool="paint")  Colour.RED
 
-pydantic does both. The schema has the form of transformers' `get_json_schema`, for which chat templates are written.
+Both use pydantic. The schema has the format of transformers' `get_json_schema`, for which chat templates are written.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from polyturn.tools.failures import ArgumentError
 from polyturn.tools.validate import dotted, show
 
 AS_WRITTEN = (str, int, float, bool, list, dict, Any)
-"""Annotations whose argument the function gets as the model wrote it: 2 for a float stays an integer."""
+"""Annotations for which the function gets the model's JSON value unchanged: 2 for a float stays an integer."""
 Types = dict[str, TypeAdapter[Any]]
 
 
 def json_type(hint: Any, *, where: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """Return the type of an annotation, and its JSON schema, which has no references.
+    """Return the type adapter of an annotation, and its JSON schema without references.
 
     Raises:
-        ConfigError: pydantic knows no JSON schema for it; the sentence begins with `where`.
+        ConfigError: pydantic cannot make a JSON schema for it; the message begins with `where`.
     """
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         return adapter, adapter.json_schema(schema_generator=_ToolSchema)
     except (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, TypeError, RecursionError) as problem:
-        why = one_line(problem).partition(". ")[0]  # what follows is advice to authors of types
+        why = one_line(problem).partition(". ")[0]  # drops the advice to authors of types
         raise ConfigError(
             f"{where} has the annotation {hint!r}, which has no JSON form ({why}); use str, int, float, bool, list, dict, "
             "Literal, Optional, an Enum, a dataclass, a pydantic model, or give the tool a schema"
@@ -42,10 +42,10 @@ def json_type(hint: Any, *, where: str) -> tuple[TypeAdapter[Any], dict[str, Any
 
 
 def read_argument(adapter: TypeAdapter[Any], value: Any, *, name: str, tool: str) -> Any:
-    """Return the model's JSON as the type has it: a member of an enum, a date, an object of a class.
+    """Convert the model's JSON to the annotated type, such as a member of an enum, a date, or an object of a class.
 
     Raises:
-        ArgumentError: it does not fit; the sentence is for the model.
+        ArgumentError: the value does not fit; the message is for the model.
     """
     try:
         return adapter.validate_python(value)
@@ -56,7 +56,7 @@ def read_argument(adapter: TypeAdapter[Any], value: Any, *, name: str, tool: str
 
 
 class _ToolSchema(GenerateJsonSchema):
-    """A schema whose definitions stand where they are used; null is `nullable`, and of plain types there is a list."""
+    """Generates schemas with inlined definitions, `nullable` instead of null, and a list for unions of plain types."""
 
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         form = super().generate_inner({key: value for key, value in schema.items() if key != "ref"})

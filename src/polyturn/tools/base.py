@@ -1,6 +1,6 @@
-"""BaseTool: the base class for a tool with state. A tool without state is a function; see `function.py`.
+"""BaseTool: the base class for a tool with state. A tool without state can be a function; see `function.py`.
 
-One object serves every episode at once, so state of one episode lives under its instance id:
+All episodes share one object, so the state of an episode is stored under its instance id:
 
     create (once an episode) -> execute (each call) -> calc_reward (once, at the end) -> release (exactly once, always)
 """
@@ -21,23 +21,23 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:
-    """A tool that accepts every call. Each method may also be a plain function; it then runs in a thread."""
+    """A tool that accepts every call. Each method may also be a plain function, which then runs in a thread."""
 
     checks_own_arguments = False
-    """True leaves arguments that do not fit the schema to `execute` instead of telling the model about them."""
+    """Whether `execute` checks arguments itself; otherwise the model gets an error if they do not fit the schema."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Names that `create` and `execute` look up in their keyword arguments and in `parameters`, beside those that signature
-    and schema name: `create_kwargs`, `agent_data`, further arguments of the model."""
+    """Names that `create` and `execute` look up in their keyword arguments and in `parameters`, in addition to those in
+    signature and schema: `create_kwargs`, `agent_data`, further arguments of the model."""
     stateless: bool = False
-    """Whether what it keeps of an episode comes from `create` alone, so that a conversation goes on after a restart; a tool
+    """Whether its state of an episode depends only on `create`, so that an episode can be resumed after a restart. A tool
     with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
     origin: ClassVar[Origin] = Origin.OWNER
-    """The author of its schema; text of any other author becomes no control token."""
+    """The author of its schema. Control texts in the schema are only encoded as control tokens for `Origin.OWNER`."""
     waits_apart: ClassVar[bool] = False
-    """Whether its calls wait for something with a deadline of its own, such as the start of a sandbox (`Stretch.paused`),
-    which does not count for the deadline of the call."""
+    """Whether its calls wait for something with a separate deadline, such as the start of a sandbox (`Stretch.paused`), so
+    that this time does not count for the deadline of the call."""
     base_key: ClassVar[str | None] = None
-    """Key of its config that gets the folder from which relative paths start; None for a tool without paths."""
+    """The key of its config that is set to the base folder of relative paths; None for a tool without paths."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
@@ -54,24 +54,27 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema; override it for a class that brings its own."""
+        """Return the schema; override this in a class with a fixed schema."""
         return self.tool_schema
 
     @property
     def max_concurrency(self) -> int | None:
-        """Number of its calls that run at once: `max_concurrency` in its config; None means no limit."""
+        """Maximum number of concurrent calls: `max_concurrency` in its config; None means no limit."""
         limit: int | None = self.config.get("max_concurrency")
         return limit
 
     @property
     def host(self) -> str | None:
-        """The host that it asks, for the limit per host: host and port of the first URL in its config; None for none."""
+        """Host and port of the first URL in its config, for the limit per host; None without a URL."""
         urls = (v for v in self.config.values() if isinstance(v, str) and v.startswith(("http://", "https://")))
         return next((urlsplit(url).netloc for url in urls), None)
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """Learn how long a call may take, before the first. A tool that runs what the model wrote ends it sooner: whatever
-        is past its deadline is the tool's failure, and several close the tool to all episodes."""
+        """Adapt to the deadline of a call, before the first call.
+
+        A tool that runs the model's code should end it earlier, because a missed deadline counts as the tool's failure, and
+        several failures open its circuit breaker for all episodes.
+        """
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -79,49 +82,49 @@ class BaseTool:
         return self.tool_schema.to_dict()
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin one episode.
+        """Start an instance for one episode.
 
         Args:
-            instance_id: The episode's id; None asks for a new one.
+            instance_id: The episode's id; None for a new id.
             kwargs: The row's `create_kwargs` for this tool.
 
         Returns:
-            (the id that is used from then on, the text for the model at the start, empty for none).
-            Just the id is fine too.
+            (the id for all later calls, the opening message for the model or an empty one). Returning only the id is
+            allowed.
         """
         return (str(uuid4()) if instance_id is None else instance_id), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer one call of the model; raise `ToolError` to tell it what went wrong.
+        """Answer one call of the model; raise `ToolError` to show the model an error message.
 
         Args:
-            instance_id: The episode.
-            parameters: The arguments the model wrote.
+            instance_id: The id of the episode's instance.
+            parameters: The arguments from the model.
             kwargs: The row's `execute_kwargs` for this tool.
 
         Returns:
-            (response, step reward or None, metrics or None). Just the response is fine too; it is a `ToolResponse`,
-            text, or a dict, which becomes JSON.
+            (response, step reward or None, metrics or None). Returning only the response is allowed. The response is a
+            `ToolResponse`, text, or a dict, which becomes JSON.
         """
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """Return the reward of the tool's whole use in this episode; None for no opinion."""
+        """Return a reward for all uses of the tool in this episode; None for no reward."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once per `create`.
+        """Release the instance. Called exactly once per `create`.
 
-        Also after a create that raised or was cancelled on its way, with the id that it was given; what this raises then
-        counts for nothing.
+        This includes a `create` that raised or was cancelled: `release` then gets the id that `create` received, and its
+        errors are ignored.
         """
 
 
 def read_schema(value: OpenAIFunctionToolSchema | Mapping[str, Any] | None) -> OpenAIFunctionToolSchema | None:
-    """Return a schema from its plain form; a schema and None are returned as they are.
+    """Convert a mapping to a schema; return a schema or None unchanged.
 
     Raises:
-        ConfigError: it is not a tool schema.
+        ConfigError: the mapping is not a tool schema.
     """
     if value is None or isinstance(value, OpenAIFunctionToolSchema):
         return value
@@ -136,10 +139,10 @@ def read_schema(value: OpenAIFunctionToolSchema | Mapping[str, Any] | None) -> O
 
 
 def check_names(tools: Iterable[Tool]) -> None:
-    """Check that no two tools share a name.
+    """Check that the tools have different names.
 
     Raises:
-        ConfigError: two do.
+        ConfigError: two tools have the same name.
     """
     seen: set[str] = set()
     for tool in tools:

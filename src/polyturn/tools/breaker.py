@@ -1,11 +1,11 @@
-"""Breaker: a tool that failed several times in a row, through no fault of the model's, is left alone for a while.
+"""Breaker: suspends calls of a tool that has failed several times in a row for reasons outside the model's control.
 
-    n failures in a row   ->   calls are answered at once, for `cooldown_s`; then they are made again
-    the next one fails    ->   the same for twice as long
-    the tool answers      ->   the count begins anew
+    n failures in a row   ->   calls fail at once for `cooldown_s`; then they are made again
+    the next call fails   ->   the same for twice as long
+    the tool answers      ->   the count restarts
 
 A failure is a time-out or a lost connection. A refusal, a crash or bad arguments count as answers, because the tool was
-reached. So the calls that a policy writes do not open the breaker for others. Calls that fail together are one failure.
+reached; so a policy cannot open the breaker for other episodes by its calls. Concurrent failures count as one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BreakerSettings:
 
 
 class Breaker:
-    """The breaker of one tool, shared by all episodes; it is told of each call whether it was `answered` or `failed`."""
+    """The breaker of one tool, shared by all episodes. The caller reports each call by `answered` or `failed`."""
 
     def __init__(
         self, tool: str, settings: BreakerSettings | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -51,21 +51,21 @@ class Breaker:
         self._tool, self._settings, self._clock = tool, settings or BreakerSettings(), clock
         self._num_failures, self._pause_s = 0, self._settings.cooldown_s
         self._until = self._counted = -math.inf
-        """When its calls are made again, and when a call was last counted, as an answer or as a failure."""
+        """The times at which calls are made again, and at which a call was last counted, as an answer or as a failure."""
 
     def admit(self) -> float | None:
-        """Return None if a call may be made, else for how many more seconds the tool is left alone."""
+        """Return None if a call may be made, else the number of seconds for which calls are still suspended."""
         rest_s = self._until - self._clock()
         return rest_s if rest_s > 0 else None
 
     def answered(self) -> None:
-        """Begin to count anew."""
+        """Reset the count after an answer."""
         self._num_failures, self._pause_s = 0, self._settings.cooldown_s
         self._until, self._counted = -math.inf, self._clock()
 
     def failed(self, *, began: float) -> None:
         """Count a time-out or a lost connection of a call that began at `began`."""
-        if began < self._counted:  # another call was answered meanwhile, or failed together with this one
+        if began < self._counted:  # another call was answered meanwhile, or failed concurrently
             return
         self._num_failures += 1
         self._counted = self._clock()

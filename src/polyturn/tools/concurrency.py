@@ -1,8 +1,8 @@
-"""ConcurrencyLimits: bounds on the running calls of a tool and of a host.
+"""ConcurrencyLimits: limits on the concurrent calls of a tool and to a host.
 
     async with limits.turn("search") as waited_s: ...       a slot of the tool, then one of its host
 
-Waiting is no part of a call's own deadline; the episode's ends it.
+Waiting does not count for a call's deadline, only for the episode's time limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ConcurrencyLimits:
         """Make the limits.
 
         Args:
-            of_tools: Tool -> calls at once; a tool that is left out has no limit.
-            hosts: Tool -> whom it asks, or None.
-            max_per_host: Calls at once to one host, of all tools that ask it.
+            of_tools: Tool name -> maximum number of concurrent calls; other tools have no limit.
+            hosts: Tool name -> the host that it calls, or None.
+            max_per_host: Maximum number of concurrent calls to one host, over all tools.
 
         Raises:
             ConfigError: a limit is below 1.
@@ -50,10 +50,10 @@ class ConcurrencyLimits:
 
     @asynccontextmanager
     async def turn(self, tool: str) -> AsyncIterator[float]:
-        """Hold a slot of the tool and of its host; gives the seconds that were waited."""
+        """Hold a slot of the tool and of its host; yield the seconds spent waiting."""
         clock = asyncio.get_running_loop().time
         began = clock()
         async with AsyncExitStack() as slots:
-            for limit in self._limits[tool]:  # the host's always last, so that no cycle of waiting can form
+            for limit in self._limits[tool]:  # the host's limit is always last, which prevents a deadlock
                 await slots.enter_async_context(limit())
             yield clock() - began

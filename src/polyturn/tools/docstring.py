@@ -1,4 +1,4 @@
-"""Read a Google-style docstring: the function's description, and that of each parameter.
+"""Parse a Google-style docstring: the descriptions of the function and of each parameter.
 
 Search the index.                 description "Search the index."
 
@@ -24,7 +24,7 @@ class Docstring(NamedTuple):
 
 
 def read_docstring(text: str) -> Docstring:
-    """Return the parts of a docstring whose common indentation is gone already (`inspect.getdoc`)."""
+    """Parse a docstring without common indentation, as `inspect.getdoc` returns it."""
     head: list[str] = []
     parameters: dict[str, list[str]] = {}
     section, indent, current = "", 0, ""

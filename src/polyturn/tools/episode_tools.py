@@ -1,4 +1,4 @@
-"""EpisodeTools: the tools of a run in one episode, each created once and released exactly once (I9), whatever happens.
+"""EpisodeTools: the tools of a run in one episode; each is created once and released exactly once on every exit (I9).
 
     async with EpisodeTools(Toolbox([search, calculator]), "train-7/2") as tools:
         await tools.start(task)                   create, once per tool the task selects
@@ -6,13 +6,13 @@
         rewards = await tools.finish()            calc_reward, once
                                                   release, exactly once per create
 
-    a call:   can it be read, is the tool there, do the arguments fit -> its turn -> breaker -> execute, with a deadline
+    a call:   parsed? known tool? valid arguments? -> wait for a slot -> breaker -> execute, with a deadline
     create    ok                               ->  owned; `release` when the episode ends
-              failed or cancelled on its way   ->  it may have taken something; `release`, whose failure is not counted
-              ended in its thread afterwards   ->  owned late; released at once if the episode is over
+              failed or cancelled              ->  may have taken resources; `release`, whose failure is not counted
+              finished later in its thread     ->  owned late; released at once if the episode is over
 
-A failing call is an observation: the model reads the error and the episode goes on. Only failures that the model cannot
-cause raise: a `create` that fails, a tool that cannot begin a call, a reward that is not a number, too many hanging calls.
+A failing call does not end the episode: the model sees the error and continues. Only failures that the model cannot cause
+raise: a `create` that fails, a tool that cannot start a call, a reward that is not a number, too many hanging calls.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from polyturn.tools.toolbox import Toolbox
 logger = logging.getLogger(__name__)
 
 Messages = Callable[[], list[dict[str, Any]]]
-"""Gives a conversation so far, in OpenAI's form."""
+"""Returns the conversation so far, in OpenAI's format."""
 
 
 _NO_KWARGS = ToolKwargs()
 
 
 class ToolStartError(PolyturnError, RuntimeError):
-    """A tool whose `create` failed: the trajectory fails, the run goes on."""
+    """A tool's `create` failed. This fails the trajectory, not the run."""
 
 
 class EpisodeTools:
-    """The tools in one episode. `close` must be called whatever happened; `async with` does."""
+    """The tools in one episode. `close` must be called on every exit, which `async with` does."""
 
     def __init__(self, toolbox: Toolbox, episode_id: str) -> None:
         self._toolbox = toolbox
@@ -76,7 +76,7 @@ class EpisodeTools:
         self._kwargs: Mapping[str, ToolKwargs] = {}
         """The row's arguments for the tools, by name."""
         self._half_created: list[str] = []
-        """Tools whose create began and failed or was cancelled, maybe after it took something."""
+        """Tools whose `create` failed or was cancelled, and may have taken resources."""
         self._closing: asyncio.Task[tuple[str, ...]] | None = None
         self._is_started = False
         self._is_finished = False
@@ -102,13 +102,13 @@ class EpisodeTools:
         return self._names
 
     async def start(self, task: Task) -> tuple[ToolResult, ...]:
-        """Create every tool that the task selects, all at once.
+        """Create every tool that the task selects, concurrently.
 
         Returns:
-            What the tools say at the start, of those that say something; `call_id` is empty.
+            The opening messages of the tools that have one; `call_id` is empty.
 
         Raises:
-            DataError: the task names a tool that is not there.
+            DataError: the task names an unknown tool.
             ToolStartError: a `create` raised, was late, or returned an id that another live episode uses.
         """
         if self._is_started or self._closing is not None:
@@ -126,17 +126,17 @@ class EpisodeTools:
         return [task.result() for task in tasks]
 
     async def call(self, calls: Sequence[ToolCall], *, messages: Messages = list) -> tuple[ToolResult, ...]:
-        """Answer the calls of one turn: run in parallel, answered in call order, each with a deadline.
+        """Run the calls of one turn concurrently, each with a deadline; return the results in call order.
 
         Args:
-            calls: What the model wrote.
-            messages: Gives the conversation so far to the tools that ask for it.
+            calls: The model's calls.
+            messages: Returns the conversation so far, for tools that take it.
 
         Raises:
             RewardError: a step reward is not a finite number.
-            ToolUnavailableError: a tool cannot begin a call; or, where the run counts it so, cannot be reached.
-            RolloutError: too many calls run on past their deadline.
-            asyncio.CancelledError: the episode is cancelled; the calls are too.
+            ToolUnavailableError: a tool cannot start a call; or it cannot be reached, if the run treats that as a failure.
+            RolloutError: too many calls are still running past their deadline.
+            asyncio.CancelledError: the episode, and with it the calls, is cancelled.
         """
         if not self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
@@ -156,10 +156,10 @@ class EpisodeTools:
         return tuple(answers)
 
     async def finish(self) -> dict[str, float | None]:
-        """Ask every tool for its reward for the episode.
+        """Call `calc_reward` of every tool, and return the rewards by the tools' names.
 
         Raises:
-            RewardError: one raised, was late, or returned something that is neither a finite number nor None.
+            RewardError: a tool raised, was late, or returned neither a finite number nor None.
         """
         if self._is_finished or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: the rewards of its tools were asked for already")
@@ -177,7 +177,7 @@ class EpisodeTools:
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the tools' state of the episode, behind a complete turn.
+        """Return the tools' state of the episode, after a complete turn.
 
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
@@ -188,7 +188,7 @@ class EpisodeTools:
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Let the tools, created again, take up what `snapshot` returned.
+        """Restore the result of `snapshot` into the tools, which have been created again.
 
         Raises:
             SnapshotError: a tool's `restore` raised or was late.
@@ -200,16 +200,16 @@ class EpisodeTools:
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
 
     async def close(self) -> tuple[str, ...]:
-        """Release every tool that was created, exactly once, however often and in whatever state this is called.
+        """Release every created tool exactly once; further calls do nothing.
 
-        A create that failed on its way may have taken something, so its tool is released too; if that fails, it is not
-        counted.
+        A tool whose `create` failed is released too, because it may have taken resources; an error of that release is
+        ignored.
 
         Returns:
-            What went wrong in a `release`; it is logged and counted, never raised.
+            The errors of `release`, which are logged and counted but never raised.
 
         Raises:
-            asyncio.CancelledError: the caller was cancelled meanwhile; everything has been released first.
+            asyncio.CancelledError: the caller was cancelled; raised after everything has been released.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._release_all())
@@ -225,10 +225,10 @@ class EpisodeTools:
         return self._kwargs.get(name, _NO_KWARGS)
 
     async def _create_one(self, name: str) -> ToolResult | None:
-        """Create a tool; return its opening message, None if it has none.
+        """Create a tool, and return its opening message or None.
 
         Raises:
-            ToolStartError: its `create` raised, was late, or returned an id that another live episode uses.
+            ToolStartError: `create` raised, was late, or returned an id that another live episode uses.
         """
         methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).create_kwargs
         bounded, loop = self._toolbox.bounded[name], asyncio.get_running_loop()
@@ -244,10 +244,10 @@ class EpisodeTools:
                 returned = await bounded.call(functools.partial(methods.create, self._episode_id, **kwargs), on_late=on_late)
             except BaseException as problem:
                 is_late = isinstance(problem, asyncio.CancelledError) and not inspect.iscoroutinefunction(methods.create)
-                if not is_late:  # what runs on in its thread is taken over by `on_late`
+                if not is_late:  # `on_late` handles a create that is still running in its thread
                     self._own_half(name)
                 raise
-            self._own(name, returned)  # at once: nothing may come between a create and our knowing of it
+            self._own(name, returned)  # at once, without an await in between, so that a cancellation cannot lose it
             return returned
 
         try:
@@ -268,7 +268,7 @@ class EpisodeTools:
         """Call a tool's `snapshot` or `restore`.
 
         Raises:
-            SnapshotError: it raised or was late.
+            SnapshotError: the hook raised or was late.
         """
         hooks = self._toolbox.hooks[name]
         method: Any = hooks.snapshot if which == "snapshot" else hooks.restore
@@ -278,7 +278,7 @@ class EpisodeTools:
             raise SnapshotError(f"{hooks.label}: {which} failed: {one_line(problem)}") from problem
 
     def _own(self, name: str, returned: Any) -> None:
-        """Take over what a `create` made; release it now if the episode has ended meanwhile."""
+        """Register a created instance for release; release it now if the episode has ended meanwhile."""
         first = returned[0] if isinstance(returned, tuple) and returned else returned
         instance_id = self._episode_id if first is None or isinstance(first, tuple) else str(first)
         if (name, instance_id) in self._toolbox.live_ids:
@@ -292,14 +292,14 @@ class EpisodeTools:
             self._do_late(self._release(name, []))
 
     def _own_half(self, name: str) -> None:
-        """Release with the rest what a failed `create` may have taken; now, if the episode has ended meanwhile."""
+        """Register a failed `create` for release with the others; release it now if the episode has ended meanwhile."""
         if self._closing is None:
             self._half_created.append(name)
         else:
             self._do_late(self._release_half(name))
 
     def _do_late(self, release: Coroutine[Any, Any, None]) -> None:
-        """Release something of an episode that has ended."""
+        """Run a release for an episode that has already ended."""
         late = asyncio.get_running_loop().create_task(release)
         self._toolbox.late.add(late)
         late.add_done_callback(self._toolbox.late.discard)
@@ -315,7 +315,7 @@ class EpisodeTools:
 
     async def _release(self, name: str, problems: list[str]) -> None:
         instance_id = self._ids.pop(name, None)
-        if instance_id is None:  # a create that came late has begun to release it
+        if instance_id is None:  # a late create is already releasing it
             return
         methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).release_kwargs
         bounded = self._toolbox.bounded[name]
@@ -328,7 +328,7 @@ class EpisodeTools:
             self._toolbox.live_ids.discard((name, instance_id))
 
     async def _release_half(self, name: str) -> None:
-        """Release what a failed create may have taken; where it took nothing, a release may well fail."""
+        """Release the resources of a failed `create`, and ignore errors, because it may not have taken any."""
         methods, kwargs = self._toolbox.methods[name], self._kwargs_of(name).release_kwargs
         try:
             release = functools.partial(methods.release, self._episode_id, **kwargs)
@@ -339,7 +339,7 @@ class EpisodeTools:
     # One call.
 
     async def _answer(self, call: ToolCall, messages: Messages) -> ToolResult:
-        """Answer one call; what cannot be read, found or fitted costs no tool anything."""
+        """Answer one call; a malformed call, an unknown tool or invalid arguments never reach a tool."""
         if (refused := self._refused(call)) is not None:
             return refused
         is_plain, concurrency = not self._toolbox.methods[call.name].is_async, self._toolbox.concurrency
@@ -347,8 +347,8 @@ class EpisodeTools:
             return await self._execute(call, messages)
         alone = (
             self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
-        )  # threads must not share one's state
-        # Waiting, for that or for a slot, is not part of the call's deadline.
+        )  # plain methods run in threads, which must not share one instance's state
+        # Waiting for the lock or for a slot does not count for the call's deadline.
         async with alone, concurrency.turn(call.name) as waited_s:
             result = await self._execute(call, messages)
         if not concurrency.has_limit(call.name):
@@ -356,7 +356,7 @@ class EpisodeTools:
         return dataclasses.replace(result, metrics={**result.metrics, results.WAITED_S: waited_s})
 
     def _refused(self, call: ToolCall) -> ToolResult | None:
-        """Return the answer to a call that reaches no tool; None for any other call."""
+        """Return the answer to a call that must not reach a tool; None for any other call."""
         if call.error is not None:
             return self._failed(call, ToolFailure.BAD_JSON, call.error)
         if call.name not in self._names:
@@ -369,7 +369,7 @@ class EpisodeTools:
         return None
 
     async def _execute(self, call: ToolCall, messages: Messages) -> ToolResult:
-        """Make a call, with its deadline, unless the tool's breaker is open, and tell the breaker what came of it."""
+        """Make a call with a deadline, unless the tool's breaker is open, and report the outcome to the breaker."""
         toolbox, breaker, clock = self._toolbox, self._toolbox.breakers[call.name], asyncio.get_running_loop().time
         if (rest_s := breaker.admit()) is not None:
             if toolbox.options.unreachable == "failure":
@@ -382,7 +382,7 @@ class EpisodeTools:
             seen = self._seen_by_tools()
             seen.messages = messages()
             kwargs = {"agent_data": seen, **kwargs}
-        arguments = _own_copy(dict(call.arguments))  # the tool may keep or change them; the record must not
+        arguments = _own_copy(dict(call.arguments))  # the tool may change them, which must not affect the record
         execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
         try:
             tool = toolbox.tools[call.name]
@@ -402,7 +402,7 @@ class EpisodeTools:
         return result
 
     def _result(self, call: ToolCall, outcome: ToolOutcome, *, duration_s: float) -> ToolResult:
-        """Return a tool's answer as the observation."""
+        """Convert a tool's answer to an observation."""
         content = results.content_of(outcome.response, limit=self._toolbox.limit)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
@@ -417,10 +417,10 @@ class EpisodeTools:
         )
 
     def _raised(self, call: ToolCall, problem: Exception, *, duration_s: float) -> ToolResult:
-        """Return a tool's exception as the observation; its kind tells whether the tool or the model failed.
+        """Convert a tool's exception to an observation, whose kind tells whether the tool or the model failed.
 
         Raises:
-            RewardError, ToolUnavailableError: it is not an observation, but the trajectory's failure.
+            RewardError, ToolUnavailableError: the exception fails the trajectory instead.
         """
         if isinstance(problem, RewardError):
             raise RewardError(f"tool {call.name!r}: {problem}") from problem
@@ -451,7 +451,7 @@ def _own_copy(value: Any) -> Any:
 
 
 def _with_cut(outcome: ToolOutcome, content: str | tuple[Mapping[str, Any], ...]) -> Mapping[str, Any]:
-    """Return a call's metrics, with what was cut of its text."""
+    """Return a call's metrics, with the number of characters cut from its text."""
     text = outcome.response.text or ""
     kept = content if isinstance(content, str) else str(content[-1].get("text", ""))
     return {**outcome.metrics, results.CUT_CHARS: len(text) - len(kept)} if len(kept) < len(text) else outcome.metrics

@@ -1,13 +1,13 @@
-"""Why a tool call failed: one list of kinds, and the one place that sorts what a tool raised into them.
+"""The kinds of failed tool calls, and the classification of a tool's exceptions.
 
     unknown_tool  bad_json  schema  skipped        the call never reached a tool: the model can correct it
-    tool_error                                     the tool refused, and says why: the model can correct it
-    exception  too_large                           the tool broke, or answered more than the limit
+    tool_error                                     the tool refused with a reason: the model can correct it
+    exception  too_large                           the tool crashed, or its answer exceeds the limit
     timeout  connection                            the tool's service is slow or gone
-    circuit_open                                   it was gone so often that it was not called
+    circuit_open                                   the service failed so often that it was not called
 
-Separate because the executor, the circuit breaker, the metrics and the documentation must agree. Failures that the model can
-cause never count for the circuit breaker: else a policy could switch off a tool that rewards or penalises it.
+The executor, the circuit breaker, the metrics and the documentation share this list. Failures that the model can cause never
+count for the circuit breaker: otherwise a policy could switch off a tool that rewards or penalises it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyturn.infra.deadline import DeadlineError
 
 
 class ToolFailure(StrEnum):
-    """The kinds of failed calls, as `ToolResult.error` has them and as the model reads them."""
+    """The kinds of failed calls, as in `ToolResult.error` and in the model's observation."""
 
     UNKNOWN_TOOL = "unknown_tool"
     """The model named a tool that the task does not have."""
@@ -50,7 +50,7 @@ class ToolFailure(StrEnum):
 
     @property
     def reached_tool(self) -> bool:
-        """Whether the tool itself was asked, so that its time was spent."""
+        """Whether the tool itself was called, so that its time counts."""
         return self in (
             ToolFailure.TOOL_ERROR,
             ToolFailure.EXCEPTION,
@@ -65,11 +65,11 @@ class ArgumentError(ToolError):
 
 
 class TooLargeError(Exception):
-    """A tool answered more than may be looked at."""
+    """A tool's answer exceeds the size limit."""
 
 
 def kind_of(problem: Exception) -> ToolFailure:
-    """Return the kind of what a call raised."""
+    """Classify an exception that a call raised."""
     if isinstance(problem, DeadlineError | ToolTimeoutError | TimeoutError):
         return ToolFailure.TIMEOUT
     if isinstance(problem, ToolConnectionError | ConnectionError | EOFError):

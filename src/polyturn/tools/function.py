@@ -1,4 +1,4 @@
-"""`@polyturn.tool`: an annotated function becomes a tool, and stays a function.
+"""`@polyturn.tool`: makes a tool of an annotated function, which can still be called as a function.
 
     @polyturn.tool
     async def look_up(key: str, table: Annotated[dict, FromTask]) -> str:
@@ -9,8 +9,8 @@
         \"\"\"
         return table[key]
 
-The model sees `key`; `table` comes from the row's `create_kwargs` and is not in the schema. A plain function runs in a
-thread of the tool's own. Whatever is missing in the signature or the docstring is an error where the function is written.
+The model sees `key`; `table` comes from the row's `create_kwargs` and is not in the schema. A plain function runs in one of
+the tool's threads. Missing annotations or descriptions raise an error at the decorator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FunctionTool(BaseTool):
         refuse_generator(function, where=f"tool {name or function.__name__!r}")
         self._hidden = _hidden(function)
         self._types: Types = {}
-        """The types of the parameters that the model fills; of none where the schema is given."""
+        """The types of the parameters that the model fills; empty if the schema was passed explicitly."""
         if schema is None:
             schema, self._types = read_signature(function, name=name)
         super().__init__({}, schema)
@@ -66,12 +66,12 @@ class FunctionTool(BaseTool):
         functools.update_wrapper(self, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the function and its schema; threads and episodes stay in this process."""
+        """Pickle only the function and its schema, without threads and episodes."""
         return _arrived, (self.function, self.name, self.tool_schema, self.stateless, bool(self._types))
 
     @property
     def may_score(self) -> bool:
-        """Whether it may return a step reward, (answer, reward): unless its annotation says that it returns no tuple."""
+        """Whether it may return a step reward, as (answer, reward); false if the return annotation excludes tuples."""
         returns = inspect.signature(self.function).return_annotation
         words = ("tuple", "any", "outcome")
         return returns is inspect.Signature.empty or any(word in str(returns).lower() for word in words)
@@ -83,7 +83,7 @@ class FunctionTool(BaseTool):
         return f"FunctionTool({self.name!r})"
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode with what the row says about the hidden parameters.
+        """Start an instance for one episode with the row's values of the hidden parameters.
 
         Raises:
             DataError: a hidden parameter without a default is not in the row's create_kwargs.
@@ -109,19 +109,19 @@ class FunctionTool(BaseTool):
         return normalize(await self.threads.run(functools.partial(self.function, **arguments)))
 
     def read_arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model's arguments as the function's annotations want them.
+        """Convert the model's arguments to the types of the function's annotations.
 
         Raises:
-            ArgumentError: one does not fit its annotation.
+            ArgumentError: an argument does not fit its annotation.
         """
         types, tool = self._types, self.name
         return {k: read_argument(types[k], v, name=k, tool=tool) if k in types else v for k, v in parameters.items()}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """A function has no opinion about the episode."""
+        """Return None: a function does not reward episodes."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode."""
+        """Drop the episode's state."""
         del self._given[instance_id]
 
 
@@ -151,15 +151,16 @@ def tool(
     """Make a tool of an annotated async or plain function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
 
     Args:
-        function: Its parameters need annotations and a line each under `Args:` in the docstring. A text is the name.
-        name: The tool's name; the function's by default.
-        schema: The whole schema, instead of the one from signature and docstring. The function then gets the model's JSON
-            as it is.
-        stateless: Whether no call leaves anything in this process that a later one needs; False restarts conversations that
-            a resumed run finds in flight.
+        function: The function. Each parameter needs an annotation and an entry under `Args:` in the docstring. A string is
+            the tool's name.
+        name: The tool's name; by default the function's.
+        schema: The whole schema, which replaces the one from signature and docstring. The function then gets the model's
+            JSON unchanged.
+        stateless: Whether calls do not depend on state that earlier calls left in this process. If False, a resumed run
+            restarts the episodes that were in flight.
 
     Raises:
-        ConfigError: the schema cannot be read off the function; the sentence says what is missing.
+        ConfigError: the schema cannot be derived from the function; the message names the missing part.
     """
     if function is None or isinstance(function, str):
         return functools.partial(FunctionTool, name=name or function, schema=schema, stateless=stateless)
@@ -167,12 +168,12 @@ def tool(
 
 
 def read_signature(function: Callable[..., Any], *, name: str | None = None) -> tuple[OpenAIFunctionToolSchema, Types]:
-    """Return the schema of a function, and the types of the arguments that it gets otherwise than as the model's JSON.
+    """Return the schema of a function, and the types of the arguments that are converted from the model's JSON.
 
-    A parameter's description is that of the Google-style docstring, else that of its type or `Field(description=...)`.
+    A parameter's description comes from the Google-style docstring, else from its type or `Field(description=...)`.
 
     Raises:
-        ConfigError: a parameter has no annotation or no description, or cannot be given by name.
+        ConfigError: a parameter lacks an annotation or a description, or cannot be passed by name.
     """
     label = f"tool {name or function.__name__!r}"
     doc = read_docstring(inspect.getdoc(function) or "")
@@ -206,11 +207,11 @@ def read_signature(function: Callable[..., Any], *, name: str | None = None) -> 
 
 
 _CHOICES = re.compile(r"\s*\(choices:\s*(\[.*\])\)$", re.IGNORECASE)
-"""The end of a description that lists the values a parameter may have, as transformers reads it."""
+"""The end of a description that lists the allowed values of a parameter, in the syntax of transformers."""
 
 
 def _description(text: str, *, where: str) -> dict[str, Any]:
-    """Return the description of a parameter, and the values that it lists."""
+    """Split the text of a parameter into its description and the allowed values, as parts of a schema."""
     if (listed := _CHOICES.search(text)) is None:
         return {"description": text}
     try:
@@ -243,7 +244,7 @@ def _arrived(
 
 
 def _hidden(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the parameters that the row fills, and whether it must."""
+    """Return the parameters that the row fills: name -> whether it is required."""
     hints = _hints(function)
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default is p.empty for p in parameters if p.name in hints and _is_hidden(hints[p.name])}

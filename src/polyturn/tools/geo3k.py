@@ -1,6 +1,6 @@
-"""Geo3kTool: the model may check an answer to a geometry problem before it commits to one.
+"""Geo3kTool: lets the model check answers to a geometry problem before its final answer.
 
-An answer that scores better than the one before is free; every other one costs 0.05, as in `Gsm8kTool`.
+An answer that scores better than the previous one is free; any other answer costs 0.05, as in `Gsm8kTool`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Geo3kTool(Gsm8kTool):
         self._threads = DaemonThreads(name="geo3k")  # comparing mathematics takes a while
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         answer = {"type": "string", "description": "Your answer to the problem, a number or a mathematical expression."}
         return OpenAIFunctionToolSchema.of(
             "calc_geo3k_reward",

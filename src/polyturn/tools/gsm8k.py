@@ -1,7 +1,7 @@
-"""Gsm8kTool: the model may check an answer before it commits to one.
+"""Gsm8kTool: lets the model check answers before its final answer.
 
-An answer that scores better than the one before is free; every other one costs 0.05. The earlier answer is remembered
-because an instance lives for the whole episode.
+An answer that scores better than the previous one is free; any other answer costs 0.05. An instance lives for the whole
+episode, so it remembers the previous answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyturn.tools.base import BaseTool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 NO_PROGRESS_REWARD = -0.05
-"""Step reward of an answer that scores no better than the one before."""
+"""Step reward of an answer that does not score better than the previous one."""
 
 
 class Gsm8kTool(BaseTool):
@@ -27,7 +27,7 @@ class Gsm8kTool(BaseTool):
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         answer = {"type": "string", "description": "Your answer to the problem, as a number."}
         return OpenAIFunctionToolSchema.of(
             "calc_gsm8k_reward",
@@ -38,7 +38,7 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin one episode; the right answer is `ground_truth`, or is under that key of `create_kwargs`."""
+        """Start an instance for one episode; the right answer is `ground_truth`, or that key of `create_kwargs`."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         if ground_truth is None:
             ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")
@@ -68,9 +68,9 @@ class Gsm8kTool(BaseTool):
         return self._instance_dict[instance_id]
 
     async def restore(self, instance_id: str, state: dict[str, Any]) -> None:
-        """Take up an episode that was begun again."""
+        """Restore the state of an episode, which has been created again."""
         self._instance_dict[instance_id] = state
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never created is a KeyError."""
+        """Drop the episode's state; raise KeyError for an id that was never created."""
         del self._instance_dict[instance_id]

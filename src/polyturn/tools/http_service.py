@@ -1,13 +1,13 @@
-"""HttpService: one HTTP endpoint that a tool asks, with its own limit, its own deadline and its failures told apart.
+"""HttpService: the client of one HTTP endpoint, with a concurrency limit, a deadline, and a status for each kind of failure.
 
     service = HttpService("http://127.0.0.1:8000/retrieve", timeout_s=30, max_concurrent=120)
     service.open()                       one per instance of the tool, paired with close
     reply = await service.post({...})    Reply(status="ok", data={...}) or Reply(status="timeout", error="…")
     await service.close()                the last one closes the connections
 
-The deadline covers a whole call with its retries, and not the wait for a turn. The limit belongs to one tool in one process,
-waiting for it blocks nothing, and an answer that is too large is not read. Connections live exactly as long as instances
-do, so an event loop that ends leaves none behind.
+The deadline covers a whole call with its retries, but not the wait for a slot. The limit applies to one tool in one process.
+An answer that is too large is not read. Connections live exactly as long as instances do, so that none is left when an event
+loop ends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from polyturn.tools.failures import ToolFailure
 
 Status = Literal["ok", "timeout", "unreachable", "server_error", "refused", "bad_reply"]
 MAX_QUOTED = 1 << 16
-"""Bytes of an answer of which a part is quoted; of longer ones none is."""
+"""Maximum size in bytes of an answer that an error message quotes in part."""
 RETRIED = (500, 502, 503, 504)
-"""HTTP statuses that another try may mend."""
+"""HTTP statuses after which the call is tried again."""
 
 
 FAILURES: dict[Status, ToolFailure] = {
@@ -37,12 +37,12 @@ FAILURES: dict[Status, ToolFailure] = {
     "refused": ToolFailure.TOOL_ERROR,
     "bad_reply": ToolFailure.EXCEPTION,
 }
-"""The failure that a call is counted as."""
+"""Status of a reply -> the kind of failure that it counts as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """The answer of a service, or the reason why there is none."""
+    """The answer of a service, or the reason of a failure."""
 
     status: Status
     data: Any = None
@@ -69,18 +69,18 @@ class HttpService:
         retry_delay_s: float = 1.0,
         token: str | None = None,
     ) -> None:
-        """Describe the service; nothing is opened yet.
+        """Store the settings; `open` makes the connections.
 
         Args:
-            url: Where to post to.
-            timeout_s: Deadline of one call, with all its tries.
-            max_concurrent: How many calls may be on their way at once.
-            max_tries: How often a call is tried while the service is unreachable or answers one of `RETRIED`.
-            retry_delay_s: Pause after the first try; after the n-th it is n times as long.
-            token: What the service demands, sent as `Authorization: Bearer`; no error shows it.
+            url: The URL to post to.
+            timeout_s: Deadline of one call including all its tries, in seconds.
+            max_concurrent: Maximum number of concurrent calls.
+            max_tries: Maximum number of tries while the service is unreachable or answers with one of `RETRIED`.
+            retry_delay_s: Seconds to pause after the first try; the pause after the n-th try is n times as long.
+            token: The service's token, sent as `Authorization: Bearer` and never shown in errors.
 
         Raises:
-            ConfigError: a value cannot work.
+            ConfigError: a value is invalid.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the URL of a service is {url!r}; it must start with http:// or https://")
@@ -100,23 +100,23 @@ class HttpService:
 
     @property
     def num_users(self) -> int:
-        """Number of users that hold the connections open."""
+        """Number of users that keep the connections open."""
         return self._num_users
 
     def open(self) -> None:
-        """Count one user; the first one makes the connections. Call it in the event loop that is to use them."""
+        """Add a user; the first one makes the connections. Call this on the event loop that uses them."""
         self._num_users += 1
         if self._num_users == 1:
             self._limit = asyncio.Semaphore(self._max_concurrent)
 
     async def close(self) -> None:
-        """Count one user off; the last one closes the connections."""
+        """Remove a user; the last one closes the connections."""
         self._num_users -= 1
         if self._num_users == 0:
             await self._client.close()
 
     async def post(self, payload: dict[str, Any]) -> ServiceReply:
-        """Post `payload` and return the reply; only a cancellation is raised."""
+        """Post `payload` and return the reply, which also reports failures; only a cancellation raises."""
         if not self._num_users:
             raise LifecycleError(f"{self.url}: posted to before `open` or after the last `close`")
         last: list[ServiceReply] = []
@@ -165,4 +165,4 @@ class HttpService:
 
 
 class _ServiceBusyError(Exception):
-    """Another try may mend it."""
+    """The service answered with one of `RETRIED`, so that another try may succeed."""

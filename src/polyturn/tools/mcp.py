@@ -7,8 +7,8 @@
     servers.json   {"mcpServers": {"files": {"command": "python", "args": ["server.py"], "env": {…}},
                                    "web": {"url": "https://…/mcp", "auth_token": "…"}}}
 
-One item of the file becomes one tool object per tool of its servers. A server is connected to when it is first called. The
-model reads which failure occurred: the tool refused, the server is gone, or the deadline passed.
+One item of the file becomes one tool object per tool of its servers. The first call connects to a server. The error that the
+model sees tells the failures apart: the tool refused, the server is gone, or the deadline passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from polyturn.tools.schema import ToolResponse
 
 
 class Pace:
-    """Lets `per_second` calls through, evenly: each call waits for its turn, which is set when it asks."""
+    """Limits calls to `per_second`, evenly spaced; each call's time slot is fixed when `wait` is called."""
 
     def __init__(self, per_second: float) -> None:
         if per_second <= 0:
@@ -37,7 +37,7 @@ class Pace:
         self._free_at = 0.0
 
     async def wait(self) -> None:
-        """Wait for this call's turn."""
+        """Wait for this call's time slot."""
         now = asyncio.get_running_loop().time()
         turn = max(now, self._free_at)
         self._free_at = turn + self._gap_s
@@ -61,21 +61,21 @@ class MCPBaseTool(BaseTool):
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def connect(self, server: McpServer, *, remote_name: str | None = None) -> None:
-        """Use this server; the loader of tool files calls it once.
+        """Set the server; the loader of tool files calls this once.
 
         Args:
-            server: Shared by all of its tools.
-            remote_name: The server's name for the tool, where it is not ours.
+            server: The server, which all of its tools share.
+            remote_name: The server's name for the tool, if it differs from the run's.
         """
         self._server = server
         self._remote_name = remote_name or self.name
 
     @property
     def server(self) -> McpServer:
-        """The server that calls are passed on to.
+        """The server that executes the calls.
 
         Raises:
-            LifecycleError: it was never given one.
+            LifecycleError: `connect` was not called.
         """
         if self._server is None:
             raise LifecycleError(f"tool {self.name!r} has no MCP server; build it from a tool file with `mcp` settings")
@@ -83,11 +83,11 @@ class MCPBaseTool(BaseTool):
 
     @property
     def host(self) -> str | None:
-        """Whom it asks, for the limit per host; None for a server of ours."""
+        """The server's host, for the limit per host; None for a server that the run starts as a process."""
         return None if self._server is None else self._server.host
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode."""
+        """Start an instance for one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self.server.open(instance_id)
         self._instance_dict[instance_id] = {"answers": []}
@@ -115,20 +115,20 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text, image=images_of(result.content) or None), 0.0, metadata
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
-        """Return the text that the model reads, and metrics; override it for a server with a form of its own."""
+        """Return the text for the model, and metrics; override this for a server with a custom format."""
         return text_of(content), {"num_parts": len(content)}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """Have no opinion: calling the server is neither paid nor charged."""
+        """Return None: calls of the server do not affect the reward."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never created is a KeyError."""
+        """Drop the episode's state; raise KeyError for an id that was never created."""
         del self._instance_dict[instance_id]
         await self.server.close(instance_id)
 
 
 class MCPSearchTool(MCPBaseTool):
-    """A search tool of an MCP server: its answer is shown as it is, and the results in it are counted."""
+    """A search tool of an MCP server, with a metric for the number of results; the answer is shown unchanged."""
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         text, metadata = super()._parse_tool_result(content)
@@ -137,7 +137,7 @@ class MCPSearchTool(MCPBaseTool):
 
 
 def _count_results(text: str) -> int:
-    """Return the number of results in an answer: entries with a title or a URL of their own, else one if there is text."""
+    """Count the results in an answer: the entries with a title or a URL, or else 1 for any text."""
     titles = len(re.findall(r"""(?im)(?:^|["'{,]\s*)title["']?\s*:""", text))
     urls = len(re.findall(r"https?://", text))
     return max(titles, urls) or int(bool(text.strip()))

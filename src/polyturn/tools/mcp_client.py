@@ -1,11 +1,11 @@
-"""MCP servers as a file names them, and the SDK's client of each. The SDK is imported only when a tool file asks for it.
+"""MCP servers of a configuration file, and an SDK client for each. The SDK is imported only if a tool file has MCP tools.
 
     {"mcpServers": {"files": {"command": "python", "args": ["server.py"], "env": {…}},
                     "web":   {"url": "https://…/mcp", "auth_token": "${oc.env:TOKEN}"},
                     "old":   {"url": "https://…/sse", "transport": "sse"}}}
 
-A command is a process of ours that is spoken to over its standard input and output; a URL is reached by streamable HTTP,
-or by SSE where the file or the path says so. What a server may send at once is bounded on every way.
+A command is started as a process and used over its standard input and output. A URL is reached by streamable HTTP, or by SSE
+if the file or the path says so. Every transport limits the size of a single message.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema
 __all__ = ["McpConnection", "McpLimits", "McpServer", "list_tools", "make_client", "read_servers", "reason"]
 
 START_TRIES = 10
-"""Number of times that a URL is tried when a run starts: its server may be starting, too. A command is tried twice."""
+"""Number of tries for a URL when a run starts, because its server may still be starting. A command is tried twice."""
 START_PAUSE_S = 2.0
 MAX_CONNECTIONS = 1024
-"""Calls to one URL at once; more wait."""
+"""Maximum number of concurrent calls to one URL; further ones wait."""
 _KEYS = ("command", "args", "env", "cwd", "url", "auth_token", "token_env", "headers", "transport", "type")
 _TRANSPORTS = ("stdio", "streamable_http", "streamable-http", "http", "sse")
 
@@ -44,13 +44,13 @@ def make_client(
     is_stateful: bool = False,
     on_message: Any = None,
 ) -> Any:
-    """Return an SDK client of one server that is not connected yet; `async with` connects it.
+    """Return an unconnected SDK client of one server; `async with` connects it.
 
     Args:
         settings: The server's command or URL.
-        words: Hears what helps when it fails.
-        max_answer_bytes: The largest answer.
-        is_stateful: Whether the server must keep a session for this client alone; the newest protocol has none over HTTP.
+        words: Collects details for error messages.
+        max_answer_bytes: Maximum size of an answer.
+        is_stateful: Whether the server must keep a session for this client; the newest protocol has no sessions over HTTP.
         on_message: Awaited with each notification.
 
     Raises:
@@ -84,17 +84,17 @@ def make_client(
 
 
 def token_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the token that a server is sent: `auth_token`, or the environment's variable `token_env`.
+    """Return the token for a server: `auth_token`, or the environment variable that `token_env` names.
 
     Raises:
-        ConfigError: the variable is not set, or both are given.
+        ConfigError: the variable is not set, or both settings are given.
     """
     secrets = {"token": settings.get("auth_token"), "token_env": settings.get("token_env")}
     return token_from(secrets, where="the MCP server")
 
 
 def secrets_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the secrets of a server's settings: its token, headers, and variables with a secret's name."""
+    """Return the secrets in a server's settings: its token, its headers, and variables whose names suggest secrets."""
     named = [*(settings.get("env") or {}).items(), *(settings.get("headers") or {}).items()]
     return tuple(str(v) for k, v in [("token", token_of(settings)), *named] if v is not None and is_secret_name(str(k)))
 
@@ -119,7 +119,7 @@ async def _owning(client: Any, transport: Callable[[Any], Any]) -> AsyncIterator
 
 
 def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes: int) -> Any:
-    """Return an HTTP client that remembers the last error's status and bounds answers, of which a stream has none."""
+    """Return an HTTP client that records the last error status and limits the size of answers, except of streams."""
     import httpx2
 
     class Bounded(httpx2.AsyncByteStream):
@@ -145,7 +145,7 @@ def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes
 
     return httpx2.AsyncClient(
         headers=dict(headers),
-        timeout=httpx2.Timeout(30.0, read=None),  # the calls have deadlines of their own
+        timeout=httpx2.Timeout(30.0, read=None),  # calls have separate deadlines
         limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=64),
         event_hooks={"response": [look]},
     )
@@ -157,7 +157,7 @@ def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers"
     Commands of a file run in the file's folder.
 
     Raises:
-        ConfigError: the file is missing, or a server in it cannot work. No value is shown, for it may be a secret.
+        ConfigError: the file is missing, or a server's settings are invalid. Values are not shown; they may be secrets.
     """
     if isinstance(source, Path):
         where, servers, folder = str(source), _read_file(source), str(source.resolve().parent)
@@ -223,10 +223,10 @@ def _check_server(settings: Any, *, where: str) -> None:
 
 
 def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-    """Return the schema of every tool of a server, in OpenAI's form and otherwise as the server declared it.
+    """Return the schema of every tool of a server, in OpenAI's format but otherwise as the server declares it.
 
     Raises:
-        ConfigError: the server could not be reached in a few tries or in `timeout_s` seconds.
+        ConfigError: the server could not be reached after several tries or within `timeout_s` seconds.
     """
     words = StderrTail(secrets_of(settings))
 

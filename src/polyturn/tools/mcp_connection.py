@@ -1,12 +1,12 @@
-"""Connections to an MCP server: one for a run, or one for each episode; what dies is connected to again, for a while.
+"""Connections to an MCP server, one for a run or one for each episode; a lost connection is made again, with back-off.
 
     server = McpServer("files", settings, session="episode", limits=McpLimits())
-    server.open("train-7/2")                                       counts one user; nothing is started yet
+    server.open("train-7/2")                                       counts one user without connecting
     result = await server.call("train-7/2", "read", {...}, timeout_s=30)       the first call connects
     await server.close("train-7/2")                                the last user of a session ends it
 
-The SDK's client must be entered and left by one task, so a connection is a task of its own that holds the client open.
-A call never waits for a server that is gone: it fails at once while the back-off runs.
+The SDK's client must be entered and left by the same task, so each connection has a task that keeps the client open.
+A call never waits for a server that is gone: it fails at once during the back-off.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ SessionMode = Literal["run", "episode"]
 Turn = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 
 MAX_STARTS = 16
-"""Sessions of a server that are begun at once; the others wait, which is not part of their time to connect."""
+"""Maximum number of concurrent session starts per server; waiting does not count for the time to connect."""
 MAX_FAILURES = 3
-"""After so many in a row a call does not wait for the next try."""
+"""Number of consecutive failures after which calls no longer wait for the next try."""
 MAX_SILENT = 3
-"""After so many calls without any answer a connection is given up."""
+"""Number of calls without any answer after which a connection is given up."""
 FIRST_PAUSE_S = 0.25
 LOST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
 CANCEL_GRACE_S = 0.5
 CLOSE_S = 5.0
-"""Seconds that a server may take to let go of a session, before it is left alone; a process is ended in any case."""
+"""Seconds to wait until a server has closed a session. A process is ended in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class McpLimits:
     connect_timeout_s: float = 30.0
     max_answer_bytes: int = 8 << 20
     keep_s: float = 30.0
-    """Seconds that the connection of a run is kept while no episode uses it."""
+    """Seconds for which a run's connection is kept while unused."""
 
     def __post_init__(self) -> None:
         if self.connect_timeout_s <= 0 or self.max_answer_bytes < 1024 or self.keep_s < 0:
@@ -61,7 +61,7 @@ class McpLimits:
 
 
 class _SessionLost(Exception):
-    """The server has forgotten us since the last call, and has not seen this one."""
+    """The server has dropped the session since the last call, and has not executed this call."""
 
 
 class McpConnection:
@@ -82,10 +82,10 @@ class McpConnection:
         Args:
             name: The server's name.
             settings: Its command or URL.
-            limits: How far it may go.
-            is_own: Whether one episode has it for itself, and so must hear that its state is lost.
-            turn: Held while it connects, so that not all of many sessions start at once.
-            clock: Gives the seconds by which it waits before it connects again; the event loop's otherwise.
+            limits: The server's limits.
+            is_own: Whether it belongs to one episode, which then gets an error if the server's state is lost.
+            turn: Held while connecting, which limits concurrent starts.
+            clock: Returns the time in seconds for the back-off; by default, the event loop's time.
         """
         self.name = name
         self.num_users = 0
@@ -108,22 +108,22 @@ class McpConnection:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a server is held."""
+        """Whether there is a connection to a server."""
         return self._holder is not None and not self._holder.done()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server that is held has ended."""
+        """Whether the connected server has ended."""
         return self._words.has_ended
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that wait for their answer."""
+        """Number of calls that wait for an answer."""
         return len(self._strays)
 
     @property
     def num_failures(self) -> int:
-        """Number of connections that failed in a row."""
+        """Number of consecutive failed connections."""
         return self._num_failures
 
     async def call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
@@ -131,9 +131,9 @@ class McpConnection:
 
         Raises:
             ToolError: the server refused the request.
-            TooLargeError: it answered more than `max_answer_bytes`.
-            ToolTimeoutError: it did not answer in `timeout_s`, which a start is not part of.
-            ConnectionError: the server cannot be reached, or broke off.
+            TooLargeError: the answer was larger than `max_answer_bytes`.
+            ToolTimeoutError: the server did not answer within `timeout_s`, which excludes the time to connect.
+            ConnectionError: the server cannot be reached, or closed the connection.
         """
         try:
             return await self._call(tool, arguments, timeout_s=timeout_s)
@@ -150,7 +150,7 @@ class McpConnection:
             raise ConnectionError(f"MCP server {self.name!r}: it does not keep a session{problem}") from None
 
     async def close(self) -> None:
-        """Disconnect; a server that was started is gone afterwards, also where the caller is cancelled meanwhile."""
+        """Disconnect and end a server process that was started, even if the caller is cancelled."""
         holder, ready, self._holder, self._ready = self._holder, self._ready, None, None
         if holder is None:
             return
@@ -158,7 +158,7 @@ class McpConnection:
         if ready is not None and not ready.done():
             holder.cancel()
         await asyncio.wait({holder}, timeout=CLOSE_S)
-        if not holder.done():  # behind a URL: it does not answer the farewell
+        if not holder.done():  # a server at a URL that does not answer the request to close
             holder.cancel()
             await asyncio.wait({holder}, timeout=CLOSE_S)
 
@@ -171,8 +171,8 @@ class McpConnection:
             note = self._words.note
             await self._lose(ready, f"it ended{note}")
             raise _SessionLost(note)
-        # Not `client.call_tool`: it lists all of the server's tools first, and then looks for the patterns that their output
-        # schemas have in the answer, on the event loop, for as long as a pattern of the server's takes.
+        # Not `client.call_tool`, which lists all tools first, and then validates the answer against the server's output
+        # schema on the event loop; a slow regular expression in that schema would block the loop.
         request = CallToolRequest(params=CallToolRequestParams(name=tool, arguments=arguments))
         try:
             result = await self._answer(client.session.send_request(request, CallToolResult), timeout_s)
@@ -190,7 +190,7 @@ class McpConnection:
                 self._num_silent = 0
                 raise ToolError(f"Tool call failed: {one_line(problem)}") from problem
             raise await self._broken(ready, problem) from problem
-        except (RuntimeError, ValueError) as problem:  # an answer that is not what the server declared
+        except (RuntimeError, ValueError) as problem:  # an invalid answer
             raise ToolError(f"Tool call failed: {one_line(problem)}") from problem
         except Exception as problem:
             raise await self._broken(ready, problem) from problem
@@ -198,7 +198,7 @@ class McpConnection:
         return result
 
     async def _answer(self, request: Any, timeout_s: float) -> Any:
-        """Await a request with a deadline that holds even where the server takes no cancellation."""
+        """Await a request with a deadline that also works if the server ignores the cancellation."""
         task = asyncio.ensure_future(request)
         self._strays.add(task)
         task.add_done_callback(self._forget)
@@ -230,7 +230,7 @@ class McpConnection:
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._holder, self._ready = loop, None, None  # what an event loop before this one held is gone
+            self._loop, self._holder, self._ready = loop, None, None  # drops connections of an earlier event loop
         while True:
             if not self.is_connected:
                 pause = self._retry_at - self._now()
@@ -291,13 +291,13 @@ class McpConnection:
             if not ready.done():
                 self._count_failure(why)
                 ready.set_exception(ConnectionError(why))
-                _ = ready.exception()  # marks the exception as retrieved, if no caller waits any more
+                _ = ready.exception()  # marks the exception as retrieved, if no caller is waiting
 
     async def _hear(self, message: Any) -> None:
         from mcp.types import ToolListChangedNotification
 
         if isinstance(message, ToolListChangedNotification) and not self._has_changed:
-            self._has_changed = True  # said once, however often it says so
+            self._has_changed = True  # warns only once
             logger.warning("MCP server %r changed its list of tools; the run keeps the list that it began with", self.name)
 
     # ---- what goes wrong --------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ class McpConnection:
         return ConnectionError(f"MCP server {self.name!r}: {why}{words.note}")
 
     async def _lose(self, ready: asyncio.Future[Any] | None, why: str) -> None:
-        """Give up a connection that was there; many calls may notice.
+        """Give up an established connection; several calls may report the same loss.
 
-        A call may well have brought it about, so the next one only waits a moment: failures count where no connection can
-        be had.
+        A call may have caused the loss, so the next call only waits briefly. Only failed attempts to connect count as
+        failures.
         """
         if ready is None or ready is not self._ready:
             return
@@ -332,7 +332,7 @@ class McpConnection:
 
 
 class McpServer:
-    """One server, shared by all of its tools: which session an episode's calls go to."""
+    """One server, shared by all of its tools; selects the session for an episode's calls."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class McpServer:
         self._limits = limits or McpLimits()
         self._clock = clock
         self.sessions: dict[str, McpConnection] = {}
-        """By episode; "" is that of a run."""
+        """Episode id -> session; "" is the session of a run."""
         self._leaving: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._turn = PerLoop(lambda: asyncio.Semaphore(MAX_STARTS))
@@ -363,11 +363,11 @@ class McpServer:
 
     @property
     def num_connected(self) -> int:
-        """Number of sessions that hold a server."""
+        """Number of connected sessions."""
         return sum(session.is_connected for session in self.sessions.values())
 
     def open(self, instance_id: str) -> None:
-        """Count one user of an episode's session."""
+        """Add a user of an episode's session."""
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
@@ -384,7 +384,7 @@ class McpServer:
         return await self.sessions[self._key(instance_id)].call(tool, arguments, timeout_s=timeout_s)
 
     async def close(self, instance_id: str) -> None:
-        """Count one user off; the last one of a session ends it, that of a run after a while."""
+        """Remove a user. The last one ends the session; a run's session ends after `keep_s`."""
         key = self._key(instance_id)
         session = self.sessions[key]
         session.num_users -= 1
@@ -398,7 +398,7 @@ class McpServer:
         await session.close()
 
     async def close_now(self) -> None:
-        """End every session, used or not; a later call of one that is used begins anew."""
+        """End every session, also those in use; a later call starts a new session."""
         if self._leaving is not None:
             self._leaving.cancel()
             self._leaving = None
@@ -419,7 +419,7 @@ class McpServer:
 
 
 def reason(problem: BaseException) -> str:
-    """Return the reason in an exception, out of the groups that task groups wrap it in."""
+    """Return the reason in an exception, unwrapped from exception groups."""
     while isinstance(problem, BaseExceptionGroup):
         problem = problem.exceptions[0]
     return str(problem) if isinstance(problem, ConnectionError) and problem.errno is None else one_line(problem)

@@ -1,8 +1,6 @@
-"""An MCP server's answer, as the model gets it: text and images; content that it cannot be shown is named in a sentence.
+"""Converts an MCP server's answer to text and images for the model; a sentence stands for unsupported content.
 
-    [text "It is", image/png …, audio/wav …]  ->  "It is\n(audio/wav of 20 kB, which cannot be shown)" and the image
-
-Separate because every kind of content block has its place here, and servers mix them freely.
+[text "It is", image/png …, audio/wav …]  ->  "It is\n(audio/wav of 20 kB, which cannot be shown)" and the image
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ def text_of(content: Sequence[Any], structured: Any = None) -> str:
 
     Args:
         content: The SDK's content blocks.
-        structured: The answer's structured content, which is shown only where there is no block at all: servers repeat it
-            as text.
+        structured: The answer's structured content, which is only used without any block, because servers repeat it as
+            text.
     """
     if not content and structured is not None:
         return json.dumps(structured, ensure_ascii=False)
@@ -38,7 +36,7 @@ def images_of(content: Sequence[Any]) -> list[str]:
 
 
 def blocks_of(text: str, images: Sequence[str]) -> list[Any]:
-    """Return text and images (data URLs) as content blocks: the other way round."""
+    """Convert text and images (data URLs) to content blocks."""
     from mcp import types
 
     blocks: list[Any] = []

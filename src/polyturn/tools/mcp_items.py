@@ -1,9 +1,9 @@
-"""From an item of a tool file with `mcp` settings to tools: one object per tool of its servers.
+"""Builds the tools of a tool file's item with `mcp` settings: one object per tool of its servers.
 
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [add]}
     mcp: {servers: {calc: {command: python, args: [server.py]}}, prefix: true}      ->  calc_add, calc_divide, …
 
-Separate from the tools because only here a server is asked for its list, which the run then keeps.
+The servers' tools are listed only here, once; the run keeps this list.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class McpItem:
     """The `mcp` settings of one item of a tool file."""
 
     path: str | None
-    """The file with the servers; None where the item has them itself."""
+    """The file with the servers; None if the item itself contains them."""
     servers: Mapping[str, Any]
     selected: tuple[str, ...]
-    """The servers' names of the tools to take; none is all."""
+    """The servers' names of the selected tools; empty selects all."""
     prefix: bool
-    """Whether a tool is called `server_tool`."""
+    """Whether tools are named `server_tool`."""
 
 
 def read_item(settings: Any, *, where: str) -> McpItem:
-    """Return the `mcp` settings of an item, checked.
+    """Parse and check the `mcp` settings of an item.
 
     Raises:
-        ConfigError: they are missing or wrong.
+        ConfigError: the settings are missing or wrong.
     """
     known = settings if isinstance(settings, Mapping) else {}
     path, servers = known.get("mcp_servers_config_path"), known.get("servers")
@@ -66,11 +66,11 @@ def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[
 
     Args:
         entry: The item.
-        cls: What its `class_name` names.
-        base: The folder that paths start from.
+        cls: The class that its `class_name` names.
+        base: The base folder of relative paths.
 
     Raises:
-        ConfigError: the item cannot work, a server cannot be reached, or two tools have one name.
+        ConfigError: the item is invalid, a server cannot be reached, or two tools have the same name.
     """
     item = read_item(entry.fields.get("mcp"), where=entry.where)
     if not isinstance(cls, type) or not issubclass(cls, MCPBaseTool):

@@ -1,10 +1,10 @@
-"""An MCP server as a process of ours: its standard input and output as a transport of the SDK.
+"""stdio_transport: runs an MCP server as a process, with its standard input and output as a transport of the SDK.
 
     async with stdio_transport(StdioServerParameters(command="python", args=["server.py"]), words, …) as (read, write): ...
 
-Not the SDK's `stdio_client`, because a server is foreign code, and nothing that it does may hurt the run: a line longer than
-the limit is never held whole and ends the connection, a line that is no message costs no traceback, the end of its standard
-error is kept (to be shown when it fails), and when it is left the process and every child of its own is gone.
+It replaces the SDK's `stdio_client`, because a server is foreign code that must not harm the run. A line beyond the limit is
+never held in memory and ends the connection. An invalid line does not log a traceback. The end of standard error is kept for
+error messages. On exit, the process and all its children are ended.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 1.0
-"""Seconds that a server may take to end after its standard input was closed, and again after SIGTERM."""
+"""Seconds that a server may take to exit after its standard input is closed, and again after SIGTERM."""
 POLL_S = 0.01
 EXIT_POLL_S = 0.2
 NUM_WORDS_BYTES = 4096
 
 
 class StderrTail:
-    """The end of what a server wrote to its standard error, and whether it has ended."""
+    """The end of a server's standard error, and the reasons why its connection ended."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        """Begin with nothing.
+        """Start empty.
 
         Args:
-            secrets: What must not be shown, should the server write it.
+            secrets: Texts that are masked if the server writes them.
         """
         self._tail = b""
         self._secrets = tuple(secrets)
         self.has_ended = False
         """Whether its output has ended."""
         self.broke_limit = ""
-        """The limit that it exceeded, which ended the connection; mostly empty."""
+        """The exceeded limit that ended the connection; empty if there is none."""
         self.http_status: int | None = None
-        """The last HTTP status that was an error, of a server behind a URL."""
+        """The last HTTP error status of a server at a URL."""
 
     def clear(self) -> None:
-        """Forget everything, before another try."""
+        """Reset everything before another try."""
         self._tail, self.has_ended, self.broke_limit, self.http_status = b"", False, "", None
 
     def add(self, chunk: bytes) -> None:
-        """Take what it wrote."""
+        """Append output of the server."""
         self._tail = (self._tail + chunk)[-NUM_WORDS_BYTES:]
 
     @property
     def note(self) -> str:
-        """The end of an error message: a limit, the HTTP status, or its last lines; empty where there is none of them."""
+        """The end of an error message: the exceeded limit, the HTTP status, or the last lines; empty without any of them."""
         if self.broke_limit:
             return f"; {self.broke_limit}"
         if self.http_status is not None:
@@ -72,11 +72,12 @@ class StderrTail:
 
 @asynccontextmanager
 async def stdio_transport(server: StdioServerParameters, words: StderrTail, *, max_answer_bytes: int) -> AsyncIterator[Any]:
-    """Start a server and yield the SDK's two streams; the process is gone afterwards. Its environment is `server.env` beside
-    the few variables (PATH, HOME, …) that every server gets.
+    """Start a server and yield the SDK's two streams; end the process on exit.
+
+    Its environment consists of `server.env` and a few variables (PATH, HOME, …) that every server gets.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the server cannot be started.
     """
     import anyio
     from mcp.client.stdio import get_default_environment
@@ -113,7 +114,7 @@ async def stdio_transport(server: StdioServerParameters, words: StderrTail, *, m
 
 
 async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail) -> None:
-    """Pass the server's messages on, line by line."""
+    """Forward the server's messages, line by line."""
     import anyio
     import mcp.types as types
     from mcp.shared.message import SessionMessage
@@ -125,7 +126,7 @@ async def _read(stdout: asyncio.StreamReader, to_session: Any, words: StderrTail
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
                     logger.debug("an MCP server wrote a line that is not a message: %r", line[:200])
-                    await asyncio.sleep(0)  # a flood of them must not keep the event loop
+                    await asyncio.sleep(0)  # a flood of invalid lines must not block the event loop
                     continue
                 await to_session.send(SessionMessage(message))
     except ValueError:  # a line beyond the limit
@@ -143,7 +144,7 @@ async def _write(stdin: asyncio.StreamWriter, from_session: Any, to_session: Any
                 stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await stdin.drain()
     except (OSError, RuntimeError):
-        await to_session.aclose()  # so that requests in flight hear of it
+        await to_session.aclose()  # so that pending requests fail at once
 
 
 async def _listen(stderr: asyncio.StreamReader, words: StderrTail) -> None:
@@ -152,16 +153,16 @@ async def _listen(stderr: asyncio.StreamReader, words: StderrTail) -> None:
 
 
 async def _notice_exit(process: asyncio.subprocess.Process, to_session: Any, words: StderrTail) -> None:
-    """End the connection of a server that is gone, though a child of it may hold its output open."""
+    """End the connection when the server exits, even if one of its children keeps the output open."""
     while process.returncode is None:  # noqa: ASYNC110
         await asyncio.sleep(EXIT_POLL_S)
-    await asyncio.sleep(EXIT_POLL_S)  # what it wrote last is read first
+    await asyncio.sleep(EXIT_POLL_S)  # time to read its last output
     words.has_ended = True
     await to_session.aclose()
 
 
 async def _stop(process: asyncio.subprocess.Process, words: StderrTail) -> None:
-    """End the process and its children: politely, then not."""
+    """End the process and its children, gently at first, and collect its last output."""
     assert process.stderr is not None
     if not await end_async(process, grace_s=EXIT_GRACE_S):
         logger.warning("the MCP server's process %d does not end", process.pid)
@@ -169,4 +170,4 @@ async def _stop(process: asyncio.subprocess.Process, words: StderrTail) -> None:
         async with asyncio.timeout(0.2):
             while chunk := await process.stderr.read(65536):
                 words.add(chunk)
-    process._transport.close()  # type: ignore[attr-defined]  # closes pipes that another process holds open, too
+    process._transport.close()  # type: ignore[attr-defined]  # also closes pipes that another process keeps open

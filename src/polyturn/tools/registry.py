@@ -1,9 +1,9 @@
-"""From a tool file to tools.
+"""Builds the tools of a tool file.
 
     initialize_tools_from_config("tools.yaml")  ->  [Gsm8kTool, FunctionTool("search"), ...]
 
-An item names a class, or an object made by `@polyturn.tool`. Two tools never share a name, because the model calls them by
-it.
+An item names a class, or an object made by `@polyturn.tool`. Names of tools are unique, because the model calls tools by
+name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOOL = Shape(
 
 
 def check_tools(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
-    """Check the class of every tool of a file, or of a mapping with the same content, and make none.
+    """Check the class of every tool of a file, or of a mapping with the same content, without making tools.
 
     Raises:
         ConfigError: an item cannot be read, or its class is not a tool.
@@ -73,11 +73,11 @@ def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
 def get_tool_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> Any:
     """Return the tool class, or the decorated function, that `pkg.module.Name` or `file.py:Name` names.
 
-    `key` is where the name stands, for messages.
+    `key` is the configuration key that contains the name, for messages.
 
     Raises:
-        MissingModuleError, MissingAttributeError: the path leads nowhere.
-        ConfigError: it leads to something else.
+        MissingModuleError, MissingAttributeError: there is no such module or attribute.
+        ConfigError: the name refers to something else.
     """
     cls = import_attr(cls_name, base=base, key=key)
     if not isinstance(cls, type | FunctionTool):
@@ -95,10 +95,10 @@ def initialize_tools_from_config(
 
     Args:
         tools_config_file: The file, {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}, or that list.
-        base: The folder that relative paths start from; the file's own folder by default.
+        base: The base folder of relative paths; by default the file's folder.
 
     Raises:
-        ConfigError: an item cannot work, or two have one name.
+        ConfigError: an item is invalid, or two tools have the same name.
     """
     file = _read(tools_config_file, base=base)
     tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]
@@ -112,7 +112,7 @@ def load_all_tools(
     """Build the tools of a tool file and collect the decorated functions of a Python file.
 
     Raises:
-        ConfigError: one of them cannot work, or two tools have one name.
+        ConfigError: a tool is invalid, or two tools have the same name.
     """
     tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
     functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
@@ -129,7 +129,7 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
     """Return the functions of a Python file that are decorated as tools, in the file's order.
 
     Raises:
-        ConfigError: there is no such file, it cannot be imported, or it has no such function.
+        ConfigError: the file does not exist, cannot be imported, or does not contain a decorated function.
     """
     module = import_file(Path(path))
     tools = [v for v in vars(module).values() if isinstance(v, FunctionTool) and v.function.__module__ == module.__name__]
@@ -154,7 +154,7 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
 
 
 def _build_of_sandbox(cls: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
-    """Make the tools that share a sandbox in each episode."""
+    """Make the tools that share one sandbox per episode."""
     if entry.fields.get("tool_schema") is not None:
         raise ConfigError(f"{entry.where}: {entry.class_name} stands for several tools and takes no tool_schema; drop it")
     try:

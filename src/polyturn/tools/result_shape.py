@@ -1,8 +1,8 @@
-"""A tool's result, brought into one shape: (response, step reward, metrics).
+"""Normalizes a tool's result to one shape: (response, step reward, metrics).
 
     "4"  {"answer": 4}  None  ToolResponse(...)  ("4", 0.5)  ("4", None, {"hits": 3})
 
-Separate because functions and classes, old and new, all return through here.
+All of these forms are accepted, from functions and classes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from polyturn.tools.failures import TooLargeError
 from polyturn.tools.schema import ToolResponse
 
 MAX_DATA = 8 * 2**20
-"""Characters that a dict, a list or bytes may have as text. A text may be longer: only what is kept is copied."""
+"""Maximum number of characters of a dict, a list or bytes as text. A string may be longer; only its kept part is copied."""
 MAX_MEDIUM = 64 * 2**20
-"""Bytes, or characters of a data URL, that an image or a video may have."""
+"""Maximum size of an image or a video, in bytes or in characters of a data URL."""
 
 _RESPONSE_KEYS = {"text", "image", "video"}
 
@@ -33,11 +33,11 @@ class ToolOutcome(NamedTuple):
 
 
 def normalize(returned: Any) -> ToolOutcome:
-    """Return the result of `execute` or of a function in one shape.
+    """Convert the result of `execute` or of a function to a `ToolOutcome`.
 
     Raises:
-        TypeError: a tuple that is empty or longer than three, or metrics that are not a mapping.
-        RewardError: a step reward that is not a finite number.
+        TypeError: the tuple is empty or longer than three, or its metrics are not a mapping.
+        RewardError: the step reward is not a finite number.
     """
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not 1 <= len(parts) <= 3:
@@ -52,10 +52,10 @@ def normalize(returned: Any) -> ToolOutcome:
 
 
 def to_response(value: Any) -> ToolResponse:
-    """Return an answer of any type as a `ToolResponse`; dicts and lists become JSON.
+    """Convert an answer of any type to a `ToolResponse`; dicts and lists become JSON.
 
     Raises:
-        TooLargeError: it is larger than `MAX_DATA`, nested too deep, or holds itself.
+        TooLargeError: the answer is larger than `MAX_DATA`, nested too deep, or contains itself.
     """
     if isinstance(value, ToolResponse):
         for item in (*(value.image or ()), *(value.video or ())):
@@ -85,10 +85,10 @@ def _of_bounded_size(value: Any) -> Any:
 
 
 def finite(value: Any, *, what: str) -> float:
-    """Return a reward as a float.
+    """Convert a reward to a float.
 
     Raises:
-        RewardError: it is not a finite number, or larger than any reward.
+        RewardError: the value is not a finite number, or exceeds the largest allowed reward.
     """
     number = as_score(value)
     if number is None:

@@ -1,8 +1,8 @@
-"""The observation of a call: a tool's response cut to size, or one sentence with the reason of a failure.
+"""The observation of a call: a tool's response, cut to size, or one sentence with the reason of a failure.
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 
-Separate so that every failure has one form, and so that text is cut in one place.
+All failures have this form, and text is cut only here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import WHOLE, ResultLimit
 
 FAILURE = "failure"
-"""In the metrics that a tool returns with a text of its own about a failure: its kind, one of `TOLD`."""
+"""Key in the metrics of a tool that reports a failure with a custom text; the value is a kind of `TOLD`."""
 TOLD = (
     ToolFailure.SCHEMA,
     ToolFailure.TOOL_ERROR,
@@ -29,13 +29,13 @@ TOLD = (
     ToolFailure.TIMEOUT,
     ToolFailure.CONNECTION,
 )
-"""Kinds of failures that a tool itself may tell; the others are of calls that never reached one."""
+"""Kinds of failures that a tool itself may report; the other kinds are for calls that never reached a tool."""
 UNAVAILABLE = "unavailable"
-"""The same in short: True stands for `connection`."""
+"""Short form of `FAILURE`: True stands for the kind `connection`."""
 WAITED_S = "waited_s"
-"""In `ToolResult.metrics` of a tool with a limit: how long the call waited for its turn."""
+"""Key in `ToolResult.metrics` of a tool with a limit: seconds that the call waited for a slot."""
 CUT_CHARS = "cut_chars"
-"""In `ToolResult.metrics` of a result that was cut: how many characters were left out."""
+"""Key in `ToolResult.metrics` of a result that was cut: number of characters left out."""
 
 
 def error_text(kind: ToolFailure, reason: str) -> str:
@@ -44,7 +44,7 @@ def error_text(kind: ToolFailure, reason: str) -> str:
 
 
 def told_failure(metrics: Mapping[str, Any]) -> str | None:
-    """Return the kind of failure that a tool told in its metrics; None where it told none."""
+    """Return the kind of failure that a tool reports in its metrics; None if it does not report one."""
     failure = metrics.get(FAILURE)
     if isinstance(failure, str) and failure in [kind.value for kind in TOLD]:
         return failure
@@ -52,10 +52,10 @@ def told_failure(metrics: Mapping[str, Any]) -> str | None:
 
 
 def call_metrics(result: ToolResult) -> Metrics:
-    """Return a call's metrics: tool/<name>/calls, errors (a share), error_<kind> (a count), time_s, and its own.
+    """Return a call's metrics: tool/<name>/calls, errors (a share), error_<kind> (a count), time_s, and the tool's metrics.
 
-    A name that the model made up or left out counts as `unknown`, so that the model cannot make up a metric. A tool's own
-    `calls`, `errors` or `time_s` becomes `own_calls` and so on.
+    Invented or missing names count as `unknown`, so that the model cannot create metrics. A tool's metric `calls`, `errors`
+    or `time_s` is renamed to `own_calls` and so on.
     """
     is_ours = result.name and result.error != ToolFailure.UNKNOWN_TOOL
     prefix = f"tool/{result.name if is_ours else 'unknown'}"
@@ -79,7 +79,7 @@ def call_metrics(result: ToolResult) -> Metrics:
 
 
 def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | tuple[Mapping[str, Any], ...]:
-    """Return a response as the content of a tool message: text, or images, videos and then text as parts.
+    """Convert a response to the content of a tool message: text, or images, videos and then text as parts.
 
     Raises:
         DataError: an image or video cannot be read.
@@ -93,7 +93,7 @@ def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | t
 
 
 def _shown(kind: str, item: Any) -> Any:
-    """Return a medium as a record keeps it: whole, because a tool's file may be gone when it is looked at again."""
+    """Return a medium with its whole content, because a file of the tool may be gone when the record is read."""
     source = to_source(kind, item)
     if not isinstance(source, str):
         return source

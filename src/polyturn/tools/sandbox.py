@@ -3,7 +3,7 @@
     POST {"code": "…", "language": "python", "run_timeout": 30, "compile_timeout": 30, "memory_limit_MB": 1024, …}
     <-   {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n"}, …}
 
-The model reads what the code printed, or what went wrong: too slow, did not compile, crashed, the sandbox failed.
+The model sees the output of the code, or the reason of a failure: too slow, did not compile, crashed, the sandbox failed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from polyturn.tools.search import max_concurrent
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.5
-"""Of a call's deadline, for compiling and for running."""
+"""Share of a call's deadline for each of compiling and running."""
 SLACK_S = 10.0
-"""Seconds of the call beside the code's own time: waiting for a free sandbox, compiling, the way there and back."""
+"""Seconds of the call in addition to the code's run time: waiting for a free sandbox, compiling, and the network."""
 
 
 class SandboxFusionTool(BaseTool):
@@ -42,7 +42,7 @@ class SandboxFusionTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """Its memory of an episode decides nothing."""
+    """True, because its state of an episode does not affect any answer."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -66,16 +66,16 @@ class SandboxFusionTool(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """Number of its calls that run at once; others wait for their turn, which is not part of their deadline."""
+        """Maximum number of concurrent calls; others wait for a slot, which does not count for their deadline."""
         return self._max_concurrent
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         code = {"type": "string", "description": "The code to run; print what you want to see."}
         return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """End compiling and running, each of which has its time, before a call's deadline."""
+        """Lower the time limits of compiling and running, so that both end before a call's deadline."""
         if self.default_timeout > _SHARE * timeout_s:
             logger.warning(
                 "tool %r: compiling and running take up to %g s each, and the deadline of a call is %g s: each has %g s; "
@@ -90,7 +90,7 @@ class SandboxFusionTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin one episode."""
+        """Start an instance for one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._service.open()
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "printed": []}
@@ -121,10 +121,10 @@ class SandboxFusionTool(BaseTool):
         return ToolResponse(text=text), None, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """Have no opinion: running code is neither paid nor charged."""
+        """Return None: running code does not affect the reward."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never created is a KeyError."""
+        """Drop the episode's state; raise KeyError for an id that was never created."""
         del self._instance_dict[instance_id]
         await self._service.close()
 
@@ -153,7 +153,7 @@ def read_reply(reply: ServiceReply, *, timeout_s: float) -> tuple[str, str]:
 
 
 def _kind(reply: ServiceReply, status: str) -> str | None:
-    """Return the kind of a failure; None for one that the code itself caused."""
+    """Return the kind of a failure; None for a failure that the code itself caused."""
     if reply.status != "ok":
         return reply.failure
     return ToolFailure.EXCEPTION.value if status == "sandbox_error" else None

@@ -1,4 +1,4 @@
-"""SandboxTools: bash, read_file, write_file and edit_file, which share one sandbox an episode.
+"""SandboxTools: bash, read_file, write_file and edit_file, which share one sandbox per episode.
 
     tools:
       - class_name: polyturn.tools.sandbox_tools.SandboxTools
@@ -7,9 +7,9 @@
     bash({"command": "cd /app && x=1"})  ->  "The command printed nothing."
     bash({"command": "echo $x; pwd"})    ->  "1\n/app\n"
 
-One item of a tool file is four tools. The sandbox is started at an episode's first call and closed at its end. Each command
-is a shell of its own, which takes up the folder, variables and functions that the one before left: a command that hangs is
-killed and the state before it remains.
+One item of a tool file makes four tools. The sandbox is started at an episode's first call and closed at its end. Each
+command runs in a new shell, which restores the folder, variables and functions of the previous one. If a command hangs, it
+is killed, and the state before it remains.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 logger = logging.getLogger(__name__)
 
 SHARE = 0.75
-"""Of a call's deadline, for the command: the rest is for starting a sandbox."""
+"""Share of a call's deadline for the command; the rest is for starting a sandbox."""
 MAX_COMMAND = 100_000
-"""Bytes of a command; the kernel takes no argument that is much longer."""
+"""Maximum size of a command in bytes; the kernel does not accept much longer arguments."""
 MAX_EDITED = 4 << 20
 _SHELL = """exec 2>&1
 if [ -f /tmp/.polyturn-shell ]; then
@@ -49,7 +49,7 @@ polyturn_keep() {
 trap polyturn_keep EXIT
 eval "$POLYTURN_COMMAND"
 """
-"""What reads the state back complains about the shell's own variables, which are read-only, and goes on."""
+"""Restoring the state prints errors about the shell's read-only variables, which are discarded."""
 
 
 class SandboxToolSettings(Settings):
@@ -70,7 +70,7 @@ class SandboxTool(BaseTool):
     NAME: ClassVar[str]
     DESCRIPTION: ClassVar[str]
     ARGUMENTS: ClassVar[Mapping[str, str | int]]
-    """Name of each argument to its description; those that end with "(optional)" may be left out."""
+    """Argument name -> description; arguments whose description ends with "(optional)" may be left out."""
 
     def __init__(
         self, settings: SandboxToolSettings, boxes: EpisodeSandboxes, spec: SandboxSpec | None, *, config: dict[str, Any]
@@ -78,10 +78,10 @@ class SandboxTool(BaseTool):
         """Make the tool.
 
         Args:
-            settings: Its deadline and the size of its output.
+            settings: Its deadline and the maximum size of its output.
             boxes: The sandboxes of live episodes, shared with other tools.
-            spec: The sandbox of an episode; None if the environment names and starts it.
-            config: The settings as they were written.
+            spec: The sandbox of an episode; None if the environment selects and starts it.
+            config: The settings before parsing.
         """
         super().__init__(config, None)
         self._boxes = boxes
@@ -97,13 +97,13 @@ class SandboxTool(BaseTool):
         return OpenAIFunctionToolSchema.of(self.NAME, self.DESCRIPTION, properties, required=required)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode; its sandbox is started at the first call."""
+        """Start an instance for one episode; the first call starts its sandbox."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._boxes.join(instance_id, self._spec)
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Do the work in the episode's sandbox.
+        """Answer a call in the episode's sandbox.
 
         Raises:
             ToolError: a file cannot be read or written, or an argument does not fit.
@@ -119,10 +119,10 @@ class SandboxTool(BaseTool):
         raise NotImplementedError
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """Have no opinion."""
+        """Return None: the tool does not reward episodes."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Close the sandbox with the last of its tools."""
+        """Close the sandbox when its last tool is released."""
         await self._boxes.leave(instance_id)
 
 
@@ -149,7 +149,7 @@ class BashTool(SandboxTool):
             self.timeout_s = SHARE * timeout_s
 
     async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> Any:
-        """Run the command, and answer with what it printed and how it ended."""
+        """Run the command, and return its output and how it ended."""
         command = parameters["command"]
         if len(command.encode("utf-8", "replace")) > MAX_COMMAND or "\0" in command:
             raise ToolError(f"the command has {len(command)} characters or a NUL; write long texts with write_file")
@@ -234,10 +234,10 @@ class SandboxTools(BaseTool):
 
 
 def make_tools(config: Mapping[str, Any], boxes: EpisodeSandboxes, spec: SandboxSpec | None) -> Sequence[SandboxTool]:
-    """Return the tools that `config` names, over the sandboxes `boxes`.
+    """Make the tools that `config` names, with the sandboxes `boxes`.
 
     Raises:
-        ConfigError: a setting is unknown or cannot be.
+        ConfigError: a setting is unknown or invalid.
     """
     known = {tool.NAME: tool for tool in TOOLS}
     settings = SandboxToolSettings.read(config, who="the sandbox tools")
@@ -249,7 +249,7 @@ def make_tools(config: Mapping[str, Any], boxes: EpisodeSandboxes, spec: Sandbox
 
 
 def result_text(result: ExecResult, *, timeout_s: float) -> str:
-    """Return a command's end as the model reads it: its output, then how it ended where that is not plain."""
+    """Return a command's result as text for the model: its output, then how it ended if it did not succeed."""
     output = result.stdout + result.stderr
     if result.is_timeout:
         end = f"[The command took longer than {timeout_s:g} s and was stopped.]"

@@ -2,9 +2,8 @@
 
     OpenAIFunctionToolSchema(type="function", function={"name": "search", "parameters": {...}})
 
-Two needs meet here. Authors compare schemas by the handful of fields named below, and models must be shown the *whole*
-JSON schema (items, nested properties, anyOf, default). So unnamed keys are kept, `to_dict` renders them, and equality
-looks at the named fields alone.
+Authors compare schemas by the few fields declared below, but models must see the *whole* JSON schema (items, nested
+properties, anyOf, default). So other keys are kept, `to_dict` renders them, and equality compares only the declared fields.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _SCHEMA_MARK = "\n\nInput, as JSON of this schema: "
 
 
 class _Schema(BaseModel):
-    """A piece of JSON schema: unnamed keys are kept and rendered, and take no part in equality."""
+    """A part of a JSON schema. Undeclared keys are kept and rendered, but do not affect equality."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -36,7 +35,7 @@ class _Schema(BaseModel):
     __hash__ = None  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the schema as plain JSON data, without named fields that are unset or None."""
+        """Return the schema as plain JSON data, without declared fields that are unset or None."""
         named = {k: v for k, v in self.__dict__.items() if v is not None and (k in self.model_fields_set or self._always(k))}
         return {k: _plain(v) for k, v in {**named, **(self.model_extra or {})}.items()}
 
@@ -89,7 +88,7 @@ class OpenAIFunctionToolSchema(_Schema):
     def of(
         cls, name: str, description: str, properties: Mapping[str, Any], *, required: Sequence[str] | None = None
     ) -> OpenAIFunctionToolSchema:
-        """Return the schema of a function with these properties; None requires all of them."""
+        """Make the schema of a function with these properties; `required=None` requires all of them."""
         parameters = {
             "type": "object",
             "properties": properties,
@@ -100,11 +99,11 @@ class OpenAIFunctionToolSchema(_Schema):
 
     @classmethod
     def from_mcp(cls, tool: Any, *, name: str | None = None) -> OpenAIFunctionToolSchema:
-        """Return the schema of an MCP tool (`mcp.types.Tool`); its parameters are what the server declared, whole.
+        """Convert an MCP tool (`mcp.types.Tool`); the parameters are exactly as the server declares them.
 
         Args:
-            tool: As `list_tools` returns it.
-            name: What the model calls it, where that is not the server's name for it.
+            tool: A tool from `list_tools`.
+            name: The name for the model, if it differs from the server's name.
         """
         function = {"name": name or tool.name, "description": tool.description or tool.title or ""}
         return cls.model_validate({"type": "function", "function": {**function, "parameters": tool.input_schema}})
@@ -118,10 +117,10 @@ class OpenAIFunctionToolSchema(_Schema):
 
     @classmethod
     def from_a2a_skill(cls, skill: Any) -> OpenAIFunctionToolSchema:
-        """Return the schema of a skill of an A2A agent (`a2a.types.AgentSkill`).
+        """Convert a skill of an A2A agent (`a2a.types.AgentSkill`).
 
-        A skill says what it takes in words alone, so its one parameter is a message; the parameters of a skill that
-        `to_a2a_skill` made come back whole.
+        A skill describes its input only in words, so the schema has one parameter, a message. For a skill from
+        `to_a2a_skill`, the original parameters are restored.
         """
         words, _, written = skill.description.partition(_SCHEMA_MARK)
         examples = "".join(f"\nExample: {example}" for example in skill.examples)
@@ -132,7 +131,7 @@ class OpenAIFunctionToolSchema(_Schema):
         return cls.model_validate({"type": "function", "function": function})
 
     def to_a2a_skill(self, *, tags: Sequence[str] = ("tool",)) -> Any:
-        """Return the tool as an `a2a.types.AgentSkill`; what it takes stands as a JSON schema in its description."""
+        """Convert the tool to an `a2a.types.AgentSkill`, with the JSON schema of its parameters in the description."""
         from a2a.types import AgentSkill
 
         function = self.function.to_dict()
@@ -197,16 +196,16 @@ class ToolResponse(BaseModel):
         return value
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing in it."""
+        """Return whether the response has no text and no media."""
         return not self.text and not self.image and not self.video
 
     def is_text_only(self) -> bool:
-        """Return whether there is text and nothing else."""
+        """Return whether the response has only text."""
         return bool(self.text) and not self.image and not self.video
 
 
 def _read_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in a text; None for anything else."""
+    """Parse a text as a JSON object; return None for anything else."""
     try:
         value = json.loads(text)
     except ValueError:

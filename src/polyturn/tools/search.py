@@ -1,4 +1,4 @@
-"""SearchTool: finds passages, in an index on this machine or by asking a server in the protocol of Search-R1's.
+"""SearchTool: finds passages in a local index, or through a server with the protocol of Search-R1.
 
     config: {index: wiki.index, topk: 3}                        an index that `polyturn data index` made, searched in process
     config: {retrieval_service_url: http://…/retrieve, topk: 3}
@@ -6,8 +6,8 @@
     POST {"queries": ["…"], "topk": 3, "return_scores": true}
     <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        a list per query
 
-The model reads {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"}, queries separated by a line of dashes; the
-same from both. The metrics `status` and `cause` say how a service failed; `failed` is a share.
+Both return {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"} to the model, with a line of dashes between queries. The
+metrics `status` and `cause` describe a failure of the service; `failed` is a share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SearchTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """Its memory of an episode decides nothing."""
+    """True, because its state of an episode does not affect any answer."""
     base_key: ClassVar[str | None] = "base_folder"
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
@@ -69,11 +69,11 @@ class SearchTool(BaseTool):
 
     @property
     def num_connected(self) -> int:
-        """Number of episodes that hold the tool's connections open."""
+        """Number of episodes that keep the tool's connections open."""
         return self._source.num_users
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         queries = {
             "type": "array",
             "items": {"type": "string"},
@@ -83,7 +83,7 @@ class SearchTool(BaseTool):
         return OpenAIFunctionToolSchema.of("search", "Search for passages that answer each query.", {"query_list": queries})
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode."""
+        """Start an instance for one episode."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._source.open()
         self._instance_dict[instance_id] = {}
@@ -117,16 +117,16 @@ class SearchTool(BaseTool):
         return _said(text), 0.0, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """Have no opinion: searching is neither paid nor charged."""
+        """Return None: searching does not affect the reward."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode; an id that was never created is a KeyError."""
+        """Drop the episode's state; raise KeyError for an id that was never created."""
         del self._instance_dict[instance_id]
         await self._source.close()
 
 
 class _Service:
-    """Asks a server."""
+    """Searches through a server."""
 
     def __init__(self, url: str, config: Mapping[str, Any], timeout_s: float) -> None:
         self.service = HttpService(
@@ -148,7 +148,7 @@ class _Service:
 
 
 class _Index:
-    """Searches in this process; one index for every episode."""
+    """Searches in this process; all episodes share one index."""
 
     def __init__(self, searcher: Searcher, timeout_s: float) -> None:
         self._searcher = searcher
@@ -175,7 +175,7 @@ class _Index:
 
 
 def max_concurrent(config: Mapping[str, Any], *, num_workers: int, rate_limit: int) -> int:
-    """Return the number of calls that a tool's config allows at once."""
+    """Return the maximum number of concurrent calls that a tool's config allows."""
     limit = int(config.get("num_workers", num_workers))
     if config.get("enable_global_rate_limit", True):
         limit = min(limit, int(config.get("rate_limit", rate_limit)))
@@ -190,7 +190,7 @@ def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
     """Return the passages of each query in a service's answer.
 
     Raises:
-        KeyError, ValueError: it has another form.
+        KeyError, ValueError: the answer has another format.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"it must be a mapping with 'result', not {data!r:.100}")
@@ -201,7 +201,7 @@ def result_lists(data: Any) -> list[list[Mapping[str, Any]]]:
 
 
 def passages_text(docs: Sequence[Mapping[str, Any]]) -> str:
-    """Write passages out: the first line of the contents is the title."""
+    """Format passages as text; the first line of a passage's contents is its title."""
     out = []
     for number, doc in enumerate(docs, start=1):
         title, _, text = str(doc["document"]["contents"]).partition("\n")

@@ -1,4 +1,4 @@
-"""Toolbox: every tool of a run, and what its calls have in common: deadline, size, limits, breaker.
+"""Toolbox: every tool of a run, with the deadline, result size, concurrency limits and breaker of its calls.
 
 toolbox = Toolbox([search, calculator], ToolOptions(timeout_s=60))
 async with EpisodeTools(toolbox, "train-7/2") as tools: ...        the tools in one episode; see `episode_tools.py`
@@ -35,7 +35,7 @@ from polyturn.tools.validate import ArgumentSchema
 logger = logging.getLogger(__name__)
 
 MAX_SCHEMA_PARTS = 1 << 16
-"""Lists and mappings that the schema of one tool may hold."""
+"""Maximum number of lists and mappings in the schema of one tool."""
 
 
 class Toolbox:
@@ -47,10 +47,10 @@ class Toolbox:
         Args:
             tools: Objects with `name`, `schema`, `create`, `execute`, `calc_reward` and `release`.
             options: The limits of each call.
-            codec: Counts tokens, and knows the texts that no cut may tear.
+            codec: Counts tokens, and finds control texts, which a cut must not split.
 
         Raises:
-            ConfigError: two tools have one name, or a value cannot work.
+            ConfigError: two tools have the same name, or a value is invalid.
         """
         check_names(tools)
         self.max_abandoned = MAX_ABANDONED
@@ -71,17 +71,17 @@ class Toolbox:
         self.foreign = frozenset(
             name for name, tool in self.tools.items() if isinstance(tool, BaseTool) and tool.origin is not Origin.OWNER
         )
-        """Tools whose schemas come from outside."""
+        """Names of the tools whose schemas do not come from the run's owner."""
         self.bounded = {name: CallWithDeadline(name=f"tool-{name}", timeout_s=options.timeout_s) for name in self.tools}
         self.methods = {name: methods_of(tool) for name, tool in self.tools.items()}
         self.arguments = {name: self._arguments_of(name, tool) for name, tool in self.tools.items()}
-        """The arguments of each tool; None where the tool checks them itself."""
+        """Tool name -> schema of its arguments; None if the tool checks arguments itself."""
         self.hooks = {name: SnapshotHooks.of(tool, label=f"tool {name!r}") for name, tool in self.tools.items()}
-        """The hooks by which each tool survives a restart."""
+        """Tool name -> hooks that save and restore its state across a restart."""
         self.live_ids: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
         self.late: set[asyncio.Task[None]] = set()
-        """Releases of creates that came back after their episode had ended."""
+        """Running releases for creates that finished after their episode had ended."""
 
     def _arguments_of(self, name: str, tool: Tool) -> ArgumentSchema | None:
         if isinstance(tool, BaseTool) and tool.checks_own_arguments:
@@ -91,14 +91,14 @@ class Toolbox:
 
     @property
     def scoring(self) -> frozenset[str]:
-        """The names of the tools that may give a reward: for a call, or for the episode."""
+        """The names of the tools that may return a reward, for a call or for the episode."""
         return frozenset(name for name, tool in self.tools.items() if not isinstance(tool, FunctionTool) or tool.may_score)
 
     def select(self, task: Task) -> tuple[str, ...]:
-        """Return the names of the tools that a task may call; a name that it skips is warned of once in a run.
+        """Return the names of the task's tools; warn once per run about an unknown name that the task allows to skip.
 
         Raises:
-            DataError: it names a tool that is not there and that it does not skip, or it needs tools and has none.
+            DataError: the task names an unknown tool that it does not skip, or it needs tools and there are none.
         """
         try:
             chosen = select_tools(task, self.tools)
@@ -112,23 +112,23 @@ class Toolbox:
         return chosen.names
 
     def schemas_of(self, task: Task) -> tuple[Mapping[str, Any], ...]:
-        """Return the schemas of the tools that a task may call, for rendering.
+        """Return the schemas of the task's tools, for rendering.
 
         Raises:
-            DataError: it names a tool that is not there.
+            DataError: the task names an unknown tool.
         """
         return tuple(self.schemas[name] for name in self.select(task))
 
     @property
     def num_abandoned(self) -> int:
-        """Number of calls that run on although their deadline has passed."""
+        """Number of calls that are still running past their deadline."""
         return sum(map(self._abandoned, self.tools))
 
     def number_or_none(self, name: str, value: Any) -> float | None:
-        """Return the result of `calc_reward` as a reward; a list of texts, as some tools return, counts as none.
+        """Convert the result of `calc_reward` to a reward; a list of texts, which some tools return, counts as None.
 
         Raises:
-            RewardError: it is neither that nor a finite number nor None.
+            RewardError: the result is neither a list of texts nor a finite number nor None.
         """
         if value is None:
             return None
@@ -140,7 +140,7 @@ class Toolbox:
         return None
 
     def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
-        """Log what a tool raised, with its traceback once for each line that raises; return its result with that line."""
+        """Log a tool's exception, with the traceback once per raising line, and return the result with that line added."""
         where = raised_at(problem)
         if f"{result.name}{where}" not in self._warned:
             self._warned.add(f"{result.name}{where}")
@@ -148,10 +148,10 @@ class Toolbox:
         return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
 
     def check_abandoned(self) -> None:
-        """Check that the tools keep their deadlines on the whole.
+        """Check that only a few calls are still running past their deadline.
 
         Raises:
-            RolloutError: too many calls were left behind.
+            RolloutError: there are too many such calls.
         """
         if self.num_abandoned > self.max_abandoned:
             worst = max(self.tools, key=self._abandoned)
@@ -161,7 +161,7 @@ class Toolbox:
             )
 
     def close(self) -> None:
-        """Let the threads of the tools end once they are idle, at the end of a run; the tools can still be used."""
+        """Let the tools' threads end once they are idle, at the end of a run; the tools can still be used."""
         for name, tool in self.tools.items():
             self.bounded[name].close()
             if isinstance(tool, FunctionTool):

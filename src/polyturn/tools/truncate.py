@@ -1,8 +1,8 @@
-"""Texts cut to size: by characters or by tokens, on the side that the setting names.
+"""Cuts texts to a number of characters or tokens, on the configured side.
 
     left    (truncated)...the end        right   the beginning...(truncated)        middle   the beg...(truncated)...he end
 
-A cut never leaves half of a control token's text. Only the kept part is copied or encoded, however long the text is.
+A cut never splits the text of a control token. Only the kept part is copied or encoded, even of a very long text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ TruncateSide = Literal["left", "right", "middle"]
 
 _SIDES = ("left", "right", "middle")
 _WINDOW = 256
-"""Characters on either side of a cut that are searched for control texts."""
+"""Number of characters on either side of a cut that are searched for control texts."""
 _CHARS_PER_TOKEN = 6
 _MAX_CHARS_PER_TOKEN = 64
-"""Text with longer tokens is cut to this many characters a token."""
+"""Number of characters per token to which text with longer tokens is cut."""
 
 
 def check_side(side: str) -> None:
@@ -35,11 +35,11 @@ def check_side(side: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLimit:
-    """The part of a text that the model reads. None is all of it."""
+    """The maximum length of a text for the model; None means no limit."""
 
     max_chars: int | None = None
     max_tokens: int | None = None
-    """Needs the codec."""
+    """Maximum number of tokens; requires the codec."""
     side: TruncateSide = "middle"
     codec: Codec | None = None
 
@@ -51,7 +51,7 @@ class ResultLimit:
             )
 
     def cut(self, text: str) -> str:
-        """Return the part of `text` that the model reads; the smaller of both limits holds."""
+        """Return the part of `text` that satisfies both limits."""
         cut = truncate(text, max_chars=self.max_chars, side=self.side, codec=self.codec)
         if self.max_tokens is not None and self.codec is not None:
             fewer = truncate_tokens(text, max_tokens=self.max_tokens, side=self.side, codec=self.codec)
@@ -68,9 +68,9 @@ def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle",
 
     Args:
         text: The text.
-        max_chars: How many characters of it are kept. None keeps all.
-        side: What is cut away: "left" keeps the tail, "right" keeps the head, "middle" keeps half of each.
-        codec: Knows the texts of control tokens, which are kept or dropped whole.
+        max_chars: Maximum number of characters to keep; None keeps all.
+        side: The part to cut: "left" keeps the tail, "right" keeps the head, "middle" keeps half of each.
+        codec: Finds the texts of control tokens, which are kept or dropped whole.
     """
     if max_chars is None or len(text) <= max_chars:
         return text
@@ -120,7 +120,7 @@ def _joined(text: str, head_end: int, tail_start: int, side: TruncateSide) -> st
 
 
 def _kept_head(spans: list[tuple[int, int]], count: int) -> int:
-    """Return the end of the first `count` tokens, fewer if the next one shares a character with them."""
+    """Return the end of the first `count` tokens, or of fewer if the next token shares a character with them."""
     count = min(count, len(spans))
     while 0 < count < len(spans) and spans[count][0] < spans[count - 1][1]:
         count -= 1
@@ -128,7 +128,7 @@ def _kept_head(spans: list[tuple[int, int]], count: int) -> int:
 
 
 def _kept_tail(spans: list[tuple[int, int]], count: int) -> int:
-    """Return the start of the last `count` tokens, fewer if the one before shares a character with them."""
+    """Return the start of the last `count` tokens, or of fewer if the previous token shares a character with them."""
     at = max(0, len(spans) - count)
     while 0 < at < len(spans) and spans[at - 1][1] > spans[at][0]:
         at += 1
@@ -136,12 +136,12 @@ def _kept_tail(spans: list[tuple[int, int]], count: int) -> int:
 
 
 def _head_end(text: str, end: int, codec: Codec | None) -> int:
-    """Return the end of a head that would end at `end`, moved so that no control text is torn."""
+    """Return the end of a head, moved from `end` so that it does not split a control text."""
     return min(end, _control_at(text, end, codec)[0])
 
 
 def _tail_start(text: str, start: int, codec: Codec | None) -> int:
-    """Return the start of a tail that would begin at `start`, moved in the same way."""
+    """Return the start of a tail, moved from `start` so that it does not split a control text."""
     return max(start, _control_at(text, start, codec)[1])
 
 

@@ -1,10 +1,10 @@
-"""Check a call's arguments against the tool's JSON schema, and say in one sentence for the model what does not fit.
+"""Check a call's arguments against the tool's JSON schema, and describe an error in one sentence for the model.
 
     ArgumentSchema({"properties": {"top_k": {"type": "integer"}}}).problem({"top_k": "3"})
         ->  "'top_k' must be an integer, not '3'"
 
-`jsonschema` judges; the commonest sentences are ours. Nothing is fetched for a `$ref` of a foreign schema. A call that a
-schema cannot judge is left to the tool, with a warning.
+`jsonschema` validates; the most common messages are reworded here. A remote `$ref` is never fetched. If a schema is broken,
+its calls go to the tool unchecked, with a warning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from polyturn.core.errors import did_you_mean, one_line
 logger = logging.getLogger(__name__)
 
 _OPEN = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "patternProperties")
-"""Keywords beside which arguments may be named elsewhere than in `properties`."""
+"""Keywords of a schema that may name arguments outside of `properties`."""
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 
@@ -31,13 +31,13 @@ class ArgumentSchema:
     """The parameters of one tool."""
 
     def __init__(self, parameters: Mapping[str, Any], *, tool: str = "", also: Collection[str] = ()) -> None:
-        """Read a schema.
+        """Prepare a schema.
 
         Args:
-            parameters: The schema of the function's parameters. An argument that it does not name is wrong, unless it has
+            parameters: The schema of the function's parameters. Arguments that it does not name are errors, unless it has
                 additionalProperties.
             tool: The tool's name, for warnings.
-            also: Names that are fine although the schema does not have them.
+            also: Names of arguments that are allowed although the schema does not have them.
         """
         self._tool = tool
         self._also = frozenset(also)
@@ -53,7 +53,7 @@ class ArgumentSchema:
         self._validator = validator(_in_standard_words(ordered), registry=Registry())
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the fault of a call's arguments, for the model to read; None if they fit."""
+        """Return an error message about a call's arguments for the model; None if they fit."""
         known_arguments = {name: value for name, value in arguments.items() if name not in self._also or name in self._known}
         for name in known_arguments if self._is_closed else ():
             if name not in self._known:
@@ -62,7 +62,7 @@ class ArgumentSchema:
                 )
         try:
             wrong = next(self._validator.iter_errors(known_arguments), None)
-        except Exception as problem:  # the schema's fault, whatever it is: the call is not
+        except Exception as problem:  # any exception here is caused by the schema, not by the call
             if not self._is_warned:
                 self._is_warned = True
                 why = one_line(problem) or type(problem).__name__
@@ -74,7 +74,7 @@ class ArgumentSchema:
 
 
 def _in_standard_words(schema: Any) -> Any:
-    """Return a schema without `nullable`, which becomes a choice, and without types that JSON schema does not have."""
+    """Convert `nullable` to a choice with null, and drop types that JSON schema does not have."""
     if isinstance(schema, list):
         return [_in_standard_words(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -86,7 +86,7 @@ def _in_standard_words(schema: Any) -> Any:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Say what is wrong; of several ways to fit, of the one that fits deepest."""
+    """Describe an error in one sentence; among several alternatives, describe the one that matches deepest."""
     while error.context:
         error = max(error.context, key=lambda e: len(e.absolute_path))
     path = dotted(error.absolute_path)
@@ -111,11 +111,11 @@ def _sentence(error: ValidationError) -> str:
 
 
 def dotted(path: Iterable[str | int]) -> str:
-    """Return the path of a value in a call's arguments: points[0].x."""
+    """Format the path of a value in a call's arguments, such as points[0].x."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
 def show(value: Any) -> str:
-    """Return a value as the model wrote it, in JSON, cut after 80 characters."""
+    """Format a value as JSON, cut after 80 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,10 +1,10 @@
-"""ImageZoomInTool: the model names a region of the task's image and gets it back as an image of its own.
+"""ImageZoomInTool: returns a region of the task's image, which the model selects, as a new image.
 
     create(image="photo.png")                  a PIL image, a path, a data URI, or an http(s) URL
     execute({"bbox_2d": [10, 20, 200, 120]})   left, top, right, bottom in pixels of the original
 
-A box that leaves the image is cut, one under 28 pixels is widened, because vision encoders see patches of that size;
-one that is empty or more than a hundred times as long as wide is refused, which costs 0.05.
+A box that exceeds the image is cut. A box under 28 pixels is widened, because vision encoders use patches of that size. An
+empty box, or a box more than a hundred times as long as wide, is refused, which costs 0.05.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIN_SIDE = 28
 """Shortest side of a crop, in pixels."""
 MAX_ASPECT = 100
-"""Number of times as long as wide a box may be."""
+"""Maximum ratio of a box's longer side to its shorter side."""
 REFUSED_REWARD = -0.05
 
 
@@ -43,7 +43,7 @@ class ImageZoomInTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """The image comes from the task, and no call changes it."""
+    """True, because the image comes from the task, and calls do not change it."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -55,7 +55,7 @@ class ImageZoomInTool(BaseTool):
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         bbox = {
             "type": "array",
             "items": {"type": "number"},
@@ -72,10 +72,10 @@ class ImageZoomInTool(BaseTool):
         )
 
     async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode with its image, which may also be under that key of `create_kwargs`.
+        """Start an instance for one episode with its image, which may also be that key of `create_kwargs`.
 
         Raises:
-            DataError: there is no image, or it cannot be read.
+            DataError: the image is missing or cannot be read.
         """
         instance_id = str(uuid4()) if instance_id is None else instance_id
         source = kwargs.get("create_kwargs", {}).get("image") if image is None else image
@@ -99,12 +99,12 @@ class ImageZoomInTool(BaseTool):
         return ToolResponse(image=[crop], text=message), 0.0, {"success": True}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget the episode and its image; an id that was never created is a KeyError."""
+        """Drop the episode's image; raise KeyError for an id that was never created."""
         del self._instance_dict[instance_id]
 
 
 class Box(NamedTuple):
-    """A region in pixels."""
+    """A region of an image, in pixels."""
 
     left: int
     top: int
@@ -113,7 +113,7 @@ class Box(NamedTuple):
 
 
 def fit_box(value: Any, *, width: int, height: int) -> Box | str:
-    """Return the region to crop, inside the image, at least `MIN_SIDE` wide and high; a text says what is wrong with it."""
+    """Return the region to crop, inside the image and at least `MIN_SIDE` wide and high, or an error message."""
     if not isinstance(value, list | tuple) or len(value) != 4:
         return "'bbox_2d' must be a list of 4 numbers: [left, top, right, bottom]."
     if not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in value):
@@ -133,7 +133,7 @@ def fit_box(value: Any, *, width: int, height: int) -> Box | str:
 
 
 def _widen(low: float, high: float, *, limit: int) -> tuple[float, float]:
-    """Return [low, high] made at least `MIN_SIDE` long around its middle, moved where the image ends."""
+    """Widen [low, high] to at least `MIN_SIDE` around its middle, moved to stay within the image."""
     if high - low >= MIN_SIDE:
         return low, high
     start = math.floor((low + high) / 2 - MIN_SIDE / 2)
@@ -142,16 +142,16 @@ def _widen(low: float, high: float, *, limit: int) -> tuple[float, float]:
 
 
 async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -> Image:
-    """Return an image in RGB.
+    """Read an image in RGB.
 
     Args:
         source: A PIL image, its bytes, a path, a data URI, an http(s) URL, or a mapping with one of these under "bytes",
             "path", "url" or "image".
-        timeout_s: Deadline of fetching a URL.
-        threads: Where files are read and images are decoded.
+        timeout_s: Deadline of fetching a URL, in seconds.
+        threads: The threads that read files and decode images.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the image cannot be read.
         ConfigError: Pillow is not installed.
     """
     try:
