@@ -1,17 +1,17 @@
-"""Run the model's Python code where it can do no harm: a process of its own, in namespaces of its own, with limits.
+"""Runs the model's Python code safely: in a separate process, with separate namespaces and limits.
 
-    limits.py      how far the code may go, and how a run ended
-    isolation.py   bubblewrap, and what is said where there is none
+    limits.py      the limits of the code, and the result of a run
+    isolation.py   bubblewrap, and the error without it
     seccomp.py     the system calls that are refused
-    cgroup.py      memory and processes of a whole sandbox, where the kernel lends control groups
-    worker.py      what runs inside, from its source text; it imports nothing of this package
-    interpreter.py one sandbox seen from outside: start, run, kill
-    standstill.py  between two calls nothing in it runs
-    pool.py        sandboxes that wait, started already
-    fusion.py      how a run ended, in SandboxFusion's words
+    cgroup.py      limits of memory and processes for a whole sandbox, if the kernel offers control groups
+    worker.py      the program inside the sandbox, passed as source text; it does not import this package
+    interpreter.py the handle of one sandbox: start, run, kill
+    standstill.py  stops all processes of a sandbox between two calls
+    pool.py        sandboxes that are started in advance
+    fusion.py      the result of a run in SandboxFusion's format
     tool.py        the tool
 
-Apart from its output, nothing that the inside reports is trusted: limits are enforced from outside.
+Reports from inside the sandbox, apart from the output, are not trusted: limits are enforced from outside.
 """
 
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits

@@ -1,8 +1,8 @@
-"""A control group per sandbox: memory, processes and processor time of all that runs in it, whatever it forks.
+"""A control group per sandbox: limits memory, processes and CPU time of all its processes together.
 
-Both forms of the kernel's interface are spoken (one tree, or one tree a controller). Where neither may be written to, which
-is usual without root, there is no group, and limits hold for each process alone. A group is named after the process that
-made it; groups whose maker is gone are removed by the next one.
+Both versions of the kernel's interface are supported (one tree, or one tree per controller). If neither is writable, which
+is usual without root, there is no group, and limits only apply to each process. A group is named after the process that
+created it; later processes remove the groups of dead ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path("/sys/fs/cgroup")
 _NAME = re.compile(r"polyturn-sandbox-(\d+)-")
 _PERIOD = 100_000
-"""Microseconds in which a share of processor time is counted."""
+"""Period of the CPU time limit, in microseconds."""
 
 
 class ControlGroup:
@@ -30,11 +30,11 @@ class ControlGroup:
 
     @property
     def doors(self) -> tuple[str, ...]:
-        """The files into which a process writes its id to enter."""
+        """The files into which a process writes its id to enter the group."""
         return tuple(str(folder / "cgroup.procs") for folder in self._folders)
 
     def remove(self) -> None:
-        """Kill what is left and remove the group."""
+        """Kill the remaining processes and remove the group."""
         for folder in self._folders:
             for _ in range(200):
                 with contextlib.suppress(OSError, ValueError):
@@ -46,13 +46,13 @@ class ControlGroup:
                 except FileNotFoundError:
                     break
                 except OSError:
-                    time.sleep(0.005)  # the dead are still counted
+                    time.sleep(0.005)  # killed processes are still in the group
 
 
 def make_group(
     name: str, *, memory_mb: int, processes: int, cpus: float | None = None, root: Path = ROOT
 ) -> ControlGroup | None:
-    """Return a new group with these limits; None where the kernel lends none."""
+    """Make a group with these limits; return None if control groups are not available."""
     groups: list[Path] = []
     try:
         for parents, must, may in _trees(root, memory_mb=memory_mb, processes=processes, cpus=cpus):
@@ -64,7 +64,7 @@ def make_group(
 
 
 def sweep(root: Path = ROOT) -> None:
-    """Remove empty groups whose maker is gone."""
+    """Remove empty groups of processes that no longer exist."""
     own = _own_paths()
     places = {root, root / "memory", root / "pids", root / "cpu"}
     places |= {root / kind / path for kind, path in own.items()}
@@ -78,14 +78,14 @@ def sweep(root: Path = ROOT) -> None:
 
 
 class _Tree(NamedTuple):
-    """One place where a group is made."""
+    """One tree of control groups, and the files to write for a group in it."""
 
     parents: Sequence[Path]
-    """Folders that may hold it, nearest first."""
+    """Possible parent folders, nearest first."""
     must: dict[str, int | str]
-    """Files that have to be written."""
+    """File name -> value that must be written."""
     may: dict[str, int | str]
-    """Files that are written where they exist."""
+    """File name -> value that is written if the file exists."""
 
 
 def _trees(root: Path, *, memory_mb: int, processes: int, cpus: float | None) -> Iterator[_Tree]:
@@ -128,7 +128,7 @@ def _make(parents: Sequence[Path], name: str, must: dict[str, int | str], may: d
 
 
 def _write(path: Path, value: int | str) -> None:
-    with path.open("r+") as file:  # never creates it
+    with path.open("r+") as file:  # does not create the file
         file.write(str(value))
 
 

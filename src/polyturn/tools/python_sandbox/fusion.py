@@ -11,7 +11,7 @@ from polyturn.tools.python_sandbox.limits import RunResult
 
 
 def reply_of(result: RunResult) -> dict[str, Any]:
-    """Return a run in SandboxFusion's words."""
+    """Convert the result of a run to SandboxFusion's format."""
     if result.status == "sandbox_error":
         return {"status": "SandboxError", "message": result.stderr, "compile_result": None, "run_result": None, "files": {}}
     statuses = {"timeout": "TimeLimitExceeded", "output": "Error"}

@@ -1,7 +1,7 @@
-"""One sandbox, seen from outside: starts it, runs code in it one piece after the other, kills it with all it started.
+"""Interpreter: the handle of one sandbox. It starts the sandbox, runs pieces of code in it, and kills all its processes.
 
-Plain blocking calls, for threads: `run` in one of them, `stop` from any. What the inside may do to this side is bounded
-here: how much it prints, how long it takes, how large its answer is, and that an answer belongs to its question.
+All calls block and are meant for threads: one thread calls `run`, any thread may call `stop`. The interpreter limits the
+amount of output, the run time and the size of an answer, and ignores answers that do not belong to the request.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from polyturn.tools.python_sandbox.standstill import go_on, stand_still
 START_S = 20.0
 """Seconds that a sandbox may take to start on a busy machine."""
 GRACE_S = 0.5
-"""Seconds that code whose time is over may take to notice, before its sandbox is killed."""
+"""Seconds that code may take to end after its time limit, before its sandbox is killed."""
 MAX_FETCHED_BYTES = 16 << 20
-"""The size of all files that a program hands back; a file beyond it is not handed back."""
+"""Maximum total size in bytes of the files that a program returns; files beyond it are left out."""
 MAX_WORDS_BYTES = 64 << 10
-"""The bytes on the channel for answers before the answer is there: those that code writes there by itself."""
+"""Maximum number of bytes that the code itself may write on the answer channel before the answer."""
 MAX_LINE_BYTES = 512
-"""An answer's line, and what each file adds to it."""
+"""Maximum size in bytes of an answer's line, and of each file's addition to it."""
 MAX_FILE_BYTES_OF_LINE = 16
 LEAST_MEMORY_MB = 64
-"""The memory of the interpreter itself, and a little."""
+"""Minimum memory limit in MB: the memory of the interpreter itself, and a little more."""
 _ENTER = 'for door in $POLYTURN_DOORS; do echo $$ > "$door" || exit 125; done; exec "$@"'
 _COUNT = itertools.count()
 
 
 class SandboxStartError(PolyturnError, RuntimeError):
-    """A sandbox that did not start, with what it said."""
+    """A sandbox did not start; the message has its output."""
 
 
 class Interpreter:
@@ -67,7 +67,7 @@ class Interpreter:
         self._init_pid: int | None = None
         self._folder: str | None = None
         self._marker = f"{os.getpid()}-{next(_COUNT)}-{secrets.token_hex(4)}"
-        room = limits.memory_mb + 64  # so that one process meets its own limit first, as a MemoryError
+        room = limits.memory_mb + 64  # so that a single process reaches its own limit first and gets a MemoryError
         self._group: ControlGroup | None = make_group(
             f"polyturn-sandbox-{self._marker}", memory_mb=room, processes=limits.processes + 4
         )
@@ -80,7 +80,7 @@ class Interpreter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether code can still be run in it."""
+        """Whether the sandbox can still run code."""
         return not self._is_closed and self._process.poll() is None
 
     @property
@@ -90,7 +90,7 @@ class Interpreter:
 
     @property
     def _first_pid(self) -> int:
-        """The id of the process below which all others of the sandbox are."""
+        """The id of the ancestor of all processes in the sandbox."""
         return self._process.pid if self._init_pid is None else self._init_pid
 
     def _start(self, isolation: Isolation, python: str) -> None:
@@ -147,9 +147,9 @@ class Interpreter:
             self._watch_init(info_read, confines=isolation is Isolation.USER)
 
     def _watch_init(self, info: int, *, confines: bool) -> None:
-        """Hold on to the first process of the sandbox's own process namespace: with it, all of them end.
+        """Get a handle of the first process in the sandbox's process namespace, whose end also ends all others.
 
-        Where it has the same user as the code, which can then write into its memory, the same limits are to hold for it.
+        If it runs as the same user as the code, the code can write into its memory; it then gets the same limits.
         """
         with open(info, "rb"):
             output = b""
@@ -179,7 +179,7 @@ class Interpreter:
             raise SandboxStartError(f"the sandbox did not start ({result.status}): {result.stderr.strip()[-300:]}")
 
     def run(self, code: str, *, timeout_s: float | None = None) -> RunResult:
-        """Run a piece of code; the variables of the pieces before it are there."""
+        """Run a piece of code, with the variables of the earlier pieces."""
         return self._ask({"code": code, "is_program": False, "fetch": []}, timeout_s)
 
     def run_program(
@@ -192,10 +192,10 @@ class Interpreter:
         timeout_s: float | None = None,
         memory_mb: float | None = None,
     ) -> RunResult:
-        """Run code as a script, with `stdin`, and files in base64 beside it; return those named in `fetch`, as far as they
-        are there and have no more than `MAX_FETCHED_BYTES` together.
+        """Run code as a script, with `stdin` and with `files` (in base64) in its folder.
 
-        `memory_mb` lowers the sandbox's limit from now on, to `LEAST_MEMORY_MB` at least.
+        The result has the files named in `fetch` that exist, up to `MAX_FETCHED_BYTES` in total. `memory_mb` permanently
+        lowers the sandbox's memory limit, to at least `LEAST_MEMORY_MB`.
         """
         request = {"code": code, "is_program": True, "stdin": stdin, "files": dict(files or {}), "fetch": list(fetch)}
         if memory_mb is not None:
@@ -254,7 +254,7 @@ class Interpreter:
                         ended = "output"
                 if not reply.is_whole and self._exit in ready:
                     ended = "killed"
-        for fd, output in printed.items():  # what was written before the answer is in the pipe
+        for fd, output in printed.items():  # output from before the answer is already in the pipe
             output.drain(fd)
         return self._result(reply, ended, printed, duration_s=time.monotonic() - start)
 
@@ -278,11 +278,11 @@ class Interpreter:
         )
 
     def stop(self) -> None:
-        """Kill the sandbox now; `close` gives back what it held here."""
+        """Kill the sandbox now; `close` also releases its resources in this process."""
         with contextlib.suppress(OSError):
             if self._init_fd is not None:
                 signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
-                return  # bubblewrap, outside, buries it and ends
+                return  # bubblewrap, outside of the sandbox, reaps it and ends
         self._kill_group()
 
     def _kill_group(self) -> None:
@@ -291,7 +291,7 @@ class Interpreter:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the sandbox with all that runs in it, wait until it is gone, and give everything back."""
+        """Kill the sandbox with all its processes, wait for its end, and release its resources."""
         if "_process" not in self.__dict__:
             self._give_back(())
             return
@@ -327,12 +327,12 @@ class Interpreter:
 
 @functools.cache
 def _worker() -> str:
-    """Read what runs inside, once: an upgrade of the package under a long run must not mix two versions."""
+    """Read the worker's source once, so that an upgrade of the package during a long run does not mix two versions."""
     return resources.files("polyturn.tools.python_sandbox").joinpath("worker.py").read_text()
 
 
 class _Printed:
-    """The output of one stream: the first bytes are kept, all are counted."""
+    """The output of one stream: keeps the first bytes, and counts all."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._kept = bytearray()
@@ -349,7 +349,7 @@ class _Printed:
         return bool(chunk)
 
     def drain(self, fd: int) -> None:
-        """Read the bytes that are there, and not those that a process keeps writing."""
+        """Read the available bytes, without waiting for a process that keeps writing."""
         for _ in range(64):
             before = self.num_bytes
             if not self.read(fd) or self.num_bytes == before:
@@ -365,7 +365,7 @@ class _Printed:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return the available bytes, b"" at the end, None if there are none yet."""
+    """Read the available bytes; return b"" at the end of the stream, and None if there are none yet."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:
@@ -373,10 +373,10 @@ def _read(fd: int) -> bytes | None:
 
 
 class _Reply:
-    """The answer to one request: a short line, then the files that were asked for, byte for byte.
+    """The answer to one request: a short line, then the raw bytes of the requested files.
 
-    The code can write on its channel, so an answer is no larger than what was asked for, only a short line is ever parsed,
-    and lines that do not hold the request's id are ignored.
+    The code itself can write on this channel. So the size of an answer is limited by the request, only a short line is
+    parsed, and lines without the request's id are ignored.
     """
 
     def __init__(self, token: str, fetch: Sequence[str]) -> None:
@@ -387,12 +387,12 @@ class _Reply:
         self._max_line = MAX_LINE_BYTES + MAX_FILE_BYTES_OF_LINE * len(fetch)
         self._held = bytearray()
         self._num_words = 0
-        """Bytes that came before the answer's own files."""
+        """Number of bytes received before the answer's files."""
         self._sizes: list[int | None] | None = None
-        """Of each file; None until the line is there."""
+        """Size of each file in bytes, None for a missing file; None until the line has arrived."""
 
     def add(self, chunk: bytes) -> None:
-        """Take what came."""
+        """Add received bytes."""
         self._held += chunk
         if self._sizes is None:
             self._num_words += len(chunk)
@@ -403,17 +403,17 @@ class _Reply:
 
     @property
     def is_flood(self) -> bool:
-        """Whether more was written than any answer needs."""
+        """Whether more bytes arrived than any valid answer has."""
         return self._sizes is None and self._num_words > MAX_WORDS_BYTES + self._max_line
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer and its files are there."""
+        """Whether the answer and its files have arrived."""
         return self._sizes is not None and len(self._held) >= sum(size or 0 for size in self._sizes)
 
     @property
     def files(self) -> dict[str, str]:
-        """The files that are there, in base64."""
+        """File name -> content in base64, for the files that exist."""
         files, at = {}, 0
         for name, size in zip(self._fetch, self._sizes or (), strict=False):
             if size is not None:
@@ -450,7 +450,7 @@ def _filter_file() -> int | None:
 
 
 def _kill_marked(marker: str) -> None:
-    """Kill what a sandbox without isolation left behind, found by a variable in its environment."""
+    """Kill the remaining processes of a sandbox without isolation, which a variable in their environment identifies."""
     wanted = f"POLYTURN_SANDBOX={marker}".encode()
     for _ in range(3):
         for name in os.listdir("/proc"):

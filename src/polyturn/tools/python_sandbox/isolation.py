@@ -1,12 +1,12 @@
-"""The isolation of a sandbox: which there is on this machine, and the command that builds them.
+"""The isolation of a sandbox: finds the best one that this machine supports, and makes its command line.
 
-    as root       bubblewrap in the machine's own user namespace; the worker then becomes a user of its own, one a
-                  sandbox, so that the kernel's limit of processes binds it
-    as a user     bubblewrap in a user namespace of its own
-    neither       nothing but resource limits: refused unless `allow_unsafe` is set
+    as root       bubblewrap in the machine's user namespace; the worker then switches to a separate user for each
+                  sandbox, so that the kernel's limit of processes applies
+    as a user     bubblewrap in a new user namespace
+    neither       only resource limits: refused unless `allow_unsafe` is set
 
-Inside there is no network, no process but the sandbox's own, /usr and the interpreter read-only, a private /tmp, and no
-variable of this process's environment.
+A sandbox has no network, sees only its own processes, has /usr and the interpreter read-only and a private /tmp, and gets no
+variables of this process's environment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Isolation(enum.Enum):
 
 @functools.cache
 def find_isolation() -> tuple[Isolation, str]:
-    """Return the best isolation that this machine can build, and why there is no better one ("" where there is)."""
+    """Return the best isolation on this machine, and why a better one is not available ("" for the best)."""
     if not sys.platform.startswith("linux"):
         return Isolation.NONE, f"bubblewrap needs Linux, and this is {sys.platform}"
     if shutil.which("bwrap") is None:
@@ -63,7 +63,7 @@ def require_isolation(*, allow_unsafe: bool) -> Isolation:
     """Return the isolation of this machine.
 
     Raises:
-        ConfigError: there is none, and running without is not allowed.
+        ConfigError: there is no isolation, and running without it is not allowed.
     """
     isolation, why = find_isolation()
     if isolation is Isolation.NONE and not allow_unsafe:
@@ -88,7 +88,7 @@ def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd
     for file in _FROM_ETC:
         command += ["--ro-bind-try", file, file]
     for folder in interpreter_folders(python):
-        for parent in reversed(Path(folder).parents[:-1]):  # empty, but for the way down
+        for parent in reversed(Path(folder).parents[:-1]):  # parent folders, which are otherwise empty
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", folder, folder]
     size = str(limits.disk_mb << 20)
@@ -102,7 +102,7 @@ def bwrap(isolation: Isolation, limits: SandboxLimits, *, python: str, filter_fd
 
 
 def system_folders() -> Iterator[tuple[str, str, str]]:
-    """Iterate over bubblewrap's arguments for the folders beside /usr that programs need: /bin, /lib and their like."""
+    """Iterate over bubblewrap's arguments for folders that programs need in addition to /usr, such as /bin and /lib."""
     for folder in map(Path, _SYSTEM):
         if folder.is_symlink():
             yield "--symlink", os.readlink(folder), str(folder)
@@ -112,10 +112,10 @@ def system_folders() -> Iterator[tuple[str, str, str]]:
 
 @functools.cache
 def interpreter_folders(python: str) -> Sequence[str]:
-    """Return the folders an interpreter needs beside /usr: its own, and its virtual environment's where it is in one.
+    """Return the folders that an interpreter needs in addition to /usr, including those of its virtual environment.
 
     Raises:
-        ConfigError: it is not an interpreter that starts.
+        ConfigError: the interpreter does not start.
     """
     code = "import sys; print(sys.base_prefix, sys.prefix, sep='\\n')"
     try:
@@ -132,6 +132,6 @@ def _environment(python: str) -> list[str]:
 
 
 def bare_python() -> str:
-    """Return this process's interpreter without its virtual environment: the standard library alone is visible."""
+    """Return this process's interpreter without its virtual environment, so that only the standard library is visible."""
     path = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     return str(path) if path.exists() else sys.executable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from polyturn.core.errors import ConfigError
 
 OUTPUT_OF_PROGRAMS = 4 << 20
-"""Bytes of a whole program's output that are kept: it is compared with what it should be, and not read by a model."""
+"""Maximum kept output of a whole program in bytes; it is large, because the output is compared and not shown to a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,19 +20,19 @@ class SandboxLimits:
     """The limits of one sandbox."""
 
     timeout_s: float = 10.0
-    """Wall time of one run."""
+    """Wall time of one run, in seconds."""
     cpu_s: float = 120.0
-    """CPU time of each process over the whole life of the sandbox."""
+    """CPU time of each process over the whole life of the sandbox, in seconds."""
     memory_mb: int = 512
-    """Address space of each process; with control groups the memory of all processes together (and files in /tmp) too."""
+    """Address space of each process in MB; with control groups, also the memory of all processes and files in /tmp."""
     processes: int = 32
-    """Processes and threads at once."""
+    """Maximum number of processes and threads at a time."""
     output_bytes: int = 65_536
-    """The bytes of stdout, and of stderr, that are kept; the rest is read and thrown away."""
+    """Maximum number of bytes kept of stdout, and of stderr; the rest is read and discarded."""
     flood_bytes: int = 16 << 20
-    """Output of one run after which the sandbox is killed."""
+    """Output of one run in bytes after which the sandbox is killed."""
     disk_mb: int = 64
-    """Size of /tmp, and of one file."""
+    """Maximum size of /tmp, and of one file, in MB."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -42,7 +42,7 @@ class SandboxLimits:
 
     @property
     def of_a_process(self) -> list[tuple[int, int]]:
-        """The resource limits of each process, by their numbers."""
+        """The resource limits of each process, as (resource number, value)."""
         return [
             (resource.RLIMIT_AS, self.memory_mb << 20),
             (resource.RLIMIT_NPROC, self.processes),
@@ -59,16 +59,16 @@ class RunResult:
     """The result of a run."""
 
     status: str
-    """ok, error (an exception), exit (it ended itself), timeout, output (it printed without end), killed (a limit or a
-    signal ended the process) or sandbox_error (the sandbox did not start)."""
+    """ok, error (an exception), exit (the code exited), timeout, output (too much output), killed (a limit or a signal ended
+    the process) or sandbox_error (the sandbox did not start)."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
-    """0, 1 after an exception, or what the code said; a signal is negative; None where it was stopped from outside."""
+    """0, 1 after an exception, or the code's exit code; negative for a signal; None if it was stopped from outside."""
     duration_s: float = 0.0
     is_truncated: bool = False
     """Whether output is missing."""
     is_alive: bool = True
     """Whether the sandbox and its variables are still there."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The files that were asked for, in base64."""
+    """File name -> content in base64, for the requested files."""

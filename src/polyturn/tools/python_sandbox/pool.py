@@ -1,9 +1,9 @@
-"""Sandboxes that wait, started already, so that the first run of an episode does not wait for one.
+"""WarmPool: sandboxes that are started in advance, so that the first run of an episode does not wait for a start.
 
-    pool.open() … pool.take() -> Interpreter … pool.close()        counted: the last close lets the waiting ones go
+    pool.open() … pool.take() -> Interpreter … pool.close()        counted: the last close releases the waiting sandboxes
 
-They are started by a few threads, side by side, which live as long as the pool has users or waiting sandboxes, and end
-together: the kernel kills a sandbox when the thread that started it ends, so nothing outlives this process, however it ends.
+A few threads start sandboxes concurrently. They live as long as the pool has users or waiting sandboxes, and end together:
+the kernel kills a sandbox when the thread that started it ends, so sandboxes never outlive this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyturn.tools.python_sandbox.cgroup import sweep
 from polyturn.tools.python_sandbox.interpreter import START_S, Interpreter, SandboxStartError
 
 PAUSES_S = (0.1, 0.4)
-"""Before a sandbox that did not start is tried again: a machine that is short of processes or memory may have some soon."""
+"""Seconds to pause before each new try of a failed start, because a lack of processes or memory may be temporary."""
 MAX_STARTERS = 8
 
 
@@ -44,10 +44,10 @@ class WarmPool:
         """Make a pool.
 
         Args:
-            start: Starts a sandbox; called in several threads at once.
-            size: How many wait.
-            keep_s: How long they wait on when the last user has gone.
-            num_starters: How many are started at once; None is as many as there are cores, at most `MAX_STARTERS`.
+            start: Starts a sandbox; called in several threads concurrently.
+            size: Number of sandboxes to keep ready.
+            keep_s: Seconds for which they are kept after the last user has left.
+            num_starters: Maximum number of concurrent starts; None for the number of cores, at most `MAX_STARTERS`.
         """
         self._start = start
         self._size = size
@@ -61,18 +61,18 @@ class WarmPool:
         self._is_broken = False
         self._num_starting = 0
         self._num_warming = 0
-        """Sandboxes that are being started and that no caller has asked for."""
+        """Number of sandboxes that are being started in advance, without a waiting caller."""
 
     @property
     def num_ready(self) -> int:
-        """Number of sandboxes that wait."""
+        """Number of waiting sandboxes."""
         return len(self._ready)
 
     def open(self) -> None:
-        """Count a user; the first one starts the pool.
+        """Add a user; the first one starts the pool.
 
         Raises:
-            SandboxStartError: the machine has no thread left; no sandbox is counted.
+            SandboxStartError: the machine cannot start a thread; the user is not counted.
         """
         with self._changed:
             self._num_users += 1
@@ -85,16 +85,16 @@ class WarmPool:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Count a user out."""
+        """Remove a user."""
         with self._changed:
             self._num_users -= 1
             self._changed.notify_all()
 
     def take(self, *, within_s: float = START_S) -> Interpreter:
-        """Return an unused sandbox; the caller closes it. One that does not start is tried again.
+        """Return an unused sandbox, which the caller closes; a failed start is tried again.
 
         Raises:
-            SandboxStartError: none could be started, or none in time.
+            SandboxStartError: no sandbox could be started in time.
         """
         until = time.monotonic() + within_s
         for pause_s in PAUSES_S:
@@ -107,7 +107,7 @@ class WarmPool:
         return self._take(until)
 
     def let_go(self) -> None:
-        """Close the sandboxes that wait, at once, and start none until one is asked for; those taken live on."""
+        """Close the waiting sandboxes now, and start new ones only on demand; taken sandboxes are not affected."""
         with self._changed:
             self._is_broken = True
             while self._num_starting:
@@ -133,12 +133,12 @@ class WarmPool:
             return wanted.result(max(0.0, until - time.monotonic()))
         except TimeoutError as problem:
             with self._changed:
-                if not wanted.cancel():  # it came at the last moment
+                if not wanted.cancel():  # the sandbox arrived at the last moment
                     return wanted.result()
             raise SandboxStartError("the machine could start no sandbox in time; it is too busy") from problem
 
     def _grow(self) -> None:
-        """See to it that there are threads for what is wanted. With the lock."""
+        """Start threads for the wanted sandboxes. The caller holds the lock."""
         if self._crew is None:
             sweep()
             self._crew = _Crew()
@@ -149,7 +149,7 @@ class WarmPool:
             thread = threading.Thread(target=self._work, args=(crew,), name="polyturn-sandboxes", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as problem:  # the machine has no thread left
+            except RuntimeError as problem:  # the machine cannot start another thread
                 if crew.num_threads:
                     return
                 self._crew = None
@@ -172,7 +172,7 @@ class WarmPool:
             self._start_one(wanted, crew)
 
     def _await_work(self, crew: _Crew) -> bool:
-        """Wait until there is something to start; False once the threads are to end. With the lock."""
+        """Wait until a sandbox is wanted; return False once the threads should end. The caller holds the lock."""
         while not crew.is_over:
             while self._wanted and self._wanted[0].cancelled():
                 self._wanted.popleft()
@@ -185,7 +185,7 @@ class WarmPool:
                 ready = list(self._ready)
                 self._ready.clear()
                 self._changed.notify_all()
-                for one in ready:  # in the lock: the threads that started them end as soon as it is free
+                for one in ready:  # with the lock held, because the threads that started them end once it is released
                     one.close()
         return False
 

@@ -1,12 +1,12 @@
-"""Between two calls a sandbox stands still: processes that a call left running go on with the next one, and not before.
+"""Stops all processes of a sandbox between two calls; processes that a call left running continue during the next call.
 
-    call 1 starts a thread, a daemon      ->  both stop with the end of the call
-    call 2                                ->  both go on for as long as it runs
+    call 1 starts a thread, a daemon      ->  both stop at the end of the call
+    call 2                                ->  both continue while it runs
 
-Every process below the sandbox's first one is stopped from outside, by a signal that none can catch or block. A process of
-one thread does nothing more once the signal is on its way; of one with several, another thread may fork meanwhile, so it
-is waited for. Inside, no process may continue a stopped one (`seccomp.py`); where the kernel does, to a group of
-processes that is orphaned, it is stopped again. The caller kills what cannot be stopped.
+Every descendant of the sandbox's first process is stopped from outside, by SIGSTOP, which cannot be caught or blocked. A
+process with one thread stops as soon as the signal is sent. In a process with several threads, another thread may still
+fork, so the caller waits for it. Processes inside cannot continue a stopped one (`seccomp.py`). If the kernel continues an
+orphaned process group, it is stopped again. The caller kills processes that cannot be stopped.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 LIMIT_S = 2.0
-"""Seconds that the processes of a sandbox may take to stand still."""
+"""Seconds that the processes of a sandbox may take to stop."""
 _PAUSE_S = 0.0002
 _STILL = "TtZXx"
-"""States of a process that does not run: stopped, traced, dead."""
+"""States of a process that is not running: stopped, traced, dead."""
 
 
 def stand_still(first: int) -> bool:
-    """Stop a process and all below it; False if they do not stand still in time."""
+    """Stop a process and its descendants; return whether all stopped in time."""
     until, pause_s, num_still = time.monotonic() + LIMIT_S, 0.0, 0
-    while num_still < 2:  # the end of one that was looked at late may have let another go on
+    while num_still < 2:  # twice, because the end of a process may have let another one continue after its check
         processes = _below(first)
         moving = [pid for pid in processes if not _is_still(pid)]
         for pid in moving:
@@ -43,14 +43,14 @@ def stand_still(first: int) -> bool:
 
 
 def go_on(first: int) -> None:
-    """Let a process and all below it go on."""
+    """Let a process and its descendants continue."""
     processes = _below(first)
     for pid in processes:
         _signal(pid, processes, signal.SIGCONT)
 
 
 def _below(first: int) -> Mapping[int, int]:
-    """Return a process and all below it, each with its parent."""
+    """Return a process and its descendants: process id -> id of the parent."""
     depths, todo = {first: 0}, [first]
     while todo:
         parent = todo.pop()
@@ -65,7 +65,7 @@ def _below(first: int) -> Mapping[int, int]:
 
 
 def _signal(pid: int, processes: Mapping[int, int], number: signal.Signals) -> None:
-    """Send a signal to a process, unless its number is another's by now."""
+    """Send a signal to a process, unless its id has been reused."""
     with contextlib.suppress(OSError):
         handle = os.pidfd_open(pid)
         try:
@@ -76,7 +76,7 @@ def _signal(pid: int, processes: Mapping[int, int], number: signal.Signals) -> N
 
 
 def _is_still(pid: int) -> bool:
-    """Return whether a process is stopped or gone, or has one thread and will do nothing more before it is stopped."""
+    """Return whether a process is stopped or gone, or has a single thread with a pending stop signal."""
     try:
         fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     except OSError:
@@ -86,7 +86,7 @@ def _is_still(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return a process's state and its parent; that of one that is gone is X."""
+    """Return a process's state and its parent; the state of a process that is gone is X."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):

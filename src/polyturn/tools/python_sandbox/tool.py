@@ -1,11 +1,11 @@
-"""PythonSandbox: the model runs Python in a sandbox of this machine; variables survive from call to call of an episode.
+"""PythonSandbox: runs the model's Python in a sandbox on this machine; variables persist between the calls of an episode.
 
     execute({"code": "x = 6"})   ->  "The code ran and printed nothing."
     execute({"code": "x * 7"})   ->  "42\\n"
 
-A sandbox belongs to one episode and is killed with everything in it at the end. One that dies on the way (a limit, a crash)
-is replaced at the next call, and the model reads that its variables are gone. If no sandbox can be started, which no code in
-one can cause, the trajectory fails: the model must neither see nor be scored with our failure.
+A sandbox belongs to one episode and is killed with all its processes at the end. If it dies earlier (a limit, a crash), the
+next call replaces it, and the model is informed that its variables are gone. If a sandbox cannot be started, which is never
+caused by the model's code, the trajectory fails, so that the model neither sees this failure nor is scored with it.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class PythonSandbox(BaseTool):
 
     @property
     def max_concurrency(self) -> int:
-        """Number of its calls that run at once; others wait for their turn, which is not part of their deadline."""
+        """Maximum number of concurrent calls; others wait for a slot, which does not count for their deadline."""
         return self._num_workers
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema that is used where the file has none."""
+        """Return the default schema, for a tool file without one."""
         code = {
             "type": "string",
             "description": "Python code; print what you want to see. Variables are kept between calls.",
@@ -106,7 +106,7 @@ class PythonSandbox(BaseTool):
             self.limits = dataclasses.replace(self.limits, timeout_s=_SHARE * timeout_s)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begin one episode; its sandbox is taken at the first call."""
+        """Start an instance for one episode; the first call takes a sandbox."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         self._pool.open()
         self._instance_dict[instance_id] = _Session(self._pool)
@@ -130,17 +130,17 @@ class PythonSandbox(BaseTool):
         return ToolResponse(text=describe(result, self.limits)), None, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
-        """Have no opinion: running code is neither paid nor charged."""
+        """Return None: running code does not affect the reward."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Kill the episode's sandbox with all that runs in it; an id that was never created is a KeyError."""
+        """Kill the episode's sandbox with all its processes; raise KeyError for an id that was never created."""
         session = self._instance_dict.pop(instance_id)
         session.stop()
         await self._threads.run(session.close, is_owed=True)
 
 
 class _Session:
-    """The sandbox of one episode, taken when it is needed."""
+    """The sandbox of one episode, taken on first use."""
 
     def __init__(self, pool: WarmPool) -> None:
         self._pool = pool
@@ -175,7 +175,7 @@ class _Session:
 
 
 def describe(result: RunResult, limits: SandboxLimits) -> str:
-    """Return the text that the model reads: the output, then how the program ended if that is not plain."""
+    """Return the text for the model: the output, then how the program ended if it did not succeed."""
     ends = {
         "ok": "",
         "error": "",
