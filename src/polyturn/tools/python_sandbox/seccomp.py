@@ -1,10 +1,10 @@
 """The system calls that code in a sandbox is refused, as a classic BPF program for the kernel's seccomp filter.
 
-Namespaces do not stand alone: a process in them could make further user namespaces (the usual way to kernel bugs), speak
-to the machine's hypervisor over vsock, which no network namespace covers, or trace its neighbours. Some calls give memory
-that no limit of a process counts (memfd_create, System V and POSIX queues), take from what all processes of a user share
-(asynchronous I/O, inotify), or lock files of the machine (flock, leases). And nothing inside lets a process go on that was
-stopped from outside: SIGCONT is sent neither by a process nor by the kernel, for a timer, a file or the end of a child.
+Namespaces alone are not sufficient: a process in them could make further user namespaces (the usual path to kernel bugs),
+reach the hypervisor over vsock, which network namespaces do not cover, or trace other processes. Some calls allocate memory
+outside of a process's limits (memfd_create, System V and POSIX queues), use resources that all processes of a user share
+(asynchronous I/O, inotify), or lock files of the machine (flock, leases). The filter also prevents SIGCONT to a process that
+was stopped from outside, whether from a process or from the kernel for a timer, a file or the end of a child.
 
     load the architecture -> another one: kill
     load the number       -> on the list: EPERM;  clone with a new namespace: EPERM;  socket of another family: EAFNOSUPPORT;
@@ -61,7 +61,7 @@ _REFUSED_WITH = {
     "pidfd_send_signal": (1, (signal.SIGCONT,)),
     "setsockopt": (2, (socket.SO_SNDBUF, socket.SO_RCVBUF)),
 }
-"""System call -> which of its arguments is looked at, and the values that are refused."""
+"""System call -> index of the checked argument, and the refused values."""
 _REFUSED = {
     "ptrace": (101, 117),
     "mount": (165, 40),
@@ -103,11 +103,11 @@ _REFUSED = {
     "flock": (73, 32),
     "timer_create": (222, 107),
 }
-"""System call -> its number on each machine; None where there is none."""
+"""System call -> its number on each machine; None if the machine does not have it."""
 
 
 def filter_program(machine: str | None = None) -> bytes | None:
-    """Return the filter of this machine's architecture; None where none is known."""
+    """Return the filter for a machine's architecture, by default this one's; None for an unsupported architecture."""
     known = _MACHINES.get(platform.machine() if machine is None else machine)
     if known is None:
         return None
@@ -118,7 +118,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
     steps += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
     for number in (*refused, *_SAME_EVERYWHERE):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | _EPERM)]
-    steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # its flags are out of a filter's sight
+    steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]  # a filter cannot read its flags
     steps += [(_EQUAL, 0, 6, numbers["clone"]), (_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 2, 0, _NEW_NAMESPACES)]
     steps += [(_AND, 0, 0, _SIGNAL_OF_END), (_EQUAL, 0, 1, signal.SIGCONT)]
     steps += [(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)]
