@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def loop_clock() -> Callable[[], float]:
-    """Return the clock of the running event loop, or the monotonic clock if none runs; they differ only in virtual time."""
+    """Return the clock of the running event loop (virtual in tests), or the monotonic clock if no loop runs."""
     try:
         return asyncio.get_running_loop().time
     except RuntimeError:
@@ -42,20 +42,20 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
             stack.extend(reversed(error.exceptions))
         else:
             leaves.append(error)
-    # Tasks that were cancelled because another failed say nothing of the reason.
+    # A task that was cancelled because another one failed does not hold the reason.
     real = [e for e in leaves if not isinstance(e, asyncio.CancelledError)]
     return (real or leaves)[0]
 
 
 class PerLoop(Generic[T]):
-    """One object for each event loop, such as a lock, which belongs to the loop that first waited for it."""
+    """Holds one object for the running event loop, such as a lock, which works only in the loop that first waited for it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
 
     def __call__(self) -> T:
-        """Return it, made when a loop first asks."""
+        """Return the object of the running loop; the first call in a loop makes it."""
         loop = asyncio.get_running_loop()
         if self._made is None or self._made[0] is not loop:
             self._made = loop, self._make()
@@ -63,9 +63,9 @@ class PerLoop(Generic[T]):
 
 
 class OneThread:
-    """One daemon thread that runs one function after another, for work that must not hold the event loop up.
+    """Runs functions one after another in a daemon thread, for work that must not block the event loop.
 
-    Always the same thread, because native libraries keep a pool of threads for each thread that calls them.
+    It is always the same thread, because native libraries keep a pool of threads for each thread that calls them.
     """
 
     def __init__(self, name: str) -> None:
@@ -101,9 +101,9 @@ class OneThread:
         """Run `function` in the thread and wait for its end, even while the caller is cancelled.
 
         Raises:
-            asyncio.CancelledError: the caller was cancelled before the function began, so that it never does.
+            asyncio.CancelledError: the caller was cancelled before the function began; the function will not run.
         """
-        turn = threading.Lock()  # taken for good by the first of two: the beginning, or the cancellation
+        turn = threading.Lock()  # never released: whichever comes first, the start or the cancellation, keeps it
 
         def begin() -> T:
             if not turn.acquire(blocking=False):
@@ -121,7 +121,7 @@ class OneThread:
         return Finished(work.result(), None)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run `function` in the thread and return its result, as `finish` does."""
+        """Run `function` in the thread and return its result; a cancelled caller still waits for its end, as in `finish`."""
         result, cancelled = await self.finish(function)
         if cancelled is not None:
             raise cancelled
@@ -129,7 +129,7 @@ class OneThread:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Keep the thread from beginning work inside; what it does at the moment ends first."""
+        """Wait until the thread is idle, and keep it from starting other work inside the block."""
         is_held, may_go_on = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
 
@@ -154,20 +154,20 @@ class Finished(NamedTuple, Generic[T]):
 
     result: T
     cancelled: asyncio.CancelledError | None
-    """Set where the caller was cancelled meanwhile; raise it once what the work did is recorded."""
+    """Set if the caller was cancelled meanwhile; raise it after recording the result."""
 
 
 async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Finished[T]:
-    """Wait for `work` to its end even while the caller is cancelled: for what must not be left half done.
+    """Wait until `work` ends, even if the caller is cancelled: for work that must not be left half done.
 
     Args:
-        work: A task, which is not cancelled.
-        grace_s: How long it is waited for once the caller is cancelled; None is for as long as it takes.
+        work: A task; it is not cancelled.
+        grace_s: Seconds to wait for the task after the caller is cancelled; None waits until it ends.
 
     Raises:
-        asyncio.CancelledError: the caller was cancelled, and the work goes on by itself after `grace_s`.
-        Exception: the work's own error. If the caller was cancelled meanwhile, that is its `__context__`, as where a
-            `finally` raises; a caller that goes on after errors asks `cancelling()` of its task.
+        asyncio.CancelledError: the caller was cancelled and `grace_s` passed; the task continues by itself.
+        Exception: the error of the task. If the caller was cancelled meanwhile, the cancellation is the error's
+            `__context__`. A caller that continues after errors must check `cancelling()` of its task.
     """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():

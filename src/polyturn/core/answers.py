@@ -1,8 +1,8 @@
-"""Answers of a service, read up to a bound, because a broken or hostile one may send any number of bytes.
+"""Reads the answer of a service up to a limit, because a broken or hostile service may send any number of bytes.
 
     body = await whole(response.content.iter_any())      aiohttp; httpx: response.aiter_bytes()
 
-What is counted is what comes out of the decompression, so that a small answer cannot unfold into a large one.
+The limit applies to the decompressed bytes, so that a small answer cannot unfold into a large one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class LargeAnswerError(PolyturnError, ValueError):
-    """An answer that is larger than it may be; what it was read from is to be closed."""
+    """An answer exceeded its limit; close the connection that it was read from."""
 
 
 async def whole(chunks: AsyncIterable[bytes], *, limit: int | None = None) -> bytes:
-    """Return all of `chunks`.
+    """Return all of `chunks`, joined.
 
     Raises:
-        LargeAnswerError: they are more than `limit` bytes, `MAX_ANSWER_BYTES` where none is given; no more is read.
+        LargeAnswerError: there are more than `limit` bytes (default: `MAX_ANSWER_BYTES`); reading stops there.
     """
     body, limit = bytearray(), MAX_ANSWER_BYTES if limit is None else limit
     async for chunk in chunks:

@@ -1,8 +1,8 @@
 """Compact, read-only token arrays: int32 ids, float32 logprobs and weights.
 
-Separate because every core type holds such arrays, and they must agree on three things: they are read-only (also after
-unpickling); two records compare by value through `same_as` (`==` on arrays is not a bool, so the dataclasses have
-`eq=False`); and thousands of live episodes fit in memory, because no token is a Python object.
+Every core type holds such arrays. They are read-only, also after unpickling. Two records compare by value with `same_as`:
+`==` on arrays does not return a bool, so the dataclasses have `eq=False`. Thousands of live episodes fit in memory, because
+no token is a Python object.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 """[T] one number per token."""
 Support = NDArray[np.int32]
-"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1; all -1 where nothing was cut."""
+"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1; all -1 if they removed none."""
 
 _T = TypeVar("_T")
 
 
 def ids_array(values: ArrayLike) -> Ids:
-    """Return `values` as a read-only int32 vector, copying only what is not one already."""
+    """Return `values` as a read-only int32 vector; a vector that is one already is not copied."""
     return _frozen(values, np.int32)
 
 
 def float_array(values: ArrayLike) -> Floats:
-    """Return `values` as a read-only float32 vector, copying only what is not one already."""
+    """Return `values` as a read-only float32 vector; a vector that is one already is not copied."""
     return _frozen(values, np.float32)
 
 
@@ -41,7 +41,7 @@ def support_array(values: ArrayLike) -> Support:
 
 
 def joined_support(parts: Sequence[tuple[int, Support | None]]) -> Support | None:
-    """Return [T, K] the supports of consecutive tokens, given as (number of tokens, support); None if none is known."""
+    """Concatenate the supports of consecutive parts, each (number of tokens, support), to [T, K]; None if all are None."""
     width = max((known.shape[1] for _, known in parts if known is not None), default=0)
     if not width:
         return None
@@ -58,8 +58,8 @@ def _frozen(values: ArrayLike, dtype: type[Any], ndim: int = 1) -> NDArray[Any]:
     if array.ndim != ndim:
         raise ValueError(f"this array must have {ndim} dimension{'s' * (ndim > 1)}, and it has shape {array.shape}")
     if array.flags.writeable:
-        # What a caller can still write to (an array, a tensor, a buffer) must not change under a record, so it is copied;
-        # one that was made just now from a list is ours already.
+        # Copy memory that the caller can still write to (an array, a tensor, a buffer), so that a record never changes.
+        # An array that `np.asarray` has just made from a list needs no copy.
         array = array.copy() if isinstance(values, np.ndarray) or array.base is not None else array
         array.flags.writeable = False
     return array
@@ -70,7 +70,7 @@ def _rebuild(cls: type[_T], values: dict[str, Any]) -> _T:
 
 
 class Record:
-    """Mixin of the frozen dataclasses that hold arrays: value comparison, and pickling through the constructor."""
+    """Mixin for the frozen dataclasses that hold arrays: comparison by value, and pickling through the constructor."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class Record:
         return same(self, other)
 
     def _freeze(self, **read: Callable[[Any], Any]) -> None:
-        """Replace fields by what `read` makes of them, where they are not None; for `__post_init__`."""
+        """Convert each named field that is not None with its function in `read`; for `__post_init__`."""
         for name, make in read.items():
             value = getattr(self, name)
             if value is not None and (frozen := make(value)) is not value:

@@ -9,9 +9,9 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
     builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
     other = builder.fork()                       a second position; the one that appends second opens a segment
 
-A builder is a position in the segments of an episode. Forks share the segments and have positions of their own. At the end
-of a segment a token is appended to it; elsewhere a new segment starts, whose prompt replays everything before. So a sampled
-token is in exactly one segment as sampled, and in others at most as prompt (I4).
+A builder is a position in the segments of an episode. Forks share the segments but have separate positions. If the position
+is the end of a segment, new tokens are appended to that segment. Otherwise they start a new segment, whose prompt replays
+everything before the position. So each token is SAMPLED in exactly one segment, and PROMPT in any other (I4).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Open:
     spans: list[Span] = field(default_factory=list)
     media: list[Any] = field(default_factory=list)
     pinned: int = 0
-    """The place of the furthest fork: tokens before it are in its context and stay."""
+    """Number of tokens before the furthest fork: they are part of its context and cannot be cut."""
     routed: int = 0
-    """Number of tokens up to the first whose experts are unknown."""
+    """Number of tokens before the first token whose experts are unknown."""
 
     @property
     def ids(self) -> Ids:
@@ -63,7 +63,7 @@ class _Open:
         self.spans.append(span)
 
     def route(self, routes: Any, *, first: int) -> None:
-        """Note the experts of the tokens from `first` on that have none yet; touches no span before them."""
+        """Record the experts of the tokens from `first` on that have none yet; earlier spans do not change."""
         if first < 0:
             raise AlignmentError(f"{len(routes)} tokens came with routes where {first + len(routes)} are known")
         end = self.length
@@ -81,7 +81,7 @@ class _Open:
             self.routed = max(self.routed, first + len(routes))
 
     def routes(self, length: int) -> Any | None:
-        """Return the experts of the first `length` tokens, as far as they are known without a gap."""
+        """Return the experts of the first `length` tokens, up to the first token whose experts are unknown."""
         known = Segment(spans=tuple(self.spans)).routed_experts if self.routed else None
         return None if known is None else known[: min(length, self.routed)]
 
@@ -92,7 +92,7 @@ class _Open:
 
 
 class BuilderState(NamedTuple):
-    """A place in a builder, from which `fork` goes on after the builder itself has gone on."""
+    """A position of a builder. `fork` can continue from it after the builder has moved on."""
 
     segment: int
     length: int
@@ -107,58 +107,58 @@ class TrajectoryBuilder:
         self._segments: list[_Open] = []
         self._current = -1
         self._length = 0
-        """Number of tokens of the current segment before this place."""
+        """Number of tokens of the current segment before this position."""
         self._num_media = 0
-        """Number of its media that are shown before this place."""
+        """Number of media of the current segment before this position."""
         self._origin: Branch | None = None
-        """The place from which another agent was called."""
+        """The position from which this agent was called; None for the first agent."""
 
     @property
     def context(self) -> Ids:
-        """[T] the ids before this place, as a read-only view: what the engine is asked to continue."""
+        """[T] the ids before this position, as a read-only view: the prompt of the next request to the engine."""
         view = self._open_segment().buffer[: self._length]
         view.flags.writeable = False
         return view
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens before this place."""
+        """Number of tokens before this position."""
         return self._length
 
     @property
     def num_routed(self) -> int:
-        """Number of tokens before this place, up to the first whose experts are unknown."""
+        """Number of tokens before this position, up to the first token whose experts are unknown."""
         return min(self._open_segment().routed, self._length)
 
     @property
     def media(self) -> tuple[Any, ...]:
-        """The images and other media that the context shows."""
+        """The images and other media of the context, in order."""
         return tuple(self._open_segment().media[: self._num_media]) if self._num_media else ()
 
     @property
     def is_open(self) -> bool:
-        """Whether this place is in a segment; a new builder, and another agent's, must `open` one first."""
+        """Whether a segment is open here. A new builder, or a fork for another agent, must call `open` first."""
         return self._current >= 0
 
     @property
     def place(self) -> BuilderState:
-        """The current place of this builder."""
+        """The current position of this builder."""
         return BuilderState(self._current, self._length, self._num_media)
 
     def fork(self, *, agent: str | None = None, at: BuilderState | None = None) -> TrajectoryBuilder:
-        """Return a second place to append at.
+        """Return a second builder on the same segments, with a position of its own.
 
         Args:
-            agent: None goes on from here; another name starts without context, and its first segment remembers that it was
-                called from here.
-            at: A place where this builder stood, to go on from instead of here; nothing before it may have been cut since.
+            agent: None continues from here. Another name starts with an empty context; the parent of its first segment is
+                this position.
+            at: An earlier position of this builder to continue from; no token before it may have been cut since.
         """
         self._open_segment()
         here = at or self.place
         segment = self._segments[here.segment]
         segment.pinned = max(segment.pinned, here.length)
         other = TrajectoryBuilder(agent=agent or self.agent)
-        other._segments = self._segments  # the list itself: what either appends, both may go on from
+        other._segments = self._segments  # the same list: each builder may extend the segments of the other
         if agent is None:
             other._current, other._length, other._num_media = here
         else:
@@ -166,13 +166,13 @@ class TrajectoryBuilder:
         return other
 
     def rename(self, agent: str) -> None:
-        """Let what comes from here on be another agent's: its first segment remembers that it went on from here."""
+        """Attribute everything from here on to `agent`; the parent of its first segment is this position."""
         self._origin = Branch(self._current, self._length)
         self.agent = agent
 
     def open(self, ids: ArrayLike, *, turn: int = -1, parent: Branch | None = None) -> SpanRef:
-        """Start a segment with the prompt `ids` and make it the one that grows; what it shares with its parent went to the
-        same experts."""
+        """Start a segment with the prompt `ids` and move to its end. It takes the experts of the prefix that it shares with
+        its parent."""
         routes = None if parent is None else self._segments[parent.segment].routes(parent.length)
         self._segments.append(_Open(agent=self.agent, parent=parent))
         self._current, self._length, self._num_media = len(self._segments) - 1, 0, 0
@@ -182,11 +182,11 @@ class TrajectoryBuilder:
         return ref
 
     def sample(self, completion: Completion, *, turn: int, weights: ArrayLike | None = None) -> tuple[SpanRef, ...]:
-        """Append a completion exactly as it was sampled; k policy versions become k spans.
+        """Append a completion exactly as it was sampled, with one span for each policy version.
 
         Args:
-            completion: What the engine returned.
-            turn: The turn it belongs to.
+            completion: The answer of the engine.
+            turn: The turn of the completion.
             weights: [len(completion.token_ids)] weights in the loss; None trains every token with weight 1.
 
         Raises:
@@ -219,20 +219,20 @@ class TrajectoryBuilder:
         return tuple(refs)
 
     def observe(self, ids: ArrayLike, *, turn: int) -> SpanRef:
-        """Append what the environment and the template added after turn `turn`; these tokens weigh 0."""
+        """Append the tokens that the environment and the template added after turn `turn`; their loss weight is 0."""
         return self._append(Span(ids=ids_array(ids), source=SpanSource.OBSERVATION, turn=turn))
 
     def rewrite(self, ids: ArrayLike, *, turn: int, media: Sequence[Any] = ()) -> SpanRef | None:
-        """Continue from the full prompt `ids`, which shows `media`, wherever it came from.
+        """Continue from the complete prompt `ids` with its `media`.
 
-        It extends the longest segment of the agent that it continues token for token, showing the same media; when none
-        does, a new segment starts, which remembers where it branched. Nothing is repaired or re-aligned.
+        If a segment of this agent is a prefix of `ids` and has the same media, the longest such segment is extended.
+        Otherwise a new segment starts, with the position where it branched as its parent. No ids are repaired or realigned.
 
         Returns:
-            The span that was added; None when `ids` is exactly the segment so far.
+            The added span; None if `ids` equals the segment.
         """
         new = ids_array(ids)
-        best = -1  # the longest that fits, so that as few sampled tokens as possible are replayed as prompt
+        best = -1  # the longest match, so that as few sampled tokens as possible are replayed as prompt
         for index, segment in enumerate(self._segments):
             is_longest = segment.agent == self.agent and (best < 0 or segment.length > self._segments[best].length)
             if is_longest and self._continues(segment, new) and segment.media == list(media[: len(segment.media)]):
@@ -248,19 +248,19 @@ class TrajectoryBuilder:
         return ref
 
     def continues(self, ids: ArrayLike, *, media: Sequence[Any] = ()) -> bool:
-        """Return whether the full prompt `ids`, which shows `media`, goes on token for token from what stands here."""
+        """Return whether the context and media at this position are a prefix of the complete prompt `ids` and `media`."""
         new = ids_array(ids)
         if not self.is_open or len(new) < self._length or self.media != tuple(media[: self._num_media]):
             return False
         return bool(np.array_equal(self.context, new[: self._length]))
 
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
-        """Drop all but the first `keep` tokens of the completion that was sampled last; return how many are gone.
+        """Drop all but the first `keep` tokens of the last sampled completion; return the number of dropped tokens.
 
-        Where a fork stands behind them they stay, for they are in its context, and only this place goes back: then 0.
+        If a fork has the tokens in its context, they stay; only this builder moves back, and 0 is returned.
 
         Raises:
-            AlignmentError: something follows the completion, it was not sampled here, or it has fewer tokens.
+            AlignmentError: the completion is not the last of this builder, or has fewer than `keep` tokens.
         """
         segment = self._open_segment()
         spans = [self.span(ref) for ref in refs]
@@ -295,7 +295,7 @@ class TrajectoryBuilder:
         return total - keep
 
     def reweigh(self, refs: Sequence[SpanRef], weights: ArrayLike) -> None:
-        """Set the weights of sampled spans that are already there, `weights` running over all of them in order.
+        """Replace the loss weights of the sampled spans `refs`; `weights` covers their tokens in order.
 
         Raises:
             AlignmentError: a span was not sampled, the lengths differ, or a weight is not finite.
@@ -317,7 +317,7 @@ class TrajectoryBuilder:
             start = end
 
     def add_media(self, *items: Any) -> None:
-        """Attach images or other media to the segment that grows now; call it behind the tokens that show them."""
+        """Attach images or other media to the current segment; call this after appending the tokens that show them."""
         if items:
             self._grow_here().media.extend(items)
             self._num_media += len(items)
@@ -338,7 +338,7 @@ class TrajectoryBuilder:
         return self._segments[self._current]
 
     def _grow_here(self) -> _Open:
-        """Return the segment that ends at this place; where the current one has gone on without us, a new one is opened."""
+        """Return the segment that ends here; open a new one if a fork has extended the current segment."""
         segment = self._open_segment()
         if self._length == segment.length:
             return segment
@@ -358,7 +358,10 @@ class TrajectoryBuilder:
         return len(ids) >= segment.length and bool(np.array_equal(segment.ids, ids[: segment.length]))
 
     def _parent_of(self, ids: Ids) -> Branch | None:
-        """Return the segment of this agent that shares most with `ids`; for another agent's first, where it was called."""
+        """Return the branch from the segment of this agent with the longest prefix in common with `ids`.
+
+        The first segment of a called agent branches from the position of the call.
+        """
         parent, shared = None, 0
         for index, segment in enumerate(self._segments):
             common = _common_prefix(segment.ids, ids) if segment.agent == self.agent else 0

@@ -1,4 +1,4 @@
-"""Whose code a file is: the library's own, Python's, an installed package's, or else an author's."""
+"""Tells the code of plug-in authors from that of polyturn, of Python and of installed packages, by file name."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 from types import FrameType
 
 OURS = str(Path(__file__).parents[1]) + "/"
-"""Not resolved: code is named by the path that it was imported by, through whatever links."""
+"""The folder of polyturn. Links are not resolved, because a code object has the path that it was imported by."""
 PACKAGES = tuple({sysconfig.get_path(name) + "/" for name in ("purelib", "platlib")})
 STDLIB = sysconfig.get_path("stdlib") + "/"
 
 
 def is_ours(filename: str) -> bool:
-    """Return whether a file of code belongs to the library."""
+    """Return whether a source file belongs to polyturn."""
     return filename.startswith(OURS)
 
 
 def is_stdlib(filename: str) -> bool:
-    """Return whether code is Python's own, or was made by no file."""
+    """Return whether a source file belongs to Python, or the code comes from no file."""
     return filename.startswith("<") or (filename.startswith(STDLIB) and not filename.startswith(PACKAGES))
 
 
 def is_an_authors(filename: str) -> bool:
-    """Return whether code is neither the library's, nor Python's, nor an installed package's."""
+    """Return whether a source file belongs to a plug-in author: not to polyturn, Python or an installed package."""
     return not is_stdlib(filename) and not filename.startswith((OURS, *PACKAGES))
 
 
 def place_of(frames: list[FrameType]) -> str:
-    """Return which code of an author a stack of frames, the outermost first, is in; "" where it is in none."""
+    """Describe the outermost function of an author in a stack (outermost frame first), with its current line; "" if none."""
     frames_of_user = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
     first = next((frame for frame in frames_of_user if not is_ours(frame.f_code.co_filename)), None)
     if first is None:

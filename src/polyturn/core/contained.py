@@ -1,10 +1,10 @@
-"""Files of a folder that others may have filled: read without being led out of it.
+"""Reads files of an untrusted folder without following symbolic links out of it.
 
-    contained(run, "config.yaml")                      run/config.yaml; None where there is no such file
+    contained(run, "config.yaml")                      run/config.yaml; None if there is no such file
     contained(run, "config.yaml")  -> /etc/passwd      DataError: a symbolic link leads out of the folder
 
-A run is copied, unpacked and sent around, and a viewer shows its files to others: a symbolic link in it must not
-choose which files of this machine are shown. The folder itself may be reached through a link.
+Run folders are copied and sent around, and a viewer shows their files to others. A symbolic link in a run must not expose
+other files of this machine. The folder itself may be reached through a link.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from polyturn.core.errors import DataError
 
 
 def contained(folder: Path, name: str) -> Path | None:
-    """Return the place of a file or folder inside `folder`, free of links; None where there is none.
+    """Return the resolved path of a file or folder inside `folder`; None if it does not exist.
 
     Raises:
-        DataError: a symbolic link leads out of `folder`, or it is neither a plain file nor a folder.
+        DataError: a symbolic link leads out of `folder`, or the path is neither a plain file nor a folder.
     """
     try:
         base, path = folder.resolve(), (folder / name).resolve()
@@ -40,7 +40,7 @@ def contained(folder: Path, name: str) -> Path | None:
 
 
 def read_contained(folder: Path, name: str, *, max_bytes: int) -> str | None:
-    """Return the text of a file inside `folder`, broken bytes replaced; None where there is none.
+    """Return the text of a file inside `folder`, with invalid bytes replaced; None if the file does not exist.
 
     Raises:
         DataError: as `contained`, or the file is larger than `max_bytes` or cannot be read.

@@ -1,4 +1,4 @@
-"""A completion in parts: the request for the rest of one that was cut, and the merge of its parts.
+"""Completions sampled in parts: builds the request for the rest of an interrupted completion, and joins the parts.
 
 [ 1 2 3 ] -> ( 4 5 cut )      then  [ 1 2 3 4 5 ] -> ( 6 7 )      =      [ 1 2 3 ] -> ( 4 5 6 7 ), versions 0 and 1
 """
@@ -18,7 +18,7 @@ _MAX_VAIN = 16
 
 
 def continued(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequest:
-    """Return the request for the rest of a completion of which `parts` are there; a seed gives the rest its own."""
+    """Return the request that continues after `parts`; a seeded request gets another seed for each part."""
     if not parts:
         return request
     ids = [part.token_ids for part in parts]
@@ -33,12 +33,12 @@ def continued(request: GenerateRequest, parts: Sequence[Completion]) -> Generate
 
 
 def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Completion | None:
-    """Return the newest part without its first banned id and what follows; None if it holds none.
+    """Return the newest part, cut before its first banned id; None if it has no banned id.
 
-    To throw such an id away and sample anew in its place is to sample from all the others.
+    Discarding a banned id and sampling again is the same as sampling from all other ids.
 
     Raises:
-        EngineError: nothing but banned ids is sampled.
+        EngineError: the last parts consist of banned ids only.
     """
     part, banned = parts[-1], request.sampling.banned_token_ids
     at = np.flatnonzero(np.isin(part.token_ids, banned)).tolist() if banned else []
@@ -54,7 +54,7 @@ def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Comp
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """Return the parts of one completion as one, with the versions of each."""
+    """Join the parts of a completion, with the policy versions of each part."""
     if len(parts) == 1:
         return parts[0]
     runs: list[tuple[int, int]] = []
@@ -75,7 +75,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 def version_runs(runs: Sequence[tuple[int, int]], *, current: int) -> tuple[tuple[int, int], ...]:
-    """Return (first token, version) runs from token 0 that change at each entry; `current` where there are none."""
+    """Merge neighbouring (first token, version) runs of the same version; no runs give ((0, current),)."""
     out: list[tuple[int, int]] = []
     for start, version in runs or [(0, current)]:
         if not out or out[-1][1] != version:
@@ -84,7 +84,7 @@ def version_runs(runs: Sequence[tuple[int, int]], *, current: int) -> tuple[tupl
 
 
 def nothing(version: int) -> Completion:
-    """Return the empty completion of a request that was ended before it was sent."""
+    """Return the empty completion of a request that was aborted before it was sent."""
     return Completion(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),

@@ -6,9 +6,9 @@
         def step(self, action): return "Go on.", 0.0, False, {} observation, reward, whether it is done, info
         def close(self): ...                                    exactly once, whatever ends the episode
 
-One object serves one episode. Each method may be plain or async; a plain one runs in a thread and blocks no other episode.
-An observation is a text, a message, or a list of messages; messages may show images. `step` may also tell an end from a
-limit of its own, (observation, reward, terminated, truncated, info), and a game of several players answers with `Seated`.
+One object serves one episode. Each method may be plain or async; a plain method runs in a thread and does not block other
+episodes. An observation is a text, a message, or a list of messages; messages may show images. `step` may also return
+(observation, reward, terminated, truncated, info), and a game for several players returns `Seated`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ class Env(Protocol):
     """An environment for one episode."""
 
     def reset(self, *, seed: int) -> Any:
-        """Begin, and return the first observation.
+        """Start the episode and return the first observation.
 
-        A text is added to the row's last message; messages replace the prompt; None leaves it as it is. A pair,
-        (observation, info), is taken as well; the info of a beginning has no turn to be recorded with.
+        A text is added to the last message of the row; messages replace the prompt; None keeps the prompt. A pair
+        (observation, info) works, too, but the info is not recorded, because there is no turn yet.
 
         Args:
-            seed: The same for every trajectory of a task, unless the row's `env_config` has a `seed` of its own.
+            seed: The same for every trajectory of a task; a `seed` in the row's `env_config` takes precedence.
         """
         ...
 
     def step(self, action: str) -> Any:
-        """Take what the model wrote; return (observation, reward of this turn, whether it is done, info).
+        """Apply the text of the model; return (observation, reward of this turn, whether the episode is done, info).
 
-        Or (observation, reward, terminated, truncated, info), where `truncated` marks a limit of its own; or `Seated`.
+        Or return (observation, reward, terminated, truncated, info), where `truncated` means that a limit of the
+        environment ended the episode; or a `Seated`.
         """
         ...
 
     def close(self) -> Any:
-        """Let go of everything. Called exactly once."""
+        """Release all resources. Called exactly once."""
         ...
 
 
@@ -69,39 +70,39 @@ envs: Registry[Callable[..., Env]] = Registry("envs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seated:
-    """The answer of a game of several players: from `reset`, and from every `step`."""
+    """The result of `reset` and of every `step` in a game for several players."""
 
     seat: int
     """The player who acts next, from 0."""
     observation: Any = None
-    """The player's observation: all that it has not been shown yet."""
+    """Everything that this player has not been shown yet."""
     rewards: Mapping[int, float] = field(default_factory=dict)
-    """The rewards of this step, by seat; a player who is not named earned nothing."""
+    """Seat -> reward of this step; players without an entry earned nothing."""
     terminated: bool = False
     truncated: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EnvStep(NamedTuple):
-    """The answer of an environment, checked."""
+    """The checked result of an environment's `step`."""
 
     observation: tuple[Message, ...]
     reward: float
     is_done: bool
     info: Mapping[str, Any]
     is_truncated: bool = False
-    """Whether a limit of the environment's own ended it, and nothing else did."""
+    """Whether the episode ended only because of a limit of the environment."""
     seat: int = 0
     """The player who acts next."""
     rewards: Mapping[int, float] = {}
-    """By seat, what each player earned; empty where there is one player, whose is `reward`."""
+    """Seat -> reward of this step; empty with a single player, whose reward is `reward`."""
 
     @classmethod
     def of(cls, returned: Any, *, name: str) -> EnvStep:
-        """Read what `step` returned.
+        """Check and convert the result of `step`.
 
         Raises:
-            SchedulerError: it is nothing that can be understood, or a reward is not a finite number.
+            SchedulerError: the result has an unknown form, or a reward is not a finite number.
         """
         if isinstance(returned, EnvStep):
             return returned
@@ -113,7 +114,7 @@ class EnvStep(NamedTuple):
                 "or (observation, reward, terminated, truncated, info)"
             )
         observation, reward, is_done, *truncated, info = returned
-        # Where both fall on one step it was an end, which has a value of its own, and no truncation.
+        # A step that is both terminated and truncated counts as terminated.
         is_over = _flag(is_done, name=name)
         is_truncated = not is_over and any(_flag(flag, name=name) for flag in truncated)
         return cls(
@@ -151,7 +152,7 @@ def _reward(value: Any, *, name: str) -> float:
 
 
 def _flag(value: Any, *, name: str) -> bool:
-    """Return whether an environment says that it is over."""
+    """Read a flag of an environment's result as a bool."""
     if (flag := as_flag(value)) is None:
         raise SchedulerError(
             f"the environment {name!r}: step gave {brief(value)} for whether it is over; it is true or false"
@@ -166,17 +167,17 @@ def _info(info: Any, *, name: str) -> dict[str, Any]:
 
 
 def first_shown(returned: Any) -> Any:
-    """Return the observation of what `reset` returned, which may be (observation, info)."""
+    """Return the observation in the result of `reset`, which may be a pair (observation, info)."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping) and "role" not in returned[1]:
         return returned[0]
     return returned
 
 
 def observed(observation: Any, *, name: str) -> tuple[Message, ...]:
-    """Return an observation as messages; a text is a user's.
+    """Return an observation as messages; a text becomes a user message.
 
     Raises:
-        SchedulerError: it is neither a text nor messages.
+        SchedulerError: the observation is neither a text nor messages.
     """
     if observation is None:
         return ()

@@ -1,4 +1,4 @@
-"""The error tree. One root, and each class also inherits the standard type it refines.
+"""The tree of errors. Its root is `PolyturnError`, and each class also inherits the standard type that it refines.
 
     ConfigError("unknown key 'max_turn' in rollout; did you mean 'max_turns'?")   is a PolyturnError and a ValueError
 
@@ -31,7 +31,7 @@ class ConfigError(PolyturnError, ValueError):
 
 
 class UnknownNameError(ConfigError, LookupError):
-    """A name that is not registered; the message carries the nearest known ones."""
+    """A name that is not registered; the message shows the closest known names."""
 
 
 class MissingModuleError(ConfigError, ModuleNotFoundError):
@@ -59,7 +59,7 @@ class AlignmentError(PolyturnError, ValueError):
 
 
 class LifecycleError(PolyturnError, RuntimeError):
-    """A request state transition that the table does not allow, or a plug-in instance used outside its life."""
+    """A state transition that the table does not allow, or a plug-in instance used before its start or after its end."""
 
 
 class EngineError(PolyturnError, RuntimeError):
@@ -67,32 +67,32 @@ class EngineError(PolyturnError, RuntimeError):
 
 
 class EngineLostError(EngineError):
-    """A server did not answer: it crashed, hangs or cannot be reached. The request may be asked of another one."""
+    """A server did not answer: it crashed, hangs or cannot be reached. The request may be sent to another server."""
 
 
 class EngineBusyError(EngineLostError):
-    """A server took no request for now: its queue is full. It may be asked again."""
+    """A server refused a request because its queue is full. The request may be sent again."""
 
 
 class EngineGoneError(EngineLostError):
-    """A server that is lost for good: it died more often than it may be started again."""
+    """A server that is lost for good: it has used up its restarts."""
 
 
 class InteractionError(PolyturnError, RuntimeError):
-    """An interaction that raised or missed its deadline: the trajectory fails, the run goes on."""
+    """An interaction raised or missed its deadline. The trajectory fails; the run continues."""
 
 
 class SchedulerError(PolyturnError, RuntimeError):
-    """A scheduler that raised or answered nothing that can be understood: the trajectory fails, the run goes on."""
+    """A scheduler or environment raised, or returned an unknown form. The trajectory fails; the run continues."""
 
 
 class ToolUnavailableError(PolyturnError, RuntimeError):
-    """Raised by a tool that cannot even begin a call, for want of something that no argument can bring about: the trajectory
-    fails, the run goes on. What a model can bring about is a `ToolError`, or any other exception: it reads that."""
+    """Raised by a tool that cannot start a call whatever its arguments, because something that it needs is missing. The
+    trajectory fails; the run continues. For an error that the model can cause, raise a `ToolError`: the model reads it."""
 
 
 class RewardError(PolyturnError, RuntimeError):
-    """A reward function that raised or returned something that is not a finite number. Never 0.0."""
+    """A reward function raised, or returned something that is not a finite number. It never counts as 0.0."""
 
 
 class RolloutError(PolyturnError, RuntimeError):
@@ -104,7 +104,7 @@ class TrainingError(PolyturnError, RuntimeError):
 
 
 class RankLostError(TrainingError):
-    """A process that trains or runs episodes for this run died: training cannot go on without it."""
+    """A process that trains or runs episodes for this run died; training cannot continue without it."""
 
 
 class CheckpointError(PolyturnError, RuntimeError):
@@ -112,11 +112,11 @@ class CheckpointError(PolyturnError, RuntimeError):
 
 
 class SnapshotError(PolyturnError, RuntimeError):
-    """A live conversation that cannot be kept or taken up again: it starts from its task when the run is resumed."""
+    """A live conversation cannot be saved or restored; it restarts from its task when the run is resumed."""
 
 
 class NoSnapshotError(SnapshotError):
-    """A plug-in that keeps state and offers no way to take it up again."""
+    """A plug-in keeps state but has no `snapshot` and `restore`."""
 
 
 class ToolError(Exception):
@@ -124,11 +124,11 @@ class ToolError(Exception):
 
 
 class ToolConnectionError(ToolError):
-    """Raised by a tool that cannot reach what it asks, or lost it: nothing that the model did."""
+    """Raised by a tool that cannot reach its service, or lost the connection; the model did not cause it."""
 
 
 class ToolTimeoutError(ToolError):
-    """Raised by a tool when what it asks did not answer in the tool's own time: nothing that the model did."""
+    """Raised by a tool whose service did not answer within the tool's timeout; the model did not cause it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -138,7 +138,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     did_you_mean("zzz", ["max_turns", "seed"])       ->  " Known: 'max_turns', 'seed'."
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)  # among thousands of keys, ten times sooner
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)  # ten times faster among thousands of keys
     if len(near) < 2:
         near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
     if near and not any(n.startswith(name) for n in near):  # 'ppo' is nearer to 'ppo_clip' than to 'dppo_tv'
@@ -147,7 +147,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
     if not names:
         return " Nothing is registered."
-    # Of many names the most similar ones: 'ppo_clip' for 'ppoo', which the first ones of the alphabet would hide.
+    # Show the most similar of many names, not the first of the alphabet: 'ppo_clip' for 'ppoo'.
     alike = difflib.SequenceMatcher(b=name)
 
     def distance(one: str) -> float:
@@ -160,9 +160,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType] | None:
-    """Return the exception of a plug-in behind `error`, with its traceback from the plug-in on; None if there is none.
+    """Return the exception of a plug-in that caused `error`, with its traceback from the plug-in on; None if there is none.
 
-    It is the innermost exception that passed through a file that is neither of this library nor installed.
+    It is the innermost exception that passed through a file of an author (`core/code_origin.py`).
     """
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -179,7 +179,7 @@ def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseExc
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the line of a plug-in that raised the cause of `error`: " (tutor.py, line 12)"; empty if there is none."""
+    """Return the plug-in's line that caused `error`, as " (tutor.py, line 12)"; "" if no plug-in did."""
     if (location := raised_by_author(error)) is None:
         return ""
     last = [f for f in traceback.extract_tb(location[2]) if is_an_authors(f.filename)][-1]
@@ -188,7 +188,7 @@ def raised_at(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
-    """Raise what the code of a plug-in raises here as an `error`, with the line that raised; `what` is how it is called."""
+    """Convert exceptions of a plug-in into an `error` that starts with `what` and shows the line that raised."""
     try:
         yield
     except PolyturnError:
@@ -199,21 +199,21 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
 
 
 MAX_LINE = 10_000
-"""Characters of an exception's message that are shown: it may quote megabytes from a server or a policy."""
+"""The most characters of an exception's message that are shown; a message may quote megabytes from a server or a policy."""
 
 
 def most_common(reasons: Counter[str], limit: int) -> str:
-    """The most frequent reasons: "3 times: EngineError: gone; once: it took 60 s"."""
+    """Summarise the most frequent reasons: "3 times: EngineError: gone; once: it took 60 s"."""
     return "; ".join(f"{f'{n} times' if n > 1 else 'once'}: {reason}" for reason, n in reasons.most_common(limit))
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one short line: its type, then its message without secrets and what a screen obeys."""
+    """Return an exception as one short line: its type, then its message without secrets and control characters."""
     try:
         whole = str(error)
-    except BaseException as odd:  # the exception's own code may be a user's, too
+    except BaseException as odd:  # `__str__` of the exception may be a user's code
         whole = f"(its message cannot be read: {type(odd).__name__})"
-    text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # a secret that the line's end cuts is hidden before
+    text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # hides secrets first: the cut may split one
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
         text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Requests to an engine and its answers: token ids in, token ids and logprobs out.
+"""Requests to an engine and its completions: token ids in, token ids and logprobs out.
 
     GenerateRequest(prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=8))
       ->  Completion(token_ids=[9, 2], logprobs=[-0.1, -0.7], finish_reason=STOP, policy_versions=((0, 4),))
@@ -27,7 +27,7 @@ from polyturn.core.routing import Routes, routes_array
 MAX_SUPPORT = 64
 """The most tokens that sampling with `keep_support` keeps, so that a run can record them for every sampled token."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
-"""Between these, logits over the temperature are finite in single precision; one row that is not ends its whole batch."""
+"""Bounds within which logits / temperature stays finite in float32; one row that is not finite ends its whole batch."""
 
 
 def _is_whole(value: object) -> bool:
@@ -82,7 +82,7 @@ class SamplingParams(Sampling):
     stop_token_ids: tuple[int, ...] = ()
     """The id that ends a turn; it is kept in the completion and trained."""
     banned_token_ids: tuple[int, ...] = ()
-    """Ids that are never sampled, such as those that stand for an image. As top-k, it leaves the logprobs as they are."""
+    """Ids that are never sampled, such as image placeholders. Like top-k, the ban does not change the logprobs."""
 
     def __post_init__(self) -> None:
         if not (_is_whole(self.max_tokens) and self.max_tokens >= 1):
@@ -104,20 +104,20 @@ class GenerateRequest(Record):
     prompt_ids: Ids
     sampling: SamplingParams = SamplingParams()
     media: tuple[Media, ...] = ()
-    """The media of the prompt, in order; its placeholders in `prompt_ids` are expanded."""
+    """The media of the prompt, in order; their placeholders in `prompt_ids` are already expanded."""
     deadline: float | None = None
     """`loop.time()` after which the caller no longer waits; None means no deadline."""
     routed_from: int = 0
-    """The caller knows which experts the tokens before this one went to, and wants to know it of those from here on."""
+    """Index of the first token whose experts the completion must report; the caller has those of the tokens before it."""
 
     def __post_init__(self) -> None:
         self._freeze(prompt_ids=ids_array)
 
     def check_heeded(self, completion: Completion) -> None:
-        """Check that an engine sampled nothing that it was told not to.
+        """Check that the completion has no banned id.
 
         Raises:
-            EngineError: it did.
+            EngineError: the engine sampled a banned id.
         """
         banned = self.sampling.banned_token_ids
         if banned and np.isin(completion.token_ids, banned).any():
@@ -129,19 +129,19 @@ class GenerateRequest(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion(Record):
-    """A sampled completion: the engine's ids as they came, the stop token included."""
+    """A sampled completion: the unchanged ids of the engine, including the stop token."""
 
     token_ids: Ids
     logprobs: Floats | None = None
-    """[len(token_ids)] log-probability of each token; None from an engine that has none, which cannot train."""
+    """[len(token_ids)] log-probability of each token; None from an engine without them, which cannot be trained with."""
     support: Support | None = None
     """[len(token_ids), K] the tokens that each one was drawn from; None unless the request has `keep_support`."""
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
     routed_experts: Routes | None = None
-    """[R, L, K] the experts of the R tokens that end with the last but one of prompt and completion, those that the request
-    asked for (`core/routing.py`); None from a model or an engine without."""
+    """[R, L, K] the experts of the tokens of prompt and completion from `routed_from` to the last but one
+    (`core/routing.py`); None if the model has no experts or the engine does not report them."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Engine figures of this request, for instance {"prefilled_tokens": 12}."""
 
@@ -160,7 +160,7 @@ class Completion(Record):
             raise AlignmentError(f"policy_versions must be rising runs that start at token 0, not {self.policy_versions}")
 
     def head(self, count: int, finish_reason: FinishReason) -> Completion:
-        """Return the first `count` tokens, with all that is known of them, as a completion that ended there."""
+        """Return a completion of the first `count` tokens, with their logprobs, support, versions and experts."""
         cut = len(self.token_ids) - count
         routes = self.routed_experts
         return dataclasses.replace(
@@ -175,13 +175,12 @@ class Completion(Record):
 
 
 def support_of(parts: Sequence[Completion]) -> Support | None:
-    """Return the support of a completion that was sampled in `parts`; None if no part has one."""
+    """Concatenate the supports of the parts of a completion; None if no part has one."""
     return joined_support([(len(part.token_ids), part.support) for part in parts])
 
 
 def joined_routes(parts: Sequence[Completion]) -> Any | None:
-    """Return the routes of a completion that was sampled in `parts`, each a request behind the one before; None where a part
-    that sampled something has none."""
+    """Concatenate the routes of the parts of a completion, in request order; None if a non-empty part has none."""
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     is_whole = all(part.routed_experts is not None for part in parts if len(part.token_ids))
     return np.concatenate(routes) if routes and is_whole else None

@@ -1,9 +1,9 @@
-"""Origin of a KeyboardInterrupt: a person's, which ends the run, or a plug-in's, whose code failed.
+"""Tells a KeyboardInterrupt of a person, which ends the run, from one that a plug-in raises, which is a failure of its code.
 
     Ctrl-C while a plug-in runs             SIGINT raises it, between two instructions     the run ends
     raise KeyboardInterrupt in a plug-in    a statement raises it                          the plug-in failed
 
-SystemExit is the same: `sys.exit()` in a plug-in does not end the run. Separate from `errors.py`, which is about messages.
+SystemExit is treated alike: `sys.exit()` in a plug-in does not end the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import FrameType, TracebackType
 from polyturn.core.code_origin import is_an_authors
 
 PLUGIN_RAISES = (Exception, SystemExit, KeyboardInterrupt)
-"""The exceptions that `except` names around a plug-in's code; `pass_interrupt` first, in the block."""
+"""The exceptions to catch around a plug-in's code; call `pass_interrupt` first in the `except` block."""
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_interrupt(problem: BaseException) -> bool:
-    """Return whether a signal raised this KeyboardInterrupt: no statement did, or one in a handler of the signal."""
+    """Return whether a signal raised this KeyboardInterrupt: the traceback ends in a signal handler or outside a `raise`."""
     if type(problem) is not KeyboardInterrupt:
         return False
     trace: TracebackType | None = problem.__traceback__
@@ -35,19 +35,19 @@ def is_interrupt(problem: BaseException) -> bool:
 
 
 def pass_interrupt(problem: BaseException) -> None:
-    """Raise what a signal raised again; return for what a plug-in raised."""
+    """Re-raise an exception that a signal raised; do nothing for an exception of a plug-in."""
     if is_interrupt(problem):
         raise problem
 
 
 def ends_for_a_plugin(problem: BaseException) -> bool:
-    """Return whether a plug-in's code raised this SystemExit or KeyboardInterrupt, so that it is not a user's interrupt."""
+    """Return whether this SystemExit or KeyboardInterrupt comes from a plug-in's code, not from the user."""
     frames = traceback.walk_tb(problem.__traceback__)
     return not is_interrupt(problem) and any(is_an_authors(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def _handles_signal(frame: FrameType) -> bool:
-    """Return whether it is a signal handler, which is given the frame that it interrupts, and returns to."""
+    """Return whether a frame is a signal handler: one of its arguments is the interrupted frame, also its caller."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount]
     return frame.f_back is not None and any(frame.f_locals.get(name) is frame.f_back for name in names)

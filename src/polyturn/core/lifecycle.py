@@ -2,7 +2,7 @@
 
     PENDING -> GENERATING -> TOOL_CALLING or INTERACTING -> GENERATING ... -> COMPLETED, FAILED or ABORTED
 
-`TRANSITIONS` alone says which state may follow which. A task without room for a turn goes from PENDING to its end.
+`TRANSITIONS` lists the states that may follow each state. A task without room for a turn goes from PENDING to its end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class StopReason(Enum):
     """Why a trajectory ended."""
 
     STOP = "stop"
-    """The model finished and nothing answered."""
+    """The model finished its turn, and no tool or interaction had to answer."""
     ENV_DONE = "env_done"
-    """The interaction, tool or environment said that the episode is over."""
+    """The interaction, tool or environment ended the episode."""
     LENGTH = "length"
     """A completion was cut at its per-turn limit."""
     MAX_TURNS = "max_turns"
@@ -38,7 +38,8 @@ class StopReason(Enum):
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit on tokens, context or time ended it; an episode that used up its turns was answered to the end."""
+        """Whether a limit on tokens, context or time cut the episode off. Using up the turns does not count: the last turn
+        was still answered."""
         return self in _TRUNCATIONS and self is not StopReason.MAX_TURNS
 
     @property
@@ -80,7 +81,7 @@ class Lifecycle:
     """The state of one episode; every change goes through `move` or `during`."""
 
     def __init__(self, running: Counter[EpisodeState] | None = None) -> None:
-        """Begin in PENDING; `running` counts, over all episodes of a run, what `during` surrounds."""
+        """Begin in PENDING. `running` counts, over all episodes of a run, the episodes inside `during` by state."""
         self.running: Counter[EpisodeState] = Counter() if running is None else running
         self.history = [EpisodeState.PENDING]
 

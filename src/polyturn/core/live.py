@@ -1,10 +1,10 @@
-"""LiveObject: a function, class or object of a Python program where a configuration file has an import path.
+"""LiveObject: a function, class or object of a Python program, in a key where a configuration file has an import path.
 
     polyturn.train(tools=[price], …)     rollout.tools.functions == [LiveObject(price)]
     config.yaml of that run              rollout: {tools: {functions: ["<live __main__:price>"]}}
 
-The text tells a reader where the object came from. It cannot be turned back into the object: a run that began with objects
-continues from the program that has them. An object reaches the run's other processes with the configuration, by pickle.
+The text shows where the object came from, and cannot be turned back into the object: resume such a run from the program that
+has its objects. Other processes of the run receive the object with the pickled configuration.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _START, _END = "<live ", ">"
 
 
 class LiveObject:
-    """An object, and the name of where it came from; messages show the name."""
+    """An object with a name that shows its origin, for messages."""
 
     __slots__ = ("name", "target")
 
     def __init__(self, target: Any, *, name: str | None = None) -> None:
-        """Hold an object.
+        """Hold `target`.
 
         Args:
             target: The object.
-            name: By default the module and the name of a function or class, or those of its class.
+            name: By default the module and name of the function or class; for other objects, those of their class.
         """
         self.target = target
         self.name = name or _name_of(target)
@@ -44,21 +44,21 @@ class LiveObject:
 
 
 NameOrObject: TypeAlias = str | LiveObject
-"""The type of a key that takes a registered name, an import path, or from a program the object itself."""
+"""The type of a key that takes a registered name, an import path, or (from a Python program) the object itself."""
 
 
 def names_code(value: NameOrObject) -> bool:
-    """Return whether a key has an object or an import path, where it also takes other names."""
+    """Return whether the value of a key is an object or an import path, not a registered name."""
     return isinstance(value, LiveObject) or ":" in value
 
 
 def stands_for_object(value: Any) -> bool:
-    """Return whether a configuration file has the text of a live object as this value."""
+    """Return whether a value is the text that a configuration file shows for a live object."""
     return isinstance(value, str) and value.startswith(_START) and value.endswith(_END)
 
 
 def _written(value: Any) -> str:
-    """Return the text of a live object in JSON; of a union, another member writes any other value."""
+    """Return the text of a live object for JSON; raise for another value, so that pydantic tries the union's next member."""
     if not isinstance(value, LiveObject):
         raise PydanticSerializationUnexpectedValue(f"{value!r:.100} is not a live object")
     return str(value)

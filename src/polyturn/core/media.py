@@ -4,9 +4,9 @@
     {"type": "image_url", "image_url": {"url": "data:image/png;…"}}  ->  {"type": "image", "image": "data:image/png;…"}
     {"type": "video", "video": [<frame>, <frame>]}                   ->  {"type": "video", "video": ("data:…", "data:…")}
 
-Separate because media enter at many places (rows, tools, interactions, schedulers) and must mean one thing after it: a
-*source*, which is a data URI, the path of a file, or a tuple of those (the frames of a video). Pixels are not part of any
-record; who needs them (a processor) makes them from the source.
+Rows, tools, interactions and schedulers pass media in many forms. All of them become a *source*: a data URI, the path of a
+file, or a tuple of those (the frames of a video). No record holds pixels; the processor of the model reads them from the
+source.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from polyturn.core.errors import DataError, one_line
 
 KINDS = ("image", "video", "audio")
-"""The kinds of a message's parts besides text."""
+"""The kinds of message parts other than text."""
 
 Source = str | tuple[str, ...]
 
@@ -37,7 +37,7 @@ class Media:
     kind: str
     """One of `KINDS`."""
     source: Source
-    """A data URI, the path of a file, or a tuple of those: the frames of a video."""
+    """A data URI, the path of a file, or a tuple of those (the frames of a video)."""
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:
@@ -49,10 +49,10 @@ def kind_of(part: Mapping[str, Any]) -> str | None:
 
 
 def normal_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message part with its media as a source; a part without media is returned as it is.
+    """Return a message part with its medium as a source; a part without a medium is returned unchanged.
 
     Raises:
-        DataError: the part names a medium but has no readable source.
+        DataError: the part has the type of a medium but no readable source.
     """
     kind = kind_of(part)
     if kind is None:
@@ -74,21 +74,21 @@ def media_of(content: str | Sequence[Mapping[str, Any]]) -> tuple[Media, ...]:
 
 
 def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
-    """Return a medium of a row, a tool or a plug-in in the one form that records keep.
+    """Convert a medium of a row, a tool or a plug-in to a source, the form that records keep.
 
     Args:
         kind: One of `KINDS`.
         value: A source; bytes of a file; a mapping with "bytes", "path" or "url", as datasets have them; a Pillow image;
             an array of an image [H, W, 3] or of a mono sound [T]; for a video, a list or an array of frames.
-        base: The folder that relative paths start from; None leaves them as they are.
+        base: The folder that relative paths start from; None keeps them relative.
 
     Raises:
-        DataError: it is none of these, or a URL that would have to be downloaded.
+        DataError: `value` has another form, or is a URL that would have to be downloaded.
     """
     if isinstance(value, str):
         return _checked(kind, value, base)
     if isinstance(value, Mapping):
-        # Data sets write all of these, and most of them null.
+        # Data sets write all of these keys, most of them null.
         source = next((value[k] for k in ("bytes", "path", "url", kind, f"{kind}_url") if value.get(k) is not None), None)
         if source is None:
             raise DataError(
@@ -120,7 +120,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
 
 
 def read_source(source: str) -> bytes:
-    """Return the bytes that a source stands for.
+    """Return the bytes of the file or data URI `source`.
 
     Raises:
         DataError: there is no such file, or the data URI is damaged.
@@ -167,13 +167,13 @@ def _array(kind: str, value: np.ndarray[Any, Any]) -> str:
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> str:
-    """Return the data URI of an image [height, width, 3] or [height, width] of bytes, as PNG."""
+    """Encode an image, [height, width, 3] or [height, width] of bytes, as a PNG data URI."""
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[:, :, None], 3, axis=2)
     height, width, channels = pixels.shape
     if channels != 3:
         raise DataError(f"an image given as an array must have the shape [height, width, 3], not {list(pixels.shape)}")
-    # Before each line of pixels stands the number of its filter: 0, none.
+    # PNG puts the number of a filter before each line of pixels; 0 means none.
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels.astype(np.uint8).reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes(), 6)), (b"IEND", b""))
@@ -187,6 +187,6 @@ def a_kind(kind: str) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value for a message, cut short."""
+    """Return a value as a short text for a message."""
     text = repr(value)
     return f"{text[:57]}… ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"

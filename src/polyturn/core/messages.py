@@ -1,10 +1,10 @@
-"""Messages of a conversation, as typed values. Text is a view of tokens, never their source.
+"""Messages of a conversation, as typed values. Their text is derived from tokens, never the other way round.
 
     Message(role="user", content="What is 2+2?")
     Message(role="assistant", content="", tool_calls=(ToolCall(id="call_0", name="add", arguments={"a": 2, "b": 2}),))
     Message(role="tool", content="4", tool_call_id="call_0", name="add")
 
-`to_openai` and `Message.from_openai` are the edge to dictionaries: files, plug-ins, templates.
+`to_openai` and `Message.from_openai` convert to and from the dicts of files, plug-ins and templates.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from polyturn.core.media import Media, kind_of, media_of, normal_part
 
 
 class Origin(Enum):
-    """The author of a text. Only the owner's may become control tokens, which `tokens/trust.py` alone decides."""
+    """The author of a text. Only text of the owner may become control tokens (`tokens/trust.py`)."""
 
     OWNER = "owner"
-    """The person who runs polyturn: rows of a dataset, tools of their own, messages that say so."""
+    """The person who runs polyturn: rows of a dataset, schemas of their tools, messages marked as theirs."""
     MODEL = "model"
-    """A model: completions, and summaries made of them."""
+    """A model: completions, and summaries of them."""
     ENVIRONMENT = "environment"
     """Everyone else: tools, users, environments, clients, schemas of foreign servers."""
 
@@ -38,9 +38,9 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     raw: str = ""
-    """The text the model wrote for this call; empty where the call did not come from a model."""
+    """The text that the model wrote for this call; empty if the call did not come from a model."""
     error: str | None = None
-    """Why the call could not be parsed, for the model to read; None when it could."""
+    """Why the call could not be parsed, for the model to read; None if it was parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +49,22 @@ class Message:
 
     role: str
     content: str | tuple[Mapping[str, Any], ...] = ""
-    """Text, or parts in OpenAI's form such as {"type": "text", "text": ...} and {"type": "image", "image": ...}; a medium is
-    kept as its source (see `core/media.py`), whatever it was given as."""
+    """Text, or parts in OpenAI's form such as {"type": "text", "text": ...} and {"type": "image", "image": ...}. Media in
+    any form become sources (`core/media.py`)."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
     """On a tool message, the name of the tool that answered."""
     reasoning: str | None = None
     origin: Origin | None = field(default=None, compare=False)
-    """The author. None is not said: a task's prompt is then its owner's, anything else the environment's. It is no
-    part of what a message says, so messages that say the same are equal."""
+    """The author. If None, the author of a task's prompt is the owner, and that of any other message the environment. The
+    comparison of messages ignores it."""
     written: str | None = field(default=None, compare=False)
-    """The model's own text, to the letter: tags, calls and all in their order, without the token that ends the turn and
-    without what the generation prompt had opened. None for a message that no model of this run wrote."""
+    """The exact text of the model, with all tags and calls in order, but without the token that ends the turn and without
+    the text of the generation prompt. None for a message that no model of this run wrote."""
 
     def __post_init__(self) -> None:
-        # Media become sources here, so that every record of a message can be compared, pickled and written as JSON.
+        # Convert media to sources, so that messages can be compared, pickled and written as JSON.
         if not isinstance(self.content, str) and any(kind_of(part) is not None for part in self.content):
             object.__setattr__(self, "content", tuple(normal_part(part) for part in self.content))
 
@@ -100,7 +100,7 @@ class Message:
 
     @classmethod
     def from_openai(cls, data: Mapping[str, Any] | Message, *, origin: Origin | None = None) -> Message:
-        """Return the message that an OpenAI-style dict describes, written by `origin`; a `Message` is returned as it is.
+        """Convert an OpenAI-style dict written by `origin` to a message; a `Message` is returned unchanged.
 
         Raises:
             DataError: there is no role, or a tool call has no name.
@@ -137,7 +137,7 @@ def count_chars(messages: Iterable[Message]) -> int:
 
 
 def with_origin(messages: Iterable[Message], origin: Origin) -> tuple[Message, ...]:
-    """Return `messages`, with `origin` for those that have none."""
+    """Return `messages`, with `origin` set on those that have none."""
     return tuple(m if m.origin is not None else replace(m, origin=origin) for m in messages)
 
 
@@ -150,7 +150,7 @@ def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
     if function.get("name") is None:
         raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
     written = function.get("arguments") or {}
-    # A model's call may lack one, and a scheduler that gives its history back as dicts repeats that.
+    # A call of the model may have an empty name, and a scheduler that returns its history as dicts repeats it.
     arguments, error = written, None if function["name"] else "a tool call needs a name"
     if isinstance(written, str):
         try:

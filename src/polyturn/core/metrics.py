@@ -1,4 +1,4 @@
-"""Metrics: values that know how to be reduced, so that any number of episodes can be merged into one line.
+"""Metrics: values with their reduction (mean, sum or maximum), so that those of many episodes can be merged into one line.
 
     merge([{"rollout/turns": Mean(2.0)}, {"rollout/turns": Mean(4.0)}])  ->  {"rollout/turns": Mean(3.0, count 2)}
     reduce(...)                                                          ->  {"rollout/turns": 3.0}
@@ -21,7 +21,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """The mean; NaN of nothing."""
+        """The mean; NaN if `count` is 0."""
         return self.total / self.count if self.count else float("nan")
 
 
@@ -54,10 +54,10 @@ Metrics = dict[str, Metric]
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Merge metrics of the same name by their own reduction.
+    """Merge metrics of the same name, each with its reduction.
 
     Raises:
-        TypeError: one name was used with two reductions.
+        TypeError: a name has two different reductions.
     """
     out: Metrics = {}
     for part in parts:

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`, read: one dict a step, even if lines were written twice, cut off by a crash, or damaged.
+"""Reads `metrics.jsonl`: one dict per step, even if lines were written twice, cut off by a crash, or damaged.
 
     {"step": 12, "rollout/success": 0.52, "loss/total": null}
     {"step": 12, "eval/greedy/success": 0.6}      ->   one step with all four
 
-Separate from what writes it (`tracking/jsonl.py`): a stored run is read where nothing is tracked.
+Separate from the writer (`tracking/jsonl.py`), because commands and the viewer read stored runs without tracking anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyturn.core.errors import DataError, one_line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return one dict a step, in order: the lines of one step joined, damaged lines and half a last one left out.
+    """Return one dict per step, in order. Lines of the same step are merged; damaged or incomplete lines are skipped.
 
     Raises:
         DataError: the file is a link that leads out of its folder, or cannot be read.
@@ -32,15 +32,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 MAX_BYTES = 64 << 20
-"""Bytes of a run's metrics that are read; the lines after them are not shown."""
+"""The most bytes of a run's metrics that are read; later lines are ignored."""
 
 
 _TOGETHER = 256
-"""Lines that are parsed at once, so that they share the texts of their names; where one is damaged, each by itself."""
+"""Number of lines parsed in one call, so that they share the strings of their names. If that fails, each line is parsed
+separately."""
 
 
 def parse_lines(data: bytes, *, loads: Callable[[bytes], Any] = json.loads) -> list[dict[str, Any] | None]:
-    """Return `parse_line`'s result for each line of a file; `loads` is a parser that may be stricter than Python's."""
+    """Return the result of `parse_line` for each line of a file; `loads` may be a stricter JSON parser than Python's."""
     lines, rows = data.splitlines(), []
     for start in range(0, len(lines), _TOGETHER):
         some = lines[start : start + _TOGETHER]
@@ -53,14 +54,14 @@ def parse_lines(data: bytes, *, loads: Callable[[bytes], Any] = json.loads) -> l
 
 
 def parse_line(text: str | bytes) -> dict[str, Any] | None:
-    """Return the numbers of one line, null and what is not finite as None; None for what is no such line.
+    """Parse one line of metrics; null and values that are not finite become None. An invalid line gives None.
 
-    A line is an object with a whole number `step`, and a number or null under every other name.
+    A valid line is an object with a whole number `step`, and a number or null under every other name.
     """
     try:
         return _numbers(json.loads(text))
     except (ValueError, RecursionError):
-        return None  # half a line, from a crash, or something else altogether
+        return None  # cut off by a crash, or no JSON
 
 
 def _numbers(line: Any) -> dict[str, Any] | None:
@@ -70,14 +71,14 @@ def _numbers(line: Any) -> dict[str, Any] | None:
     if not kinds <= {int, float, type(None)} or not _is_text("".join(line)):
         return None
     if max(abs(value) for value in line.values() if type(value) is int) > sys.float_info.max:
-        return None  # a number that no float can hold
+        return None  # an integer that does not fit into a float
     if type(None) not in kinds and all(map(math.isfinite, line.values())):
         return line
     return {name: None if value is None or not math.isfinite(value) else value for name, value in line.items()}
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a page and a file can hold a name: it has no half of a character."""
+    """Return whether a name can be encoded as UTF-8, that is, has no lone surrogate."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -86,7 +87,7 @@ def _is_text(name: str) -> bool:
 
 
 def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
-    """Return the lines of a file of metrics in its order, damaged ones left out.
+    """Return the valid lines of a metrics file, in order.
 
     Raises:
         DataError: the file cannot be read.

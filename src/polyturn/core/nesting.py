@@ -1,6 +1,6 @@
-"""The depth of nested lists and mappings, counted without recursion.
+"""Checks the depth of nested lists and mappings without recursion.
 
-Data of files and networks is checked where it comes in, so that no code behind it can be led into a recursion without end.
+Data from files and the network is checked on arrival, so that recursive code can handle it without overflowing the stack.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 MAX_DEPTH = 64
-"""Schemas of tools, the deepest that is written by hand, have about ten."""
+"""The most levels of nesting. Tool schemas, the deepest data that people write by hand, have about ten."""
 
 
 def is_deep(value: Any) -> bool:
-    """Return whether lists, tuples and mappings lie deeper inside each other than `MAX_DEPTH`."""
+    """Return whether lists, tuples and mappings are nested deeper than `MAX_DEPTH`."""
     return excess(value) is not None
 
 
 def excess(value: Any, *, max_depth: int = MAX_DEPTH, max_count: int | None = None) -> str | None:
-    """Return of what a value has too much, as a sentence's end: depth, or lists and mappings; None if it has not."""
+    """Return which limit a value exceeds, as the end of a message: depth, or lists and mappings; None if none."""
     level, count = [value], 0
     for _ in range(max_depth + 1):
         below: list[Any] = []

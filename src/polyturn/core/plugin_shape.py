@@ -1,11 +1,11 @@
-"""The methods and arguments of a user's class or function, read by `inspect.signature` when it is loaded.
+"""Checks the methods and arguments of a user's class or function when it is loaded.
 
     class Customer(BaseInteraction):
         async def respond(self, instance_id, messages, **kwargs): ...
     ->  ConfigError: Customer defines `respond`, but an interaction needs `generate_response`: did you mean that?
 
-Without the check, a misspelt method would leave the base class's in its place. A method counts as defined where a class that
-is not one of the kind's base classes defines it, so that classes may inherit from one another.
+Without the check, a misspelt method would silently leave the default of the base class in effect. A class defines a method
+if it or one of its parents does, not counting the base classes of the kind.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.reward import brief
 
 _NEAR = 0.85
-"""The similarity above which a name is taken for a misspelling of a method's."""
+"""The similarity (0 to 1) from which an unknown name counts as a misspelt method."""
 _FAR = 0.6
-"""The similarity above which it is named in place of the first of several methods, where none of them is there."""
+"""The similarity (0 to 1) from which a message suggests this method of a missing group instead of the group's first."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """The arguments that a method is called with."""
+    """The arguments that the library passes to a method."""
 
     num: int
-    """Number of positional arguments it is given."""
+    """Number of positional arguments."""
     names: tuple[str, ...] = ()
-    """Keyword arguments that it is always given."""
+    """Keyword arguments that are always passed."""
     write: str
-    """Its signature, as a user writes it."""
+    """The signature to write, for messages."""
     or_num: int | None = None
-    """Number of positional arguments that it may also take, without any others."""
+    """Another number of positional arguments that the method may take, without keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +48,26 @@ class Shape:
     what: str
     """The kind with its article: "an interaction"."""
     needs: tuple[tuple[str, ...], ...]
-    """Groups of methods; of each group a class must define one."""
+    """Groups of methods; a class must define at least one of each group."""
     bases: tuple[type, ...] = ()
     """Classes whose methods are defaults that do not count as defined."""
     needs_alone: tuple[str, ...] = ()
-    """Methods that a class must define as well that inherits none of the bases."""
+    """Further methods that a class must define if it inherits from none of the bases."""
     may_be_empty: bool = False
-    """Whether a class without a method of its own is the default under another name, and as good."""
+    """Whether a class may define no method at all and so use every default."""
     calls: Mapping[str, CallShape] = field(default_factory=dict)
-    """Methods that the library calls, and how."""
+    """Method name -> the arguments that the library passes."""
     also: tuple[str, ...] = ("snapshot", "restore")
     """Further methods that a class may define."""
 
 
 def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
-    """Refuse a class that lacks what its kind needs, misspells it, or takes other arguments than it is called with.
+    """Refuse a class with a missing or misspelt method, or a method that does not take the arguments it is called with.
 
     Args:
-        cls: The class. One of the library's own is taken as it is.
+        cls: The class. Classes of the library are not checked.
         shape: The methods of its kind.
-        where: The class's name in messages.
+        where: The source of the class, for messages.
 
     Raises:
         ConfigError: the first problem found.
@@ -83,7 +83,7 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
 
     alone = () if any(issubclass(cls, base) for base in shape.bases) else tuple((name,) for name in shape.needs_alone)
     needed = (() if shape.may_be_empty and not strangers else shape.needs) + alone
-    is_open = any("__getattr__" in vars(c) for c in foreign)  # it answers to names that it does not list
+    is_open = any("__getattr__" in vars(c) for c in foreign)  # may have methods that it does not list
     for group in needed:
         if is_open or any(_defines(cls, name, shape) for name in group):
             continue
@@ -111,12 +111,12 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
 
 
 def check_function(function: Any, call: CallShape, *, where: str) -> None:
-    """Refuse what is not a function, takes other arguments than it is called with, or yields where it should return.
+    """Refuse an object that is not a function, does not take the arguments of `call`, or is a generator.
 
     Args:
-        function: The function, its options bound.
-        call: How it is called.
-        where: The function's name in messages.
+        function: The function, with its options bound.
+        call: The arguments that it is called with.
+        where: The name of the function in messages.
 
     Raises:
         ConfigError: the first problem found.
@@ -127,17 +127,17 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
 
 
 def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
-    """Refuse a function with `yield`: a call of it returns a generator and no value.
+    """Refuse a function with `yield`: calling it returns a generator instead of a value.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the function is a generator.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
-    """Return the number of positional arguments of `function`; None for any number, or an unknown one."""
+    """Return the number of positional arguments of `function`; None if it takes any number or has no known signature."""
     parameters = _parameters(function)
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
@@ -155,7 +155,7 @@ def required(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def lacks(function: Callable[..., Any], name: str) -> bool:
-    """Return whether `function` has a parameter called `name` and no value for it: no default, or None."""
+    """Return whether `function` has a parameter called `name` whose default is missing or None."""
     return name in (p.name for p in _named(function) if p.default is p.empty or p.default is None)
 
 
@@ -165,7 +165,7 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of `function`; None for one in C that does not tell them."""
+    """Return the parameters of `function`; None if it has no signature, as some functions in C."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -202,13 +202,16 @@ def _binds(signature: inspect.Signature, num: int) -> bool:
 
 
 def _likeness(one: str, other: str) -> float:
-    """Return the similarity of two names; 1 where only capitals, underscores, the order of letters or a cut word differ."""
+    """Return the similarity of two names, 0 to 1.
+
+    It is 1 if they differ only in capitals, underscores, the order of letters, or "calc" for "calculate".
+    """
     plain, others = (sorted(name.replace("_", "").lower().replace("calculate", "calc")) for name in (one, other))
     return 1.0 if plain == others else difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _defines(cls: type, name: str, shape: Shape) -> bool:
-    """Return whether `cls` has the method from a class that is not among the bases."""
+    """Return whether `cls` has a concrete method `name` that does not come from one of the kind's bases."""
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
     if owner is None or owner in shape.bases or not callable(getattr(cls, name)):
         return False

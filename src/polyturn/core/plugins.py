@@ -1,4 +1,4 @@
-"""Plug-ins: from a name in a configuration to a class, a function or a module.
+"""Plug-ins: resolves a name in a configuration to a class, a function or a module.
 
     ppo_clip                   an entry point of the group `polyturn.losses`, or a name that this process registered
     my_project.losses:mine     an attribute of an importable module (a dotted path works, too)
@@ -11,7 +11,7 @@ Another distribution offers its parts in its pyproject.toml, and `algorithm.loss
     mine = "my_package.losses:mine"
 
 Groups: `polyturn.engines`, `.estimators`, `.losses`, `.environments`, `.trackers`, `.config_dialects`, `.namespaces`, and
-one for every other `Registry`. Nothing is imported before it is named.
+one for every other `Registry`. A plug-in is imported when a configuration names it, not before.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OWN = "polyturn"
-"""The name of our own distribution."""
+"""The name of polyturn's distribution."""
 NAMESPACES = "polyturn.namespaces"
-"""Entry points of libraries that polyturn can stand in for: the root name, and a function that puts that in place."""
+"""Group of entry points for libraries that polyturn can stand in for: root module -> function that installs the stand-in."""
 _PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 _REGISTRIES: dict[str, Registry[Any]] = {}
 """Kind -> its registry."""
 _RECEIVED: dict[str, dict[str, Any]] = {}
-"""Kind -> name -> what the program registered, in another process of its run."""
+"""Kind -> name -> object that the program registered in another process of the run."""
 _LOADING = threading.RLock()
-"""Held while a file is imported, which several threads may ask for at once."""
+"""Held while a file is imported, because several threads may import the same file."""
 
 
 class Registry(Generic[T]):
-    """Names of one kind of plug-in, such as "rewards": those registered here, and the entry points of its group."""
+    """The plug-ins of one kind, such as "rewards", by name: those registered here, and the entry points of the group."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -71,10 +71,10 @@ class Registry(Generic[T]):
         _REGISTRIES[kind] = self
 
     def register(self, name: str, *, replace: bool = False) -> Callable[[T], T]:
-        """Return a decorator that registers its argument under `name`, with `replace` in place of another.
+        """Return a decorator that registers its argument under `name`; `replace` allows a name that is already taken.
 
         Raises:
-            ConfigError: the name is taken by something else; a file that is imported under a second name registers the same.
+            ConfigError: the name belongs to another object. Importing the same file under a second name is no conflict.
         """
 
         def add(entry: T) -> T:
@@ -98,14 +98,14 @@ class Registry(Generic[T]):
         """Return the object with this name.
 
         Args:
-            name: The name, or the object itself where a program gave it.
+            name: A name, an import path, or a live object, whose target is returned.
             base: The folder that relative file paths start from.
-            key: The configuration's key that holds the name, for messages.
+            key: The configuration key that holds the name, for messages.
 
         Raises:
-            UnknownNameError: there is no such name; the message shows the nearest known ones.
+            UnknownNameError: there is no such name; the message shows the closest known names.
             ConfigError: two distributions offer that name.
-            MissingModuleError, MissingAttributeError: a path, or an entry point, that leads nowhere.
+            MissingModuleError, MissingAttributeError: the target of a path or an entry point does not exist.
         """
         target: T
         if isinstance(name, LiveObject):
@@ -130,7 +130,7 @@ class Registry(Generic[T]):
 
 
 def registered_by_program(names: Set[str]) -> dict[str, dict[str, Any]]:
-    """Return kind -> name -> those of `names` that were registered outside polyturn, for another process of the run."""
+    """Return kind -> name -> object for those `names` that code outside polyturn registered, to pass to another process."""
     entries = {
         kind: {name: entry for name, entry in registry._entries.items() if name in names and not _is_own(entry)}
         for kind, registry in _REGISTRIES.items()
@@ -139,10 +139,10 @@ def registered_by_program(names: Set[str]) -> dict[str, dict[str, Any]]:
 
 
 def register_again(entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Register in this process what `registered_by_program` returned in another; what is known here stays."""
+    """Register the result of another process's `registered_by_program`; names known here keep their object."""
     for kind, named in entries.items():
         _RECEIVED.setdefault(kind, {}).update(named)
-        if (registry := _REGISTRIES.get(kind)) is not None:  # else it is made when its module is imported
+        if (registry := _REGISTRIES.get(kind)) is not None:  # otherwise importing its module creates it, with `_RECEIVED`
             registry._replaced |= named.keys() - registry._entries.keys()
             registry._entries = {**named, **registry._entries}
 
@@ -152,12 +152,12 @@ def _is_own(entry: Any) -> bool:
 
 
 def is_same_source(one: Any, other: Any) -> bool:
-    """Return whether two values are one, or one function or class of a file that was imported under two names."""
+    """Return whether two values are identical, or the same function or class of a file imported under two names."""
     return one is other or (_source(one) is not None and _source(one) == _source(other))
 
 
 def _source(entry: Any) -> tuple[Any, ...] | None:
-    """Return the name and file of a function or class; None for one that is made while a program runs."""
+    """Return the name and file of a function or class; None if it was created inside a function or has no file."""
     name: str = getattr(entry, "__qualname__", "<locals>")
     if "<locals>" in name:
         return None
@@ -171,7 +171,7 @@ def _source(entry: Any) -> tuple[Any, ...] | None:
 
 
 def offered(group: str) -> Mapping[str, Sequence[EntryPoint]]:
-    """Return the entry points of a group such as "polyturn.losses", by name; our own first."""
+    """Return the entry points of a group such as "polyturn.losses", by name; those of polyturn come first."""
     return _entry_points(tuple(sys.path)).get(group, {})
 
 
@@ -181,11 +181,11 @@ def distribution_of(point: EntryPoint) -> str:
 
 
 def load_offered(group: str, name: str, *, where: str) -> Any:
-    """Import the entry point `name` of a group, which `offered` must have; `where` begins messages.
+    """Import the entry point `name`, which must be in `offered(group)`; error messages begin with `where`.
 
     Raises:
         ConfigError: several distributions offer the name.
-        MissingModuleError, MissingAttributeError: its module cannot be imported, or lacks it.
+        MissingModuleError, MissingAttributeError: its module cannot be imported, or lacks the attribute.
     """
     point, *others = offered(group)[name]
     if others:
@@ -209,7 +209,7 @@ def load_offered(group: str, name: str, *, where: str) -> Any:
 
 
 def load_each(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield the name and value of each entry point of a group that is of a kind; a broken one is left out with a warning."""
+    """Yield the name and value of each entry point of a group whose value is a `kind`; broken ones only log a warning."""
     for name in offered(group):
         try:
             targets = load_offered(group, name, where=group)
@@ -221,7 +221,7 @@ def load_each(group: str, kind: type[T]) -> Iterator[tuple[str, T]]:
 
 
 def wrong_kind(group: str, name: NameOrObject, target: object, *, where: str, needs: str) -> ConfigError:
-    """Return the error of an entry point that leads to something of another kind than its group holds."""
+    """Return the error for an entry point whose value is not of the kind that its group needs."""
     points = offered(group).get(str(name))
     what = _in_words(where, str(name), points[0]) if points else f"{where}: {name!r}"
     return ConfigError(f"{what} is {target!r:.100}; it must be {needs}")
@@ -243,7 +243,7 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]
     for one in distributions():
         plugin_points = [point for point in one.entry_points if point.group.startswith("polyturn.")]
         if plugin_points and (name := (one.name or "").lower()) not in seen:
-            seen.add(name)  # of a distribution that lies on the path twice, the first is imported
+            seen.add(name)  # if a distribution is on the path twice, Python imports the first
             points += plugin_points
     groups: dict[str, dict[str, list[EntryPoint]]] = {}
     for point in points:
@@ -253,7 +253,7 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, list[EntryPoint]
 
 @functools.cache
 def _own() -> tuple[Sequence[EntryPoint], Sequence[str]]:
-    """Return our own entry points and extras: in a checkout those of pyproject.toml, which the metadata may lag behind."""
+    """Return the entry points and extras of polyturn. A checkout reads pyproject.toml: the metadata may be older."""
     if _PYPROJECT.is_file():
         project = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
         if project.get("name") == OWN:
@@ -271,12 +271,12 @@ def import_attr(path: NameOrObject, *, base: Path | None = None, key: str | None
     """Import `pkg.mod:Attr`, `pkg.mod.Attr` or `folder/file.py:Attr`; return the target of a live object.
 
     Args:
-        path: The path, or the object itself where a program gave it.
+        path: An import path, or a live object.
         base: The folder that relative file paths start from.
-        key: The configuration's key that holds the path, for messages.
+        key: The configuration key that holds the path, for messages.
 
     Raises:
-        ConfigError: this is no such path.
+        ConfigError: `path` has none of these forms.
         MissingModuleError: the module or file cannot be found or imported.
         MissingAttributeError: the module has no such attribute.
     """
@@ -305,10 +305,10 @@ def _import_attr(path: str, *, base: Path | None) -> Any:
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module of its own, once however often it is named.
+    """Import a Python file as a separate module; later calls return the same module.
 
     Raises:
-        MissingModuleError: there is no such file, or it fails when it is imported.
+        MissingModuleError: there is no such file, or importing it fails.
     """
     with _LOADING:
         return _import_once(str(path.resolve()))
@@ -327,7 +327,7 @@ def _import_once(path: str) -> ModuleType:
     except PLUGIN_RAISES as problem:
         pass_interrupt(problem)
         del sys.modules[name]
-        # A syntax error says its line itself; what the file imports is not its line.
+        # The message of a syntax error already has the line; errors in imported files belong to another file.
         frames = () if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
         line = next((f", at line {frame.lineno}" for frame in reversed(frames) if frame.filename == path), "")
         raise MissingModuleError(f"{path!r} fails when imported{line}: {one_line(problem)}") from problem
@@ -335,7 +335,7 @@ def _import_once(path: str) -> ModuleType:
 
 
 def load_plugins(files: Sequence[str | Path], *, base: Path | None = None) -> list[ModuleType]:
-    """Import plug-in files, each once and as a module of its name, so that they find the files beside them.
+    """Import each plug-in file once, under its file name, and put its folder on `sys.path` for the files beside it.
 
     Args:
         files: The files.
@@ -363,7 +363,7 @@ def _load_plugin(path: Path) -> ModuleType:
     if str(path.parent) in sys.path:
         sys.path.remove(str(path.parent))
     sys.path.insert(0, str(path.parent))
-    importlib.invalidate_caches()  # a finder may remember the folder from before the file was written
+    importlib.invalidate_caches()  # a finder may have listed the folder before the file was written
     try:
         module = _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
@@ -387,11 +387,11 @@ def _import_module(name: str) -> ModuleType:
         ) from problem
 
 
-# Libraries that polyturn stands in for, because plug-ins written for them import them.
+# Stand-ins for other libraries, which plug-ins written for those libraries import.
 
 
 def _with_stand_in(load: Callable[[Any], T], what: Any) -> T:
-    """Return `load(what)`, tried again behind the stand-in of a library that it lacks."""
+    """Return `load(what)`; if a library is missing that polyturn can stand in for, install the stand-in and try again."""
     try:
         return load(what)
     except ModuleNotFoundError as problem:
@@ -401,22 +401,22 @@ def _with_stand_in(load: Callable[[Any], T], what: Any) -> T:
 
 
 def offer_namespace(problem: ModuleNotFoundError) -> bool:
-    """Put a stand-in for the missing library in place, if an entry point offers one; return whether it answers now."""
+    """Install the stand-in for the missing library if an entry point offers one; return whether the stand-in is active."""
     root = (problem.name or "").partition(".")[0]
     return root in offered(NAMESPACES) and install_namespace(root)
 
 
 def install_namespace(root: str) -> bool:
-    """Put the stand-in of a library in place; return whether it answers: an installed library goes first.
+    """Install the stand-in of a library; return whether it is active. If the library itself is installed, it is not.
 
     Raises:
-        ConfigError: the entry point that offers the stand-in is broken.
+        ConfigError: the entry point of the stand-in is broken.
     """
     return bool(load_offered(NAMESPACES, root, where=f"the library {root!r}")())
 
 
 def _installed_hint(problem: BaseException) -> str:
-    """Return the advice about a module that the installed version of a library no longer has."""
+    """Return advice for a module that the installed version of a library does not have; "" for other errors."""
     if not isinstance(problem, ModuleNotFoundError) or "." not in (problem.name or ""):
         return ""
     root = str(problem.name).partition(".")[0]

@@ -1,7 +1,7 @@
-"""Text of models, environments and files of others, as a terminal or a page may show it.
+"""Makes text of models, environments and untrusted files safe to show on a terminal or page.
 
-"\\x1b[2J"    ->  "�[2J"        what would move the cursor, change colours or turn the direction around is replaced
-"a\\n\\tb 中"  ->  "a\\n\\tb 中"   lines, tabs and blanks of any width stay
+"\\x1b[2J"    ->  "�[2J"        characters that move the cursor, change colours or reverse the direction are replaced
+"a\\n\\tb 中"  ->  "a\\n\\tb 中"   line breaks, tabs and spaces of any width stay
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ REPLACED = "\ufffd"
 
 
 def printable(text: str) -> str:
-    """Return a text in which nothing is left that a reader's screen would obey."""
+    """Replace all control and formatting characters of a text, except line breaks and tabs."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else REPLACED for c in text)

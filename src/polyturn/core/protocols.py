@@ -1,8 +1,8 @@
-"""The protocols between parts: small, and free of any implementation.
+"""The protocols between the parts of polyturn.
 
 `rollout` reaches engines only through `Engine`; the training loop reaches the model only through `Policy`. A plug-in may
-inherit the base class that its folder offers, or just have these methods. What a tool or an
-interaction may offer beside them, so that its conversations go on after a restart, is in `core/snapshots.py`.
+inherit a base class (`tools/base.py`, for example), or just have these methods. `core/snapshots.py` has the optional methods
+with which the conversations of a tool or an interaction survive a restart.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class EngineCapabilities:
     """The capabilities of an engine."""
 
     seeded: bool = False
-    """The same seed and prompt give the same tokens."""
+    """Whether the same seed and prompt give the same tokens."""
     logprobs: bool = False
-    """Logprobs in the one meaning that training needs (see `core/generation.py`)."""
+    """Whether it returns logprobs as defined in `core/generation.py`, which training needs."""
     media: bool = False
     pause_modes: tuple[str, ...] = ()
     max_context: int | None = None
-    """The longest prompt plus completion, in tokens; None when unknown."""
+    """The longest prompt plus completion, in tokens; None if unknown."""
     shares_weights: bool = False
-    """True where it samples from the tensors that are trained, so that of a new policy version only the number is news."""
+    """Whether it samples from the trained tensors themselves, so that a weight sync only passes the new policy version."""
     routes: bool = False
-    """Completions say which experts each token went to (`core/routing.py`)."""
+    """Whether completions have the experts of each token (`core/routing.py`)."""
     support: bool = False
-    """It heeds `Sampling.keep_support`: completions have the tokens that each one was drawn from."""
+    """Whether it supports `Sampling.keep_support`: completions have the tokens that each token was drawn from."""
     shares_loop: bool = False
-    """True where it computes on the trainer's event loop, in turns with training, which must then not run beside it."""
+    """Whether it computes on the trainer's event loop, so that sampling and training alternate and cannot overlap."""
 
 
 @runtime_checkable
@@ -65,19 +65,19 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a running request now; its `generate` returns what there is, with finish_reason ABORT."""
+        """End a running request now; its `generate` returns the tokens so far, with finish_reason ABORT."""
         ...
 
     async def end_session(self, session_id: str) -> None:
-        """Forget what is kept for an episode, such as its KV cache. Unknown ids are fine."""
+        """Free the state of an episode, such as its KV cache. Unknown ids are ignored."""
         ...
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
         """Serve policy version `version` from now on.
 
         Args:
-            version: The new policy version; completions carry it.
-            weights: name -> tensor; None when the engine shares the trainer's own parameters.
+            version: The new policy version, which completions report.
+            weights: name -> tensor; None if the engine shares the parameters of the trainer.
         """
         ...
 
@@ -94,18 +94,18 @@ class EngineLoad(NamedTuple):
     """The load of an engine at one moment."""
 
     queue: float
-    """Requests that wait for a place."""
+    """Number of requests that wait to be scheduled."""
     kv_use: float
-    """Share of the KV cache that is in use."""
+    """Fraction of the KV cache in use, 0 to 1."""
 
 
 @runtime_checkable
 class LoadedEngine(Protocol):
-    """An engine that reports its load, which the number of episodes in flight may follow."""
+    """An engine that reports its load, by which the number of running episodes can be controlled."""
 
     @property
     def load(self) -> EngineLoad | None:
-        """The load as last read; None where it is not known."""
+        """The last known load; None if unknown."""
         ...
 
 
@@ -116,13 +116,13 @@ class Interaction(Protocol):
     name: str
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode and return the id to use from then on."""
+        """Begin one episode; return the id for all later calls."""
         ...
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the conversation so far: (should_terminate, content, score of the turn, metadata)."""
+        """Answer the conversation so far; return (should_terminate, content, score of the turn, metadata)."""
         ...
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
@@ -130,7 +130,7 @@ class Interaction(Protocol):
         ...
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once."""
+        """End the episode and free its resources. Called exactly once."""
         ...
 
 
@@ -146,11 +146,11 @@ class Tool(Protocol):
         ...
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin one episode; return the id to use from then on, or a pair (id, response)."""
+        """Begin one episode; return the id for all later calls, or a pair (id, response)."""
         ...
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer one call: (response, step reward or None, metrics or None), or just the response."""
+        """Run one call; return (response, step reward or None, metrics or None), or just the response."""
         ...
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
@@ -158,24 +158,24 @@ class Tool(Protocol):
         ...
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End the episode and free what it held. Called exactly once."""
+        """End the episode and free its resources. Called exactly once."""
         ...
 
 
 class PassResult(NamedTuple):
-    """Figures of a forward and backward pass over the samples of one optimizer step, beside the gradient."""
+    """The results, other than the gradient, of a forward and backward pass over the samples of one optimizer step."""
 
     metrics: Metrics
     logprobs: list[Floats] | None = None
-    """For each sample [T] its log-probabilities under the policy, for the records; None where they are not kept."""
+    """One [T] per sample: the log-probability of each token under the policy, for the records; None if not recorded."""
     entropies: list[Floats] | None = None
-    """For each sample [T] the entropy in nats of what each of its weighted tokens was drawn from; None likewise."""
+    """One [T] per sample: the entropy, in nats, of the distribution of each weighted token; None if not recorded."""
     is_finite: bool = True
-    """Whether the loss was; if not, the step is skipped."""
+    """Whether the loss is finite; if not, the step is skipped."""
 
 
 class Scheduler(Protocol):
-    """Drives episodes; `rollout.scheduler.MultiTurnScheduler` is the base of all of them and says what each method does."""
+    """Drives episodes. `rollout.scheduler.MultiTurnScheduler`, the base of all schedulers, describes each method."""
 
     shared: bool
     forks: bool
@@ -184,11 +184,11 @@ class Scheduler(Protocol):
 
     @property
     def scores_turns(self) -> bool | None:
-        """Whether it scores turns; None where it may."""
+        """Whether it scores turns; None if unknown."""
         ...
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task that it cannot run."""
+        """Raise for a task that it cannot run."""
         ...
 
     async def run(self, episode: Any) -> StopReason:
@@ -196,42 +196,42 @@ class Scheduler(Protocol):
         ...
 
     def on_trajectory_start(self, episode: Any) -> Any:
-        """Do what is to be done before the prompt is encoded."""
+        """Prepare the trajectory before its prompt is encoded."""
         ...
 
     def show_tools(self, episode: Any) -> Any:
-        """Write the tools into the prompt, behind `on_trajectory_start`, if `shows_tools`."""
+        """Write the tools into the prompt; called after `on_trajectory_start` if `shows_tools`."""
         ...
 
     def on_trajectory_end(self, episode: Any) -> Any:
-        """Let go of what the trajectory held."""
+        """Free the resources of the trajectory."""
         ...
 
 
 class Stored(Protocol):
-    """A part of a run whose state is written and read in shards, by all of its ranks."""
+    """A part of a run whose state is saved and loaded in shards, one per rank."""
 
     def save(self, folder: Path) -> None:
-        """Begin to write it into `folder`, from a copy that no step changes.
+        """Start writing a copy of the state into `folder`; later steps do not change the copy.
 
         Raises:
-            CheckpointError: a rank is gone, and its shards with it.
+            CheckpointError: a rank is lost, and its shard with it.
         """
         ...
 
     def is_saved(self) -> bool:
-        """Return whether that is done by all.
+        """Return whether all ranks have finished writing.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: a rank could not write its shard.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, there with any number of ranks.
+        """Restore the state that `save` wrote, whatever the number of ranks that wrote it.
 
         Raises:
-            CheckpointError: it is missing, damaged or of another model.
+            CheckpointError: the state is missing, damaged or of another model.
         """
         ...
 
@@ -243,28 +243,28 @@ class Policy(Stored, Protocol):
     """Seconds spent in forward and backward so far."""
 
     def score(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[Floats]:
-        """Return for each sample [T] the log-probability of each token, 0 at index 0 and where nothing is weighted."""
+        """Return one [T] per sample: the log-probability of each token; 0 at index 0 and at unweighted tokens."""
         ...
 
     def forward_backward(self, samples: Sequence[TrainSample]) -> PassResult:
-        """Add the gradient of the loss over `samples`, everything that one optimizer step trains on."""
+        """Add the gradient of the loss over `samples`, which are all samples of one optimizer step."""
         ...
 
     def optim_step(self) -> Metrics:
-        """Take one optimizer step from the summed gradient, and clear it."""
+        """Take one optimizer step with the accumulated gradient, and clear the gradient."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the small rest of what is needed to continue, as plain values."""
+        """Return the small state that is not sharded, such as the adapted KL coefficient, as plain values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         ...
 
 
 class Tracker(Protocol):
-    """Receives the numbers of a run."""
+    """Receives the metrics of a run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of one step."""

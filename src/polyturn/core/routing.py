@@ -1,10 +1,10 @@
-"""Which experts each token of a mixture-of-experts model went to: part of what was sampled, as its logprobs are.
+"""Routes: the experts that each token of a mixture-of-experts model went to, recorded while sampling like the logprobs.
 
-    routes     [tokens, MoE layers, top-k]   uint8, or uint16 from 256 experts on; read-only
-    no route   the largest number of the dtype: the last token that was sampled was never fed, so no router saw it
+    routes     [tokens, MoE layers, top-k]   uint8, or uint16 for 256 experts or more; read-only
+    no route   the largest number of the dtype: the last sampled token was never fed to the model, so it has no route
 
-index t describes token t: what the routers chose when token t was fed, which is what the prediction of token t + 1 comes of.
-A route follows from the tokens before it alone, so a prefix that two sequences share has one.
+index t describes token t: the experts that the routers chose when token t was fed, to predict token t + 1. A route depends
+only on the token and those before it, so sequences with a common prefix have the same routes there.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from numpy.typing import ArrayLike, NDArray
 from polyturn.core.errors import AlignmentError
 
 Routes = NDArray[np.uint8] | NDArray[np.uint16]
-"""[T, L, K] the experts of each token in each MoE layer, in the router's order; all the largest number where unknown."""
+"""[T, L, K] the experts of each token in each MoE layer, in the router's order; the dtype's largest number if unknown."""
 
 
 class RouteShape(NamedTuple):
     """The router sizes of a model."""
 
     num_layers: int
-    """Layers with experts; dense layers are not counted."""
+    """Number of layers with experts."""
     top_k: int
-    """Experts that a token goes to in each of them."""
+    """Number of experts that a token goes to in each of these layers."""
     num_experts: int
     layers: tuple[int, ...] = ()
-    """Which decoder layers these are, for engines that speak of all; () where every layer has experts."""
+    """Indices of these layers among all decoder layers, for engines that report all; () if every layer has experts."""
     num_hidden_layers: int = 0
-    """Number of decoder layers; 0 where every one has experts."""
+    """Number of decoder layers; 0 if every layer has experts."""
 
     @property
     def dtype(self) -> Any:
@@ -39,14 +39,14 @@ class RouteShape(NamedTuple):
         return np.uint8 if self.num_experts < 256 else np.uint16
 
     def blank(self, *lead: int) -> Any:
-        """Return [*lead, L, K] without a route."""
+        """Return [*lead, L, K] filled with `no route`."""
         return np.full((*lead, self.num_layers, self.top_k), np.iinfo(self.dtype).max, self.dtype)
 
     def read(self, values: ArrayLike) -> Any:
-        """Return an engine's routes of some tokens, [T, L, K].
+        """Check an engine's routes and convert them to [T, L, K].
 
         Raises:
-            AlignmentError: they are of another shape, no numbers of experts, or of one that the model does not have.
+            AlignmentError: the shape or type is wrong, or an expert does not exist in the model.
         """
         array = np.asarray(values)
         if self.layers and array.ndim == 3 and array.shape[1] == self.num_hidden_layers:
@@ -67,10 +67,10 @@ class RouteShape(NamedTuple):
 
 
 def routes_array(values: ArrayLike) -> Any:
-    """Return `values` as read-only routes, copying only what can still be written to.
+    """Return `values` as read-only routes; only a writable array is copied.
 
     Raises:
-        AlignmentError: they are not uint8 or uint16, or have not three axes.
+        AlignmentError: the type is neither uint8 nor uint16, or there are not three axes.
     """
     array = np.asarray(values)
     if array.dtype not in (np.uint8, np.uint16) or array.ndim != 3:
@@ -84,23 +84,23 @@ def routes_array(values: ArrayLike) -> Any:
 
 
 def has_route(routes: Any) -> NDArray[np.bool_]:
-    """Return [T] which tokens have one."""
+    """Return [T] whether each token has a route."""
     known: NDArray[np.bool_] = routes[:, 0, 0] != np.iinfo(routes.dtype).max
     return known
 
 
 def blank_like(routes: Any, count: int) -> Any:
-    """Return [count, L, K] without a route, of the shape and type of `routes`."""
+    """Return [count, L, K] filled with `no route`, with the L, K and dtype of `routes`."""
     return np.full((count, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
 
 
 def fill(rows: Any | None, count: int, routes: Any, *, at: int) -> Any:
-    """Return the routes of `count` tokens, which have `rows` so far, with `routes` from token `at` on.
+    """Return `rows`, the routes of `count` tokens, with their gaps from token `at` on filled from `routes`.
 
-    A token keeps the route that it has: it is the one that it was sampled with, whatever newer weights chose since.
+    A token that has a route keeps it, because newer weights may choose other experts than those it was sampled with.
 
     Raises:
-        AlignmentError: they are of different shapes.
+        AlignmentError: `rows` and `routes` differ in shape or dtype.
     """
     if rows is not None and (rows.shape[1:], rows.dtype) != (routes.shape[1:], routes.dtype):
         raise AlignmentError(

@@ -1,9 +1,9 @@
-"""Per-token arrays as runs of equal neighbours: the form in which a sample's arrays travel to the ranks.
+"""Run-length encoding of per-token arrays, for sending samples to the ranks.
 
     weights [ 0 0 0 0 1 1 1 0 0 ]   ->   values [ 0 1 0 ], last [ 3 6 8 ]
 
 Weights, turns, versions and most advantages change only a few times in a conversation, and log-probabilities are 0 outside
-sampled tokens. This shrinks about 24 bytes a token to 4 to 6.
+sampled tokens. The encoding shrinks a sample from about 24 bytes per token to 4 to 6.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MIN_TOKENS = 64
-"""A shorter array is left as it is."""
+"""Shorter arrays are not encoded."""
 
 
 class Runs(NamedTuple):
-    """An array of numbers of 4 bytes."""
+    """A run-length encoded array of 4-byte numbers."""
 
     values: NDArray[Any]
     """[R] the value of each run."""
     last: NDArray[np.int32]
-    """[R] the index of its last token."""
+    """[R] the index of the last token of each run."""
 
 
 def packed(value: Any) -> Any:
-    """Return the runs of an array if they take less than half of its bytes, else `value` unchanged."""
+    """Return the runs of an array if they take at most half of its bytes, else `value` unchanged."""
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.itemsize != 4 or len(value) < _MIN_TOKENS:
         return value
-    bits = value.view(np.int32)  # compared by its bits: -0.0 is not 0.0, and a NaN is itself
+    bits = value.view(np.int32)  # compare bits: -0.0 differs from 0.0, and a NaN equals itself
     (cuts,) = (bits[1:] != bits[:-1]).nonzero()
     if 4 * (len(cuts) + 1) > len(bits):
         return value
@@ -40,7 +40,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Undo `packed`: return the read-only array of runs; any other value unchanged."""
+    """Undo `packed`: return the read-only array of `Runs`; any other value is returned unchanged."""
     if not isinstance(value, Runs):
         return value
     array = np.repeat(value.values, np.diff(value.last, prepend=-1))

@@ -1,4 +1,4 @@
-"""TrainSample: one segment, ready for the trainer. The shape between rollout and loss.
+"""TrainSample: the per-token arrays of one segment, which the trainer and the losses read.
 
 index t describes token t; the shift to targets happens once, in `batching/layout.py`.
 
@@ -27,7 +27,7 @@ from polyturn.core.runs import packed, unpacked
 
 
 class SampleId(NamedTuple):
-    """Which segment of which trajectory of which group."""
+    """Names a segment by its group, its trajectory and its index in the trajectory."""
 
     group: str
     trajectory: str
@@ -49,40 +49,40 @@ class TrainSample(Record):
     loss_weights: NDArray[np.float32]
     turn_ids: NDArray[np.int32]
     rollout_logprobs: NDArray[np.float32] | None = None
-    """The engine's, 0 where nothing was sampled."""
+    """[T] from the engine; 0 at tokens that were not sampled."""
     support: Support | None = None
-    """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere: log-probabilities are normalised over them;
-    None where the run does not record them."""
+    """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere. Log-probabilities are normalised over them.
+    None if the run does not record them."""
     old_logprobs: NDArray[np.float32] | None = None
-    """The trainer's at the start of the step, the denominator of the ratio."""
+    """[T] from the trainer at the start of the step; the denominator of the importance ratio."""
     ref_logprobs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
-    """The critic's: index t is the value of the state that token t is sampled in."""
+    """[T] from the critic: index t is the value of the state in which token t is sampled."""
     rewards: NDArray[np.float32] | None = None
-    """Rewards on single tokens beside the trajectory's own `reward`, such as a KL penalty; read at weighted tokens only."""
+    """[T] rewards of single tokens in addition to `reward`, such as a KL penalty; read only at weighted tokens."""
     advantages: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
-    """The critic's targets; NaN where its value is not trained."""
+    """[T] the targets of the critic; NaN at tokens whose value is not trained."""
     correction: NDArray[np.float32] | None = None
-    """The factor of each token's policy loss: another policy sampled it (`algorithms/correction.py`), or its entropy is too
-    low (`algorithms/high_entropy.py`)."""
+    """[T] factor on the policy loss of each token: the importance correction (`algorithms/correction.py`) times the
+    selection of high-entropy tokens (`algorithms/high_entropy.py`)."""
     marks: NDArray[np.float32] | None = None
-    """1 at the tokens that the policy loss treats apart (`algorithms.losses.marks`)."""
+    """[T] 1 at tokens that the policy loss treats differently (`algorithms.losses.marks`)."""
     observed: NDArray[np.float32] | None = None
-    """The weight of each token in the observation loss: 1 where a tool or user wrote it, 0 for the task's prompt and for
-    sampled tokens; None where the run has no such loss."""
+    """[T] weight of each token in the observation loss: 1 for text of a tool or user, 0 for the task's prompt and sampled
+    tokens. None if the run has no such loss."""
     versions: NDArray[np.int32] | None = None
-    """The policy version of each sampled token, -1 elsewhere."""
+    """[T] the policy version of each sampled token, -1 elsewhere."""
     reward: float = 0.0
-    """The trajectory's scalar reward; that of the segment's agent, where agents have rewards of their own."""
+    """The scalar reward of the trajectory, or of the segment's agent if agents have separate rewards."""
     turn_scores: NDArray[np.float32] | None = None
-    """[K] the score of each turn of the trajectory, NaN where nothing scored it; None if no turn was scored. `turn_ids`
-    index it: `turn_scores[turn_ids[loss_weights != 0]]`."""
+    """[number of turns] the score of each turn of the trajectory, NaN if it has none; None if no turn was scored. Indexed by
+    `turn_ids`: `turn_scores[turn_ids[loss_weights != 0]]`."""
     temperature: float = 1.0
-    """The temperature that the tokens were sampled at; logprobs are log_softmax(logits / temperature)."""
+    """The sampling temperature; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
     routed_experts: Routes | None = None
-    """[T, L, K] the experts that each token went to (`core/routing.py`); None where none is known."""
+    """[T, L, K] the experts of each token (`core/routing.py`); None if unknown for all."""
 
     def __post_init__(self) -> None:
         self._freeze(**dict.fromkeys(("token_ids", "turn_ids", "versions"), ids_array), routed_experts=routes_array)
@@ -100,7 +100,7 @@ class TrainSample(Record):
             )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # To each rank that trains it, for each command: mostly of arrays that say the same of many tokens.
+        # Samples are pickled for each rank and command, and most arrays repeat the same value over many tokens.
         make, (kind, values) = Record.__reduce__(self)
         return _unpickled, (make, kind, {name: packed(value) for name, value in values.items()})
 
@@ -109,11 +109,11 @@ class TrainSample(Record):
 
     @property
     def num_weighted(self) -> int:
-        """Number of tokens that have a weight in the loss."""
+        """Number of tokens with a loss weight other than 0."""
         return int(np.count_nonzero(self.loss_weights))
 
     def replace(self, **arrays: Any) -> TrainSample:
-        """Return a copy with some arrays set, for instance `sample.replace(old_logprobs=…)`."""
+        """Return a copy with some arrays replaced, for instance `sample.replace(old_logprobs=…)`."""
         return dataclasses.replace(self, **arrays)
 
 

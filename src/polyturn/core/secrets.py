@@ -1,10 +1,10 @@
-"""Secrets: where they come from, how they are recognised, and how they stay out of everything written or logged.
+"""Finds secrets in configurations and text, hides them from logs and records, and reads tokens from the environment.
 
     hide("no such key: s3cr3t", "s3cr3t")                           ->  "no such key: ***"
     masked({"api_key": "sk-1", "url": "http://me:pw@host/x"})       ->  {"api_key": "***", "url": "http://***@host/x"}
     token_from({"token_env": "SEARCH_TOKEN"}, where="tools.yaml")   ->  "s3cr3t", from the environment
 
-Configurations are masked by the names of keys. A client hides the token that it sent, because servers quote requests.
+Configurations are masked by key names. A client hides the token that it sent, because servers quote requests in errors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from typing import Any
 
 SHOWN = "***"
-"""Stands where a secret was."""
+"""Replaces a secret."""
 MIN_SECRET = 6
-"""Characters that a text needs to be hidden wherever it occurs; shorter ones occur by chance."""
+"""The fewest characters of a secret that is hidden wherever it occurs; shorter texts occur by chance."""
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""The variables of the trainer's environment that a process with a user's code has, too."""
+"""Environment variables of the trainer that processes with a user's code inherit."""
 
 _NAME = re.compile(
     r"^(token|pass|auth|bearer|oauth|pat)$"
@@ -38,7 +38,7 @@ _KEYS = r"(?:api[_-]?key|access[_-]?token|auth[_-]?token|client[_-]?secret|passw
 _FLAG = r"(?<![\w-])--(?:[\w-]+-)?(?:token|api-key|secret|password)"
 _QUERY = r"([?&](?:token|api[_-]?key|key|access_token|(?:client_)?secret|password|sig|(?:x-\w+-)?signature)=)[^&\s'\"]+"
 _NEW = r"(?!\*\*\*|\$\{)"
-"""Neither hidden already nor an expression such as ${oc.env:NAME}."""
+"""Skips values that are already hidden, and expressions such as ${oc.env:NAME}."""
 _PATTERNS = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -48,31 +48,31 @@ _PATTERNS = tuple(
         rf"|x-api-key\s*[:=]\s*(?=[^\s'\",}}]{{16}})){_NEW}[^\s'\",}}]+",
         r"\b(bearer\s+)(?!\*\*\*)(?=[^\s'\",}]*[\d._~+/=-])[\w.~+/=-]{6,}",
         rf"\b({_KEYS}['\"]?\s*(?:=\s*['\"]?|:\s*['\"])){_NEW}[^\s'\",;&}}\])]{{3,}}",
-        # YAML's value without quotes ends its line or entry, as in `{client_secret: X}`; prose goes on behind it.
+        # An unquoted YAML value ends its line or entry, as in `{client_secret: X}`; in prose, more words follow.
         rf"(?<![\w-])({_KEYS}['\"]?\s*:\s+){_NEW}(?!(?:null|true|false)\b)[^\s'\",{{}}\[\]]{{3,}}(?=\s*(?:[,}}\]\n]|\Z))",
         rf"({_FLAG}[ =]){_NEW}[^\s'\"]{{3,}}",
-        # Long and with a digit, as a token of a vocabulary is not.
+        # Long and with a digit, unlike a token of a vocabulary.
         rf"(\btoken['\"]?\s*[:=]\s*['\"]?){_NEW}(?=[\w.~+/-]*\d)[\w.~+/-]{{16,}}",
-        # Behind all names, because a cookie is whatever stands between semicolons.
+        # The whole list of a cookie header: each part between semicolons may be secret, whatever its name.
         r"((?:set-)?cookie['\"]*\s*[:=]\s*['\"]*)[^\s;'\",}]+(?:;\s*[^\s;'\",}]+)*",
         r"\b()(?-i:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsru]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
         r"|AKIA[0-9A-Z]{16})",
     )
 )
-"""Of what each finds, the first group stays and the rest is hidden."""
+"""Each match keeps its first group; the rest of the match is hidden."""
 _ONLY_SCHEME = re.compile(r"\A(\s*(?:bearer|basic)\s+)(?!\$\{)\S+\s*\Z", re.IGNORECASE)
 """The whole value of an Authorization header, whatever the key's name."""
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key or variable of this name holds a secret: api_key, auth_token, HF_TOKEN; not eos_token."""
+    """Return whether a key or variable with this name holds a secret: api_key, auth_token, HF_TOKEN; not eos_token."""
     return name not in ("PWD", "OLDPWD") and _NAME.search(name) is not None
 
 
 def masked(value: Any, *, is_secret: bool = False) -> Any:
-    """Return plain data with every secret replaced: values under a secret's name or flag, and secrets in addresses.
+    """Replace every secret in plain data: values of keys and flags with a secret's name, and secrets in URLs.
 
-    An expression such as ${oc.env:NAME} stays.
+    Expressions such as ${oc.env:NAME} stay.
     """
     if isinstance(value, Mapping):
         return {k: masked(v, is_secret=is_secret or is_secret_name(str(k))) for k, v in value.items()}
@@ -86,8 +86,8 @@ def masked(value: Any, *, is_secret: bool = False) -> Any:
 
 
 def hide(text: str, *secrets: str | None) -> str:
-    """Return a text without these secrets, and without those in its addresses, headers, flags and assignments."""
-    # The longest first: one secret may be a part of another, which would stay in pieces.
+    """Hide `secrets` in a text, and the secrets in its URLs, headers, flags and assignments."""
+    # Longest first: if one secret is part of another, hiding the shorter one first would leave pieces of the longer.
     for secret in sorted({s for s in secrets if s and len(s) >= MIN_SECRET}, key=len, reverse=True):
         text = text.replace(secret, SHOWN)
     for pattern in _PATTERNS:
@@ -102,27 +102,27 @@ def secrets_in_query(url: str) -> tuple[str, ...]:
 
 
 def secret_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of all variables with a secret's name."""
+    """Return the values of all variables whose name is that of a secret."""
     return tuple(value for name, value in environ.items() if is_secret_name(name))
 
 
 def scrubbed(text: str) -> str:
-    """Return a text without the secrets of this process's environment, and without those that `hide` finds."""
+    """Hide the secrets of this process's environment in a text, and those that `hide` finds."""
     return hide(text, *secret_variables(os.environ))
 
 
 def passed_on(*also: str) -> dict[str, str]:
-    """Return the variables of `PASSED_ON` and `also` that are set."""
+    """Return the environment variables among `PASSED_ON` and `also` that are set."""
     return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
 
 
 def token_from(settings: Mapping[str, Any], *, where: str) -> str | None:
-    """Return the token that settings name: `token` itself, or `token_env`, a variable of the environment; None without.
+    """Return the setting `token`, or the environment variable that `token_env` names; None if neither is set.
 
     Raises:
-        ConfigError: the variable is not set, both are given, or the token is not text.
+        ConfigError: the variable is not set, both settings are present, or the token is not text.
     """
-    from polyturn.core.errors import ConfigError  # which needs `scrubbed`
+    from polyturn.core.errors import ConfigError  # `errors` imports this module
 
     token, name = settings.get("token"), settings.get("token_env")
     if token is not None and name is not None:
@@ -147,16 +147,16 @@ class HideSecrets(logging.Filter):
     """Hides secrets in log records, tracebacks included; add it to a handler, which sees the records of all loggers."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """Hide the values of all variables with a secret's name, and what `hide` finds."""
+        """Hide the values of all variables whose name is that of a secret, and the secrets that `hide` finds."""
         super().__init__()
         self._secrets = secret_variables(environ)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; it is always kept."""
+        """Hide secrets in the record, and keep it."""
         try:
             message = record.getMessage()
         except (TypeError, ValueError):
-            return True  # logging reports it itself
+            return True  # the handler reports the formatting error
         hidden = hide(message, *self._secrets)
         if hidden != message:
             record.msg, record.args = hidden, ()

@@ -1,4 +1,4 @@
-"""Seeds: every random choice follows from the run's seed and from what it is for, in no order."""
+"""Seeds: each random choice is seeded by the run's seed and its purpose, so the order of choices does not matter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends on every part and on nothing else: derive_seed(run_seed, task, member, turn)."""
+    """Hash the parts to a 63-bit seed, for example derive_seed(run_seed, task, member, turn)."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

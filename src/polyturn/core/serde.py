@@ -1,12 +1,12 @@
-"""JSON for the core types: one pair of functions, driven by the annotations.
+"""Converts the core types to and from JSON, by their annotations.
 
     to_json(span)            ->  {"ids": [5, 6], "source": "sampled", "logprobs": [-0.5, "-inf"], ...}
     routes of 2 tokens       ->  {"dtype": "uint8", "shape": [2, 48, 8], "data": base64 of its bytes}
     from_json(Span, data)    ->  Span(...)
 
-Separate so that no record writes its own parser. Arrays become lists; numbers that JSON cannot write become the strings
-"inf", "-inf" and "nan", so that a log-probability of -inf survives. Plug-ins and models decide what some values are: one
-that JSON cannot hold, or that is nested so deep that no reader follows, becomes a text in its place, and never an error.
+Arrays become lists. Numbers that JSON cannot write become the strings "inf", "-inf" and "nan", so that a log-probability of
+-inf survives. Plug-ins and models choose the type of some values: a value that JSON cannot hold, or that is nested too
+deeply for readers, becomes a text instead of an error.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _T = TypeVar("_T")
 
 
 def to_json(value: Any, depth: int = 0) -> Any:
-    """Return `value`, `depth` levels deep, as plain JSON data (dict, list, str, int, float, bool, None)."""
+    """Convert `value`, which is nested `depth` levels deep, to plain JSON data (dict, list, str, int, float, bool, None)."""
     kind: Any = type(value)
     return value if kind in _PLAIN else _writer(kind)(value, depth)
 
 
 def from_json(cls: type[_T], data: Any) -> _T:
-    """Return the `cls` that `data`, the output of `to_json`, describes; what is a record in it already stays that.
+    """Build a `cls` from `data`, the output of `to_json`; parts of `data` that are records already stay unchanged.
 
     Raises:
         TypeError: `data` has a field that `cls` lacks, or lacks one without a default.
@@ -47,14 +47,14 @@ def from_json(cls: type[_T], data: Any) -> _T:
 
 _PLAIN = frozenset({str, bool, type(None)})
 _MAX_DEPTH = 128
-"""Our own records have about ten levels, and what comes from files and networks no more than `nesting.MAX_DEPTH`."""
+"""The most levels. Records have about ten, and data from files and the network at most `nesting.MAX_DEPTH`."""
 _MAX_INT = 10**4000
-"""Python writes and reads no whole number of more than 4,300 digits."""
+"""The bound on integers: Python does not convert integers of more than 4,300 digits to or from text."""
 
 
 @functools.cache
 def _writer(kind: type[Any]) -> Callable[[Any, int], Any]:
-    """Return the writer of values of this type; worked out once per type, because a step writes many values."""
+    """Return the function that writes values of this type; cached, because a step writes many values."""
     if issubclass(kind, Enum):
         return lambda value, _: value.value
     if dataclasses.is_dataclass(kind):
@@ -85,7 +85,7 @@ def _bounded(write: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
 def _as_text(value: Any) -> str:
     try:
         return repr(value)
-    except PLUGIN_RAISES as problem:  # whatever an author's class raises
+    except PLUGIN_RAISES as problem:  # an author's class may raise anything
         pass_interrupt(problem)
         return f"a {type(value).__name__}, which cannot be written out: {one_line(problem)}"
 
@@ -118,11 +118,11 @@ def _decode(hint: Any, data: Any) -> Any:
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return the reader of values of this annotation; worked out once for each, like `_writer`."""
+    """Return the function that reads values of this annotation; cached, like `_writer`."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = [a for a in get_args(hint) if a is not type(None)]
-        if all(get_origin(a) is np.ndarray for a in options):  # arrays of several types say which they are
+        if all(get_origin(a) is np.ndarray for a in options):  # the data of such arrays names its dtype
             options = options[:1]
         return _reader(options[0]) if len(options) == 1 else lambda data: _decode(_pick(options, data), data)
     if origin is np.ndarray:
@@ -155,7 +155,7 @@ def _unchanged(data: Any) -> Any:
 
 
 def read_array(data: Any, dtype: Any) -> Any:
-    """Return the array that `to_json` wrote as `data`; `dtype` is what a list of numbers becomes."""
+    """Read the array that `to_json` wrote as `data`; `dtype` applies if `data` is a list of numbers."""
     if isinstance(data, Mapping):
         return np.frombuffer(base64.b64decode(data["data"]), data["dtype"]).reshape(data["shape"])
     return np.array([float(v) if isinstance(v, str) else v for v in data], dtype=dtype)
@@ -173,7 +173,7 @@ def _tuple_reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def _pick(options: list[Any], data: Any) -> Any:
-    """Choose the member of a union that the JSON value can be: str | tuple[...] and the like."""
+    """Choose the member of a union, such as str | tuple[...], that fits the JSON value."""
     for option in options:
         kind = get_origin(option) or option
         if isinstance(data, str) and kind is str:

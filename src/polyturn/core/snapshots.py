@@ -1,4 +1,4 @@
-"""Snapshots: state by which a plug-in lets a live conversation survive the end of its process.
+"""Snapshots: the state of a plug-in that lets a live conversation continue after its process has ended.
 
     class Counter(BaseTool):                                    class LookUp(BaseTool):
         async def snapshot(self, instance_id):                      stateless = True
@@ -6,11 +6,11 @@
         async def restore(self, instance_id, state):            what it keeps of an episode comes from `create`
             self._counts[instance_id] = state                   alone, and no call changes it
 
-A run that is resumed calls `create` (or `start_interaction`) again, then `restore` with what `snapshot` returned behind the
-last complete turn; no call of that turn or of one before it is made again. A plug-in that declares neither counts as
-stateful: its conversations restart from their tasks. The state is what JSON can write. Both methods may be plain or
-async; `snapshot` changes nothing. A scheduler's two take the episode in place of the id; an environment's, which serves one
-episode, take none.
+A resumed run calls `create` (or `start_interaction`) again, then `restore` with the result of `snapshot` after the last
+complete turn. No call of that turn or an earlier turn is repeated. A plug-in with neither declaration counts as stateful:
+its conversations restart from their tasks. The state must be JSON data. Both methods may be plain or async, and `snapshot`
+must not change the state. The methods of a scheduler take the episode instead of the id; those of an environment, which
+serves one episode, take no id.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class SnapshotHooks:
     """The snapshot methods of one plug-in."""
 
     label: str
-    """Whose it is: "tool 'search'"."""
+    """The plug-in's name in messages: "tool 'search'"."""
     snapshot: Callable[..., Any] | None = None
     restore: Callable[..., Any] | None = None
     why_not: str | None = None
-    """Why its conversations restart from their tasks; None where they can go on."""
+    """Why conversations restart from their tasks; None if they can be restored."""
 
     @classmethod
     def of(cls, plugin: Any, *, label: str) -> SnapshotHooks:
-        """Read off a plug-in, which may inherit nothing of ours, what it offers."""
+        """Collect the snapshot methods of a plug-in, which need not inherit from a base class."""
         offers = [name for name in ("snapshot", "restore") if callable(inspect.getattr_static(plugin, name, None))]
         if len(offers) == 2:
             return cls(label=label, snapshot=plugin.snapshot, restore=plugin.restore)

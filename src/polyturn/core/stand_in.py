@@ -1,9 +1,9 @@
-"""StandIn: our modules in the place of another library's, so that code and command lines written for that one work.
+"""StandIn: replaces the modules of another library, so that code and command lines written for that library work.
 
     [project.entry-points."polyturn.namespaces"]
     other = "polyturn_other:STAND_IN"              import other.x    polyturn run-as other -- python train.py
 
-Separate from whatever stands in, so that the code which asks knows no library by name.
+Separate from the stand-ins themselves, so that the rest of polyturn does not depend on a particular library.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from polyturn.core.trajectory import TrajectoryGroup
 
 
 class AdaptScheduler(Protocol):
-    """Takes a scheduler's class that was written for the library."""
+    """Adapts a scheduler class that was written for the library."""
 
     def __call__(self, target: Any, *, where: str) -> Callable[..., Any] | None:
-        """Return a factory of schedulers for it; None for another class. Raises `ConfigError` for one that cannot work."""
+        """Return a factory of adapted schedulers; None if the class was not written for the library.
+
+        Raises:
+            ConfigError: the class cannot work here.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """The modules in the place of one library. Calling it puts them in place, as an entry point must."""
+    """The replacement of one library. Calling it installs the modules, as an entry point of the group must."""
 
     name: str
     install: Callable[[], bool]
-    """Answer imports under the name; False where the library itself is installed, which then goes first."""
+    """Make the library's name importable; return False if the library itself is installed, which is then used."""
     shims: Path | None = None
-    """A folder for PYTHONPATH that holds a package of the name; without one there is no `polyturn run-as`."""
+    """A folder for PYTHONPATH with a package of the library's name; None if `polyturn run-as` is not supported."""
     programs: Mapping[str, str] = field(default_factory=dict)
-    """The names of the library's programs, each with what runs in its place behind `python -m`."""
+    """Name of a program of the library -> the module that `python -m` runs instead."""
     takes_overrides: bool = False
     """Whether its training programs read `--dry-run` and `--set` of `polyturn run-as`."""
     adapt_scheduler: AdaptScheduler | None = None
     schedulers: Callable[[], Mapping[str, Any]] = dict
-    """Return name -> the class of a scheduler that a plug-in registered with the library."""
+    """Return name -> scheduler class, for the schedulers that plug-ins registered with the library."""
     adapt_estimator: Callable[[Any], Any] | None = None
-    """Return an advantage estimator that was written for the library as one of ours; None for another function."""
+    """Convert an advantage estimator that was written for the library to ours; None for any other function."""
     adapt_loss: Callable[[Any], Any] | None = None
-    """The same of policy losses."""
+    """Convert a policy loss that was written for the library to ours; None for any other function."""
     eval_metrics: Callable[[Sequence[TrajectoryGroup]], Mapping[str, float]] | None = None
     """Return the metrics of an evaluation under the library's names."""
 
@@ -54,13 +58,13 @@ class StandIn:
 
 
 def stand_ins() -> Iterator[StandIn]:
-    """Yield what stands in for a library; an entry point that only installs modules is none."""
+    """Yield every installed `StandIn`; entry points that are plain functions are skipped."""
     for _, stand_in in load_each(NAMESPACES, StandIn):
         yield stand_in
 
 
 def as_ours(kind: str, target: Any) -> Any:
-    """Return an estimator or a loss ("estimator", "loss") as one of ours, whichever library it was written for."""
+    """Convert an estimator or loss (`kind` "estimator" or "loss") that was written for another library to ours."""
     for one in stand_ins():
         adapt = one.adapt_estimator if kind == "estimator" else one.adapt_loss
         if adapt is not None and (adapted := adapt(target)) is not None:

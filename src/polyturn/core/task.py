@@ -1,4 +1,4 @@
-"""Task: a dataset row made typed. The one shape that rollout reads; every row format ends here.
+"""Task: a typed dataset row. Every row format is converted to this type, the only one that rollout reads.
 
 Task(id="train-7", data_source="openai/gsm8k", prompt=(Message(role="user", content="…"),), ground_truth="72",
      interaction=InteractionRef(name="gsm8k", kwargs={"name": "gsm8k", "ground_truth": "72"}))
@@ -14,8 +14,7 @@ from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.messages import Message, Origin
 
 NATIVE_AGENTS = ("single_turn_agent", "tool_agent")
-"""Values of a row's `agent_name` that stand for the native loop: one turn without tools or an interaction, and as many as it
-takes."""
+"""Values of a row's `agent_name` that select the native loop: a single turn without tools or interaction, or many turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +23,14 @@ class InteractionRef:
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Passed to `start_interaction` and to every `generate_response`; holds every key of the row, `name` included."""
+    """Passed to `start_interaction` and to every `generate_response`: all of the row's keys, including `name`."""
     is_optional: bool = False
-    """Whether a run that configures no interaction at all may ignore it, as rows made for several kinds of run want."""
+    """Whether a run that configures no interaction may ignore this one, for rows that serve several kinds of run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolKwargs:
-    """A row's arguments for one tool, at each point of the tool's life in the episode."""
+    """The arguments of a row for each method of one tool."""
 
     create_kwargs: Mapping[str, Any] = field(default_factory=dict)
     execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -41,19 +40,19 @@ class ToolKwargs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task: a prompt, and what is needed to act on it and to judge the outcome."""
+    """One task: a prompt, with the tools, the interaction and the data that its reward needs."""
 
     id: str
     prompt: tuple[Message, ...]
     data_source: str | None = None
-    """Routes the task to its reward function; None leaves the reward to the task's interaction."""
+    """The key by which the task's reward function is chosen; None leaves the reward to the task's interaction."""
     ground_truth: Any = None
     tools: tuple[str, ...] | None = None
-    """Names of the tools this task may call; None means every configured tool, () means none."""
+    """Names of the tools that this task may call; None means every configured tool, () means no tool."""
     skips_unknown_tools: bool = False
-    """Whether a name in `tools` that is not configured is left out, with a warning, instead of being an error."""
+    """Whether an unconfigured name in `tools` is skipped with a warning instead of being an error."""
     needs_tools: bool = False
-    """Whether the task is an error when no tool remains for it."""
+    """Whether a task that is left without any tool is an error."""
     tools_kwargs: Mapping[str, ToolKwargs] = field(default_factory=dict)
     interaction: InteractionRef | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Task:
 
 
 def as_rows(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return messages of a row: the owner's, but for what a tool says there."""
+    """Set the origin of a row's messages: the environment for tool messages, the owner for all others."""
     return tuple(
         m if m.origin is not None else replace(m, origin=Origin.ENVIRONMENT if m.role == "tool" else Origin.OWNER)
         for m in messages
@@ -73,18 +72,18 @@ def as_rows(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 class ToolChoice(NamedTuple):
-    """Which of the configured tools a task may call."""
+    """The configured tools that a task may call."""
 
     names: tuple[str, ...]
     skipped: tuple[str, ...]
-    """Names that are not configured and that the task does without."""
+    """Names that the task lists but that are not configured."""
 
 
 def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
-    """Return which of the configured tools a task may call, in the order that it names them, else in theirs.
+    """Choose the configured tools that a task may call, in the task's order, or in that of `configured` if it names none.
 
     Raises:
-        DataError: it names a tool that is not configured and that it does not skip, or it needs tools and has none.
+        DataError: the task names an unconfigured tool and does not skip it, or needs tools and has none.
     """
     tool_names = tuple(configured if task.tools is None else dict.fromkeys(task.tools))
     skipped = tuple(name for name in tool_names if name not in configured)

@@ -5,8 +5,8 @@ index t describes token t; the shift to targets happens once, in `batching/layou
     segment   [ PROMPT ............ | SAMPLED turn 0 | OBSERVATION turn 0 | SAMPLED turn 1 ]
     weights     0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1
 
-Ids, logprobs, weights and origin live together in one `Span`, so they cannot drift apart; every array over a segment is
-derived. One segment is one training sample. A segment that branched from another one remembers where.
+A `Span` holds ids, logprobs, weights and origin together, so that they cannot get out of step; every array over a segment is
+computed from its spans. One segment is one training sample. `parent` shows where a segment branched from another one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from polyturn.core.routing import Routes, blank_like, routes_array
 from polyturn.core.task import Task
 
 CUT_BY_REQUEST = "request_max_tokens"
-"""The key of a turn's info with the `max_tokens` of the request that cut its completion, where no limit of the run did."""
+"""Key in a turn's info: the `max_tokens` of the request, if that cut the completion and not a limit of the run."""
 
 
 class SpanSource(Enum):
@@ -48,17 +48,17 @@ class Span(Record):
     ids: NDArray[np.int32]
     source: SpanSource
     turn: int = -1
-    """The turn that the tokens belong to; -1 for the task's prompt. An observation belongs to the turn that drew it."""
+    """The turn that the tokens belong to; -1 for the task's prompt. An observation belongs to the turn that it answers."""
     logprobs: NDArray[np.float32] | None = None
     """[len(ids)] log-probability of each sampled token under the engine's policy; None unless sampled."""
     support: Support | None = None
     """[len(ids), K] the tokens that each sampled token was drawn from; None unless the run records them."""
     policy_version: int | None = None
-    """The weights that sampled the tokens; None unless sampled."""
+    """The version of the weights that sampled the tokens; None unless sampled."""
     weights: NDArray[np.float32] | None = None
-    """[len(ids)] weight in the loss; None means 1 where sampled and 0 elsewhere."""
+    """[len(ids)] loss weight; None means 1 for a sampled span and 0 otherwise."""
     routed_experts: Routes | None = None
-    """[len(ids), L, K] the experts that each token went to, sampled or not (`core/routing.py`); None: not known."""
+    """[len(ids), L, K] the experts of each token, sampled or not (`core/routing.py`); None if unknown."""
 
     def __post_init__(self) -> None:
         self._freeze(ids=ids_array, logprobs=float_array, weights=float_array, routed_experts=routes_array)
@@ -96,14 +96,14 @@ class Span(Record):
 
 
 class Branch(NamedTuple):
-    """The place where a segment left another one: it shares the first `length` tokens of segment `segment`."""
+    """The point where a segment branched off: it shares the first `length` tokens of segment `segment`."""
 
     segment: int
     length: int
 
 
 class SpanRef(NamedTuple):
-    """A span by reference: the index of its segment, and its index within the segment."""
+    """A reference to a span: the index of its segment, and its index within the segment."""
 
     segment: int
     span: int
@@ -115,7 +115,7 @@ class Segment(Record):
 
     spans: tuple[Span, ...]
     media: tuple[Media, ...] = ()
-    """The media of the tokens, in their order; those that a later segment shows again are in both, as the tokens are."""
+    """The media of the tokens, in order. If a later segment repeats tokens, it repeats their media, too."""
     agent: str = "assistant"
     parent: Branch | None = None
 
@@ -134,7 +134,7 @@ class Segment(Record):
 
     @property
     def logprobs(self) -> Floats:
-        """[T] the engine's log-probability of each sampled token, 0 elsewhere and where the engine gave none."""
+        """[T] the engine's log-probability of each sampled token; 0 elsewhere, and if the engine gave none."""
         blank = [np.zeros(len(s), np.float32) if s.logprobs is None else s.logprobs for s in self.spans]
         return _join(blank, np.float32)
 
@@ -150,12 +150,13 @@ class Segment(Record):
 
     @property
     def sampled_mask(self) -> NDArray[np.bool_]:
-        """[T] whether each token was sampled, whatever its weight."""
+        """[T] whether each token was sampled, regardless of its weight."""
         return self._mask(SpanSource.SAMPLED)
 
     @property
     def observed_mask(self) -> NDArray[np.bool_]:
-        """[T] whether a tool, a user or an environment wrote each token, or the template between two turns."""
+        """[T] whether each token belongs to an observation: text of a tool, user or environment, and template text after a
+        completion."""
         return self._mask(SpanSource.OBSERVATION)
 
     def _mask(self, source: SpanSource) -> NDArray[np.bool_]:
@@ -169,7 +170,7 @@ class Segment(Record):
 
     @property
     def routed_experts(self) -> Any | None:
-        """[T, L, K] the experts of each token (`core/routing.py`); None where none is known of any."""
+        """[T, L, K] the experts of each token (`core/routing.py`); None if unknown for all."""
         known = next((s.routed_experts for s in self.spans if s.routed_experts is not None), None)
         if known is None:
             return None
@@ -188,11 +189,11 @@ def _join(parts: list[NDArray[_Scalar]], dtype: type[_Scalar]) -> NDArray[_Scala
 
 
 TextOf = Literal["answer", "turn", "turns"]
-"""The model's part of a trajectory as a text: the last message without reasoning and calls, the last one to the letter, or
-every message to the letter, with a line break between them."""
+"""The part of the model's text that a reward reads: the last message without reasoning and calls ("answer"), the exact last
+message ("turn"), or all exact messages joined with line breaks ("turns")."""
 
 RAISED_AT = "raised_at"
-"""Of the metrics of a call whose tool crashed: the line that raised."""
+"""Key in the metrics of a call whose tool crashed: the line that raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +208,13 @@ class ToolResult:
     """The step reward that `execute` returned; None if it returned none."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """The kind of failure, one of `polyturn.tools.failures.ToolFailure`; None if it worked."""
+    """The kind of failure, one of `polyturn.tools.failures.ToolFailure`; None for a successful call."""
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn(Record):
-    """One completion and the observation it drew."""
+    """One completion and the observation that answered it."""
 
     index: int
     message: Message
@@ -222,19 +223,21 @@ class Turn(Record):
     """The sampled spans of this turn, then its observation spans."""
     tool_results: tuple[ToolResult, ...] = ()
     observation: tuple[Message, ...] = ()
-    """The environment's answer. Recorded also when it ended the episode and so was never encoded."""
+    """The answer of the environment. An answer that ended the episode is recorded, too, although it was never encoded."""
     scores: Mapping[str, float] = field(default_factory=dict)
     """Named scores of this turn: "interaction", "tool/<name>"."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """The interaction's metadata, and whatever a scheduler keeps about the turn."""
+    """The metadata of the interaction, and any values that a scheduler stores about the turn."""
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that "generate", "tools", "interaction" took; "start" is when the turn began, in seconds since 1970."""
+    """Durations of "generate", "tools" and "interaction" in seconds; "start" is the beginning of the turn, in seconds since
+    1970."""
     is_continued: bool = False
-    """Whether the next turn goes on with the same assistant message, behind the observation; its message holds them all."""
+    """Whether the next turn continues the same assistant message after the observation. The message of that turn then
+    includes this one."""
 
     @property
     def score(self) -> float | None:
-        """The turn's score, the sum of its parts; None if nothing scored it."""
+        """The sum of the turn's scores; None if it has none."""
         return sum(self.scores.values()) if self.scores else None
 
 
@@ -258,7 +261,7 @@ class Trajectory(Record):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: the prompt, then each turn's message and what it drew; forks in order of their turns."""
+        """The whole conversation: the prompt, then the message and observation of each turn, with forks in turn order."""
         out = list(self.task.prompt)
         for turn in self.turns:
             if not turn.is_continued:
@@ -266,10 +269,10 @@ class Trajectory(Record):
         return tuple(out)
 
     def text_of(self, which: TextOf) -> str:
-        """Return one of the texts that reward functions read; empty if the model wrote nothing.
+        """Return the text that a reward function reads; empty if the model wrote nothing.
 
         Raises:
-            DataError: the text of a turn with reasoning or calls is not recorded: in a store of an older version, say.
+            DataError: the exact text of a turn with reasoning or calls is not recorded, as in stores of older versions.
         """
         if which == "answer":
             return self.turns[-1].message.text if self.turns else ""
@@ -285,7 +288,7 @@ class Trajectory(Record):
 
     @property
     def turn_scores(self) -> tuple[float | None, ...]:
-        """The score of each turn, None where nothing scored it."""
+        """The score of each turn; None for a turn without scores."""
         return tuple(t.score for t in self.turns)
 
     @property
@@ -294,7 +297,7 @@ class Trajectory(Record):
         return self.stop_reason.is_failure
 
     def agent_of(self, turn: Turn) -> str:
-        """Return whose turn it was: the agent of the segment that it was sampled into."""
+        """Return the agent of a turn: that of the segment with its sampled span."""
         return self.segments[turn.spans[0].segment].agent if turn.spans else "assistant"
 
     def span(self, ref: SpanRef) -> Span:
@@ -309,10 +312,11 @@ class Trajectory(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrajectoryGroup(Record):
-    """The trajectories of one task that are compared with one another."""
+    """The trajectories of one task, whose rewards are compared with one another."""
 
     id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None
-    """A greedily decoded one that the others are compared with; never trained, in no statistic, None unless asked for."""
+    """A greedily decoded trajectory, as the baseline of some advantage estimators. It is neither trained nor counted in
+    statistics; None unless the run needs one."""
