@@ -1,4 +1,4 @@
-"""Codec: one tokenizer and one chat template, and the only way between text and token ids.
+"""Codec: one tokenizer and one chat template. All conversion between text and token ids happens here.
 
 Template text and environment text are encoded differently, because who wrote a control token matters:
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_CHARS = 1 << 16
-"""Length of a text from which on it is encoded so that other threads go on meanwhile."""
+"""Length in characters from which a text is encoded without blocking other threads."""
 _BEFORE = "\u9f98"
-"""A letter that no token continues, to see what a text becomes behind another."""
+"""A letter that merges with no other text, put before a text to encode that text as it is encoded after another."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
-"""Number of short texts a codec remembers the ids of, and how long they are at most: a few megabytes."""
+"""The most texts whose ids are cached, and their maximum length in characters; a few megabytes in all."""
 
 
 class Codec:
@@ -76,19 +76,19 @@ class Codec:
         self.template_kwargs = self.template.kwargs
         self._plain = _without_added_tokens(self._backend)
         self._remembered: dict[str, Ids] = {}
-        """The ids of short texts."""
-        # Added runs of white space (some code models have them) are ordinary text: two spaces control nothing.
+        """Short text -> its ids."""
+        # Added runs of white space, which some code models have, are ordinary text.
         added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
         self.control_tokens: Mapping[int, str] = added
         """id -> text of every token that only templates and the model may write."""
         self._is_control: NDArray[np.bool_] = np.zeros(max(self.vocab_size, 1), np.bool_)
         self._is_control[list(added)] = True
-        # A pattern takes the first alternative that fits, and one control text may begin with another.
+        # A regular expression takes the first matching alternative, and one control text may begin with another.
         longest_first = sorted(added.values(), key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._control_ids = {text: i for i, text in added.items()}
         self._normal_ids: dict[str, int] = {}
-        """The texts of control tokens in the tokenizer's normal form, where those are looked for."""
+        """Control text in the tokenizer's normal form -> id, for tokens that the tokenizer looks for after normalisation."""
         if self._backend.normalizer is not None:
             tokens = tokenizer.added_tokens_decoder
             self._normal_ids = {self._normalized(text): i for i, text in added.items() if tokens[i].normalized}
@@ -96,23 +96,23 @@ class Codec:
         self._normal_text = re.compile("|".join(map(re.escape, normal))) if normal else None
         self._normal_ids = {**self._control_ids, **self._normal_ids}
 
-    # What the tokenizer is.
+    # Properties of the tokenizer and the template.
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, added tokens included; a model's embedding may be padded beyond it."""
+        """The number of ids, including added tokens; the model's embedding may be padded beyond it."""
         return max(len(self.tokenizer), 1 + max(self.tokenizer.added_tokens_decoder, default=-1))
 
     @functools.cached_property
     def turn_ends(self) -> TurnEnds:
-        """The template's ends of an assistant's turn: with text, with calls, at the end and in a history."""
+        """The tokens with which the template ends assistant turns: with text or calls, the last turn or a past one."""
         return find_turn_ends(self)
 
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an assistant's turn: the template's, then the tokenizer's end-of-sequence token.
+        """The tokens that end an assistant turn: those of the template, then the tokenizer's end-of-sequence token.
 
-        A template that writes nothing behind a turn (GLM) ends it with the token that opens the next one.
+        If the template writes nothing after a turn (GLM), the token that opens the next turn ends it.
         """
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*self.turn_ends.stops, *([] if eos is None else [int(eos)])]))
@@ -124,29 +124,29 @@ class Codec:
 
     @functools.cached_property
     def call_tags(self) -> frozenset[int]:
-        """The control tokens that the template writes around calls and nowhere else."""
+        """The control tokens that the template writes only around calls."""
         return find_call_tags(self)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that the tokenizer names as begin, end and padding."""
+        """The begin, end and padding tokens of the tokenizer."""
         named = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         return frozenset(int(i) for i in named if i is not None)
 
     @functools.cached_property
     def generation_prompt(self) -> str:
-        """The template text that opens an assistant's turn; "" if the template writes none."""
+        """The template text that opens an assistant turn; "" if the template writes none."""
         user = [Message(role="user", content="Hi")]
         closed = self.template.render(user)
         opened = self.template.render(user, add_generation_prompt=True)
         common = common_length(closed, opened)
-        # What closes a document (an end-of-sequence token) may begin as the prompt does.
+        # An end-of-sequence token that closes the document may begin like the generation prompt.
         inside = [s.start for s in self.control_spans(opened) if s.start < common < s.end]
         return opened[inside[0] if inside else common :]
 
     @functools.cached_property
     def opens_as_prompted(self) -> bool:
-        """Whether a history's turns begin with the text of the generation prompt."""
+        """Whether past turns begin with the text of the generation prompt."""
         user = Message(role="user", content="Hi")
         opened = self.template.try_render([user], add_generation_prompt=True)
         past = self.template.try_render([user, Message(role="assistant", content="Hello")])
@@ -154,24 +154,24 @@ class Codec:
 
     @functools.cached_property
     def read_words(self) -> tuple[str, ...]:
-        """The words that the template looks for in contents, which it then writes otherwise."""
+        """The words in contents that change how the template writes them (`tokens/read_words.py`)."""
         return find_read_words(self)
 
     @functools.cached_property
     def literals(self) -> frozenset[str]:
-        """The strings in the template's code: what it compares roles, types and names with."""
+        """The string literals of the template, with which it compares roles, types and names."""
         return frozenset(string_literals(self.chat_template or ""))
 
     @functools.cached_property
     def opened_reasoning(self) -> str:
-        """The part of a turn's reasoning that the generation prompt writes and a history omits, as "<think>\n"; often ""."""
+        """The opening of reasoning that the generation prompt writes but a history omits, such as "<think>\n"; often ""."""
         prompt = self.generation_prompt
         opened = prompt[prompt.rfind("<think>") :] if "<think>" in prompt else ""
         return "" if self.opens_as_prompted or "</think>" in opened else opened
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A stable hash of vocabulary, merges, template and template arguments: equal ids for equal messages."""
+        """A stable hash of vocabulary, merges, template and template arguments; if it is equal, messages have equal ids."""
         parts = [
             self._backend.to_str(),
             self.chat_template or "",
@@ -182,9 +182,9 @@ class Codec:
     # Text to ids and back.
 
     def encode(self, text: str) -> Ids:
-        """Return the ids of template text: control tokens are recognised, none is added.
+        """Encode template text: control tokens are recognised, and no begin or end token is added.
 
-        Short texts are remembered, because environments say the same again and again.
+        Short texts are cached, because environments often repeat them.
         """
         if len(text) > _REMEMBERED_CHARS:
             return _encode(self._backend, text)
@@ -196,11 +196,11 @@ class Codec:
         return ids
 
     def encode_plain(self, text: str) -> Ids:
-        """Return the ids of environment text: never a control token, whatever the text says; decoding gives the text."""
+        """Encode environment text without control tokens, even if it contains their text; decoding restores the text."""
         ids = _encode(self._plain, text)
         if not self._is_control[ids].any():
             return ids
-        # The model's own vocabulary holds the control text (Gemma's does), so it is cut where no token can span it.
+        # Some vocabularies (Gemma's) also have control text as a normal token, so split it where no token can span it.
         cut = self._control_text.sub(lambda m: m[0][0] + "\x00" + m[0][1:], text)
         parts = self._encode_parts(cut.split("\x00"))
         if any(self._is_control[p].any() for p in parts):
@@ -209,11 +209,11 @@ class Codec:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Number of characters that one token stands for at most."""
+        """Length of the longest token, in characters."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def _encode_parts(self, parts: Sequence[str]) -> list[Ids]:
-        """Return the ids of the parts of one ordinary text."""
+        """Encode each part of an ordinary text."""
         if not self._adds_space:
             return [_encode(self._plain, part) for part in parts]
         num_before = len(_encode(self._plain, _BEFORE))
@@ -221,14 +221,14 @@ class Codec:
         return [_encode(self._plain, parts[0]), *behind]
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the start and end of each token of environment text, in characters; a character may have several."""
+        """Return (start, end) in characters of each token of environment text; several tokens may share a character."""
         spans: list[tuple[int, int]] = self._plain.encode(
             text.encode("utf-8", "replace").decode(), add_special_tokens=False
         ).offsets
         return spans
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`; an id outside the vocabulary reads as nothing."""
+        """Return the text of `ids`; ids outside the vocabulary are skipped."""
         listed = ids.tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
         return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
@@ -249,7 +249,7 @@ class Codec:
 
     @property
     def normalizes_control(self) -> bool:
-        """Whether control tokens are looked for in the tokenizer's normal form of a text, which has many spellings."""
+        """Whether the tokenizer normalises text before it looks for control tokens, so that they have many spellings."""
         return self._normal_text is not None
 
     def control_spans(self, text: str) -> list[ControlSpan]:
@@ -257,17 +257,19 @@ class Codec:
         return [ControlSpan(m.start(), m.end(), self._control_ids[m[0]]) for m in self._control_text.finditer(text)]
 
     def replace_control(self, text: str, change: Callable[[str], str], *, barred: Collection[int]) -> str:
-        """Return a text with `change` applied to each piece that reads like a control token of `barred`; to all of it where
-        only the tokenizer's normal form of the text reads so."""
+        """Apply `change` to each piece of a text that is the text of a control token in `barred`.
+
+        If only the normalised text contains such a token, `change` is applied to the whole text.
+        """
         if self._is_disguised(text, barred):
             return change(text)
         return self._control_text.sub(lambda m: change(m[0]) if self._control_ids[m[0]] in barred else m[0], text)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, last_id: int | None = None) -> Ids:
-        """Return the ids of texts that follow one another, each with whether it is ordinary text throughout.
+        """Encode consecutive pieces, each (text, whether all of it is ordinary text), after the token `last_id`.
 
-        A tokenizer that puts a space before a text that it is given puts none inside of one: where a piece goes on behind
-        ordinary text, its ids are those that it has there.
+        A tokenizer that puts a space before every text must not put one between pieces: a piece after ordinary text gets
+        the ids that it has inside one text.
         """
         parts: list[Ids] = []
         for text, is_plain in pieces:
@@ -288,17 +290,17 @@ class Codec:
 
     @functools.cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text, as SentencePiece's do."""
+        """Whether the tokenizer puts a space before a text, as SentencePiece tokenizers do."""
         return self.decode(np.tile(self.encode_plain("a"), 2)) != "aa"
 
     @functools.cached_property
     def _opens_with_space(self) -> bool:
-        """Whether it does so behind a control token as well."""
+        """Whether the tokenizer also puts a space before a text that follows a control token."""
         control, letter = next(iter(self.control_tokens.items()), (None, ""))
         return control is None or len(self.encode(letter + "a")) == 1 + len(self.encode("a"))
 
     def _is_disguised(self, text: str, barred: Collection[int]) -> bool:
-        """Return whether the tokenizer's normal form of a text has control tokens of `barred` that the text has not."""
+        """Return whether normalising a text produces control tokens of `barred` that the text itself does not have."""
         if self._normal_text is None:
             return False
         pieces = map(self._normalized, self._control_text.split(text))
@@ -325,7 +327,7 @@ def load_codec(
         template_kwargs: Passed to every render.
 
     Raises:
-        ConfigError: there is no tokenizer there, or no such template file.
+        ConfigError: there is no tokenizer at `path`, or the template file does not exist.
     """
     from pathlib import Path
 
@@ -345,7 +347,7 @@ def load_codec(
 
 
 def _no_tokenizer(path: str, problem: Exception) -> str:
-    """Return why there is no tokenizer: no such folder, nothing in it, no network, or what the library says."""
+    """Explain why no tokenizer was loaded: no such folder, an empty folder, no network, or the library's error."""
     from pathlib import Path
 
     if Path(path).is_dir():
@@ -357,7 +359,7 @@ def _no_tokenizer(path: str, problem: Exception) -> str:
 
 
 def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
-    """Return a tokenizer over the same model that knows no added tokens; the vocabulary is shared, not copied."""
+    """Return a tokenizer with the same model but without added tokens; it shares the vocabulary."""
     from tokenizers import Tokenizer
 
     plain = Tokenizer(backend.model)
@@ -370,11 +372,11 @@ def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
 
 def _encode(backend: Tokenizer, text: str) -> Ids:
     try:
-        if len(text) > LONG_CHARS:  # only a batch lets other threads go on
+        if len(text) > LONG_CHARS:  # only a batch call lets other threads run
             return ids_array(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         return ids_array(backend.encode(text, add_special_tokens=False).ids)
     except (TypeError, UnicodeEncodeError):
-        # A lone surrogate, which JSON can spell, is not Unicode text; it becomes a question mark.
+        # JSON can contain lone surrogates, which cannot be encoded as UTF-8; they become question marks.
         return ids_array(backend.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False).ids)
 
 

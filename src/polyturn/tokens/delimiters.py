@@ -1,7 +1,7 @@
-"""Delimiters: the control tokens that open or close turns, roles and media, found by rendering.
+"""Delimiters: finds the control tokens that open or close turns, roles and media, by rendering sample conversations.
 
-Separate from other control tokens, because the owner of a prompt may want those: a system prompt that explains <think> or
-<tool_call> needs the token that the model knows, but no prompt wants to end its own turn.
+Prompts of the owner may contain other control tokens but not delimiters: a system prompt that explains <think> or
+<tool_call> needs the tokens that the model was trained with, but must not end its turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _ControlRenderer(Renderer, Protocol):
 
 
 def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
-    """Return the tokens that the template writes around messages and media, without the tags inside a turn."""
+    """Find the tokens that the template writes around messages and media, excluding tags inside a turn."""
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
     delimiters = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
@@ -46,7 +46,7 @@ def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
 
 
 def find_call_tags(codec: _ControlRenderer) -> frozenset[int]:
-    """Return the tokens that the template writes into a turn with a call, and into none without one."""
+    """Find the tokens that the template writes only into turns with a call."""
     user, answer = Message(role="user", content="Hi"), Message(role="assistant", content="Hello")
     calling = Message(role="assistant", content="Hello", tool_calls=(_CALL,))
     others = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
@@ -69,7 +69,7 @@ def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...]
 
 
 def _is_tag(text: str, known: set[str]) -> bool:
-    """Return whether `text` is one of a pair such as <think> and </think>."""
+    """Return whether `text` is half of a pair such as <think> and </think>."""
     if not (text.startswith("<") and text.endswith(">")) or text[1:2] in "|｜" or text[-2:-1] in "|｜":
         return False
     partner = text.replace("</", "<", 1) if text.startswith("</") else text.replace("<", "</", 1)

@@ -1,16 +1,16 @@
-"""DeltaEncoder: the template's text between two completions, encoded without reading the history's contents.
+"""DeltaEncoder: encodes only the text between two completions, without rendering the history again.
 
     held      ...<|im_start|>assistant\\nLet me add.<tool_call>{...}</tool_call><|im_end|>
     extend    \\n<|im_start|>user\\n<tool_response>\\n4\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-The new messages are rendered after a short base conversation that has the *shape* the delta may depend on: a system message
-where the history has one, an earlier tool result where it has one, an assistant's turn with as many calls, under the same
-names and ids, as tool messages follow. What stands behind the base's last turn is the delta: first the token that ends a
-turn, dropped when the completion ended with one, then the messages, then the generation prompt.
+The new messages are rendered after a short base conversation with the same *shape* as the history, as far as the delta may
+depend on it. The base has a system message and an earlier tool result if the history has them, and an assistant turn with
+the names and ids of the calls that the new tool messages answer. The delta is the text after the base's last turn: the token
+that ends the turn (dropped if the completion ended with it), the messages, and the generation prompt.
 
-Who wrote a text decides whether it may become control tokens (`trust`). Text that spells none is encoded in one go with the
-template text around it, which keeps the ids equal to those of a full render (invariant I5); text that must not become one is
-hidden from the template, so that the ids are those of a full render in which it is ordinary text.
+The author of a text decides whether it may become control tokens (`trust`). Text without control tokens is encoded together
+with the surrounding template text, so that the ids equal those of a full render (invariant I5). Text that must not become
+control tokens is hidden from the template, so that the ids are those of a full render in which it is ordinary text.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from polyturn.tokens.turn_ends import behind_anchor, split_turn
 _SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
 _USER = Message(role="user", content="Zq7BaseUserZ")
 _ANCHOR = "Zq7Anchor"
-"""Starts the words that the base's last turn says, in its content and in its last call (some templates leave out the one or
-the other): what stands behind the last of them is the end of that turn, then the new messages. Letters and digits only, so
-that no template trims, escapes or otherwise changes it."""
+"""Prefix of the marker words in the base's last turn: one in its content and one in its last call, because some templates
+omit one of the two. After the last marker come the end of that turn and the new messages. It has only letters and digits, so
+that no template trims or escapes it."""
 _ROLE = operator.attrgetter("role")
 _MAX_PROMPTS = 64
-"""Prompts whose ids are kept, so that the members of a group encode theirs once."""
+"""The most prompts whose ids are cached; the members of a group have the same prompt."""
 
 
 class _Past(NamedTuple):
-    """The part of a history that a base conversation takes over."""
+    """The properties of a history that its base conversation copies."""
 
     system: bool
     results: bool
-    """A tool answered an earlier turn."""
+    """Whether a tool answered an earlier turn."""
 
 
 class DeltaEncoder:
-    """Encodes prompts, and what follows a completion, for one set of tools. Shared by all episodes that have them."""
+    """Encodes prompts, and the messages after a completion, for one set of tools. Episodes with the same tools share it."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class DeltaEncoder:
         escape_observations: bool = True,
         media: MediaProcessor | None = None,
     ) -> None:
-        """Make an encoder.
+        """Create an encoder.
 
         Args:
             codec: The tokenizer and template.
-            tools: The schemas that every render shows.
-            foreign_tools: The names of those that the run's owner did not write: a server's, an agent's.
+            tools: The tool schemas of every render.
+            foreign_tools: Names of the tools whose schemas the owner did not write, but a server or an agent.
             escape_prompts: See `TrustRule`.
             escape_observations: See `TrustRule`.
-            media: The model's processor, which makes of each placeholder what stands for its medium; None for text.
+            media: The model's processor, which expands placeholders of media; None for a text model.
 
         Raises:
             ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
@@ -98,11 +98,11 @@ class DeltaEncoder:
         self._media = media
 
     def start(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Ids:
-        """Return the ids of a whole conversation and the generation prompt.
+        """Encode a whole conversation and the generation prompt.
 
         Raises:
             TemplateError: the template cannot render the messages, or writes no placeholder for a medium.
-            ConfigError: a message shows media and there is no processor.
+            ConfigError: a message has media and there is no processor.
             DataError: a medium cannot be processed.
         """
 
@@ -113,7 +113,7 @@ class DeltaEncoder:
                 add_generation_prompt=add_generation_prompt,
             )
 
-        # All members of a group begin with one prompt, which is encoded once.
+        # The members of a group have the same prompt; encode it once.
         key = prompt_key(messages) if add_generation_prompt else None
         ids = None if key is None else self._prompts.get(key)
         if ids is None:
@@ -125,15 +125,15 @@ class DeltaEncoder:
         return self._with_media(ids, messages)
 
     def full(self, messages: Sequence[Message]) -> Ids:
-        """Return the ids of a whole conversation without generation prompt, for the sanity check; raises as `start`."""
+        """Encode a whole conversation without generation prompt, for the sanity check; raises like `start`."""
         return self.start(messages, add_generation_prompt=False)
 
     def continuation(self, *texts: tuple[str, Origin], last_id: int | None = None) -> Ids:
-        """Return the ids of texts, one behind the other, that an assistant's message goes on with.
+        """Encode consecutive texts that continue an assistant message.
 
         Args:
-            texts: Each with who wrote it.
-            last_id: The token before them; None where they follow the generation prompt.
+            texts: Each text with its author.
+            last_id: The token before them; None if they follow the generation prompt.
         """
         if last_id is None:
             opened = self.codec.encode(self.codec.generation_prompt)
@@ -142,11 +142,11 @@ class DeltaEncoder:
         return self._encode(lambda change: "".join(change(*w) for w in written), written, control=None, last_id=last_id)
 
     def assistant(self, message: Message) -> Ids:
-        """Return the ids that a model would have to sample to say `message`: everything behind the generation prompt, up
-        to and with the token that ends the turn. For supervised training only; sampled ids are never re-made.
+        """Return the ids that a model would sample to write `message`: everything after the generation prompt, including
+        the token that ends the turn. For supervised training only; sampled ids are never encoded again.
 
         Raises:
-            TemplateError: the template does not open a turn of the history the way it asks for one.
+            TemplateError: past turns of the template do not begin with its generation prompt.
         """
         opened = self._opening
 
@@ -169,23 +169,23 @@ class DeltaEncoder:
 
     @functools.cached_property
     def _opening(self) -> str:
-        """The template's text before a turn of the shortest conversation."""
+        """The template text before the assistant turn of the shortest conversation."""
         return self.codec.template.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:
-        """Return the ids that follow a completion: the rest of its turn, the new messages, the generation prompt.
+        """Encode what follows a completion: the rest of its turn, the new messages, the generation prompt.
 
         Args:
             new: The messages that answer the completion, at least one.
-            last_id: The completion's last token; None for an empty one. Unless it ends a turn, the completion was cut, and
-                the template's end token is written first.
-            history: The messages before `new`. Only their roles are looked at; nothing they say is rendered.
+            last_id: The completion's last token; None for an empty completion. If it does not end a turn, the completion
+                was cut, and the template's end token comes first.
+            history: The messages before `new`. Only their roles matter; their contents are not rendered.
 
         Raises:
             TemplateError, ConfigError, DataError: as `start`.
         """
         past = self._past(history)
-        # A frame holds for all contents, and so not where the template looks into this one.
+        # A frame must fit all contents, so it cannot be used for contents that the template reads.
         frame = None if self._is_read(new) else self._frame(new, past)
         if frame is None:
             ids = self._encode_rendered(new, past)
@@ -196,11 +196,11 @@ class DeltaEncoder:
         return self._with_media(self._behind(ids, last_id), new)
 
     def _behind(self, ids: Ids, last_id: int | None) -> Ids:
-        """Return `ids`, which begin with the end of a turn, from behind what a completion ending with `last_id` has."""
+        """Drop from `ids`, which begin with the end of a turn, the part that a completion ending with `last_id` has."""
         if last_id not in self.codec.stop_token_ids or not len(ids):
             return ids
         ends = self.codec.turn_ends
-        # White space may stand before the end token, and a history may end a turn with another one than the model did.
+        # White space may precede the end token, and a past turn may end with another token than the sampled turn.
         for index, token in enumerate(ids.tolist()):
             if token == last_id:
                 return ids[index + 1 :]
@@ -209,7 +209,7 @@ class DeltaEncoder:
         return ids[1:] if int(ids[0]) in ends.past else ids
 
     def delta_text(self, new: Sequence[Message], *, history: Sequence[Message] = ()) -> str:
-        """Return the text that `extend` encodes, from the end token of the completion's turn on.
+        """Render the text that `extend` encodes, starting with the end token of the completion's turn.
 
         Raises:
             TemplateError: the template cannot render the messages.
@@ -224,32 +224,32 @@ class DeltaEncoder:
         control: tuple[int, ...] | None = None,
         last_id: int | None = None,
     ) -> Ids:
-        """Return the ids of what the template makes of texts, none of which becomes a control token that it must not.
+        """Render texts and encode the result, without letting a text become a control token that it must not become.
 
         Args:
-            render: Returns what the template writes where each of the texts is changed first.
+            render: Renders the texts after applying a change to each of them.
             written: The texts.
-            control: The template's own control tokens around them, where they are known.
-            last_id: The token before the rendered text; None where it begins what is encoded.
+            control: The control tokens of the template itself, if known.
+            last_id: The token before the rendered text; None if there is none.
 
         Raises:
             TemplateError: the template cannot render the texts.
         """
         hiding, control_in = Hiding(self._rule, self.codec, written), self.codec.control_in
-        # Control texts alone are hidden first, so that all else merges with the template's text as in a full render.
+        # First hide only control texts, so that all other text merges with the template text as in a full render.
         ids = hiding.encode(render(hiding.control), last_id=last_id)
         if control is None and not self._rule.may_spell_with_template(written):
             return ids
         if control is not None and tuple(control_in(ids).tolist()) == control:
             return ids
-        # Template and text together may spell a control token, or the template may change the text into one.
+        # Template and text may form a control token together, or the template may change the text into one: hide all of it.
         closed = hiding.encode(render(hiding.whole), last_id=last_id)
         return ids if control is None and np.array_equal(control_in(ids), control_in(closed)) else closed
 
     def _with_media(self, ids: Ids, messages: Sequence[Message]) -> Ids:
-        """Return `ids`, in which each medium of `messages` is one token, with what the processor makes of each.
+        """Replace the placeholder of each medium of `messages` in `ids` by its expansion.
 
-        Media are encoded as they come, so the ids equal those of one pass of the processor over the whole conversation.
+        Each medium is processed separately; the ids equal those of processing the whole conversation at once.
         """
         if self._media is not None:
             return self._media.expand(ids, messages)
@@ -265,7 +265,7 @@ class DeltaEncoder:
     # New messages.
 
     def _frame(self, new: Sequence[Message], past: _Past) -> Frame | None:
-        """Return the frame of messages of this shape, learned when they are first seen; None where there is none."""
+        """Return the frame for messages of this shape, built on first use; None if the template has none for them."""
         form = shape(new)
         if form is None:
             return None
@@ -284,7 +284,7 @@ class DeltaEncoder:
                     f"use a template that renders {message.role} messages"
                 )
         text_outline, frame = outline(new, text), None
-        # A template may write the schemas behind an assistant's turn, such as before the last user's.
+        # A template may write the tool schemas after an assistant turn, for example before the last user message.
         tools = self._changed_tools(lambda original, origin: original + "x")
         repeats_tools = tools != self.tools and self._render_delta(new, past, tools=tools) != self._render_delta(new, past)
         if text_outline is not None and not repeats_tools:
@@ -295,15 +295,15 @@ class DeltaEncoder:
         return frame
 
     def _is_read(self, new: Sequence[Message]) -> bool:
-        """Return whether one of `new` has a name, or a word in its content, that the template may look for."""
+        """Return whether one of `new` has a name, or a word in its content, that may change the template's output."""
         if any(m.name in self.codec.literals for m in new):
             return True
-        lowered = [m.text.casefold() for m in new]  # a template may look for it in small letters
+        lowered = [m.text.casefold() for m in new]  # a template may compare lower-case text
         return any(word.casefold() in text for word in self.codec.read_words for text in lowered)
 
     @functools.cached_property
     def inside_text(self) -> int:
-        """A token of ordinary text: what follows a completion goes on behind it."""
+        """A token of ordinary text, which stands for the completion when the text after it is encoded."""
         return int(self.codec.encode_plain("a")[-1])
 
     def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
@@ -317,7 +317,7 @@ class DeltaEncoder:
         return tuple(self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools))
 
     def _render_delta(self, new: Sequence[Message], past: _Past, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the template's text from the end of the assistant's turn on; `tools` stand for the encoder's."""
+        """Render the text from the end of the assistant turn on; `tools` replace the encoder's tools."""
         codec, template = self.codec, self.codec.template
         tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
@@ -331,12 +331,12 @@ class DeltaEncoder:
                 raise TemplateError(
                     "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
                 )
-            # A template may attach the system message to the last user's turn, and the base has its own.
+            # A template may move the system message into the last user turn; the base has its own system message.
             moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
             if not moved:
                 break
         else:
-            if not moved:  # let the template say what is wrong
+            if not moved:  # raise the template's own error
                 base = next(self._bases(new, past, anchor))
                 template.render([*base, *new], tools=tools, add_generation_prompt=True)
             raise TemplateError(
@@ -367,7 +367,7 @@ class DeltaEncoder:
         return self.codec.template.try_render([_SYSTEM, _USER], tools=self.tools) is not None
 
     def _bases(self, new: Sequence[Message], past: _Past, anchor: str) -> Iterator[list[Message]]:
-        """Yield conversations that `new` can follow: what the past asks for, then what a stricter template may allow."""
+        """Yield base conversations for `new`: first the one like the past, then variants that stricter templates accept."""
         calls: list[ToolCall] = []
         for index, message in enumerate(new):
             if message.role != "tool":

@@ -1,9 +1,9 @@
-"""Frames: the template's text around new messages, learned from one render and filled in for every later turn.
+"""Frames: the template's text around new messages, taken from one render and reused for every later turn.
 
     a tool message  ->  "<|im_end|>\\n<|im_start|>user\\n<tool_response>\\n" SLOT "\\n</tool_response><|im_end|>\\n…"
 
-A frame is only used where it gives what a real render gives on trial contents; how a template spells a content (as it is,
-trimmed, as JSON) is found the same way. Here are also the small functions on messages that encoding and framing share.
+A frame is used only if it equals a real render for several trial contents. The trials also show how the template spells a
+content: unchanged, trimmed, or as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from polyturn.core.messages import Message, Origin
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates know; any other is a text like the rest."""
+"""Roles that templates know; any other role is treated as text."""
 
 SlotKey: TypeAlias = tuple[int, str]
 """(index of the message, "content", "name" or "id")."""
@@ -36,7 +36,7 @@ SPELLINGS: Mapping[str, Callable[[str], str]] = {
     "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
     "trimmed, as JSON": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
 }
-"""The spellings of a content in templates, from the commonest on."""
+"""Name -> how a template spells a content, the most common first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Frame:
     """The template's text around the contents of one shape of new messages."""
 
     literals: tuple[str, ...]
-    """Template text; between literals i and i + 1 stands slot i."""
+    """Template text; slot i is between literals i and i + 1."""
     slots: tuple[SlotKey, ...]
     control: tuple[int, ...]
-    """The control tokens of the template text, in order: encoding with real contents must give exactly these."""
+    """The control tokens of the template text, in order; encoding with real contents must give exactly these."""
     spelling: Mapping[str, str]
-    """role -> the key of `SPELLINGS` that its contents are written with."""
+    """Role -> the key in `SPELLINGS` for its contents."""
 
     def fill(self, new: Sequence[Message], change: Callable[[str, Origin], str] = lambda text, _: text) -> str:
-        """Return the text of `new`, each of their texts spelled as the template does it and then changed."""
+        """Fill the slots with the texts of `new`, each spelled as the template spells it and then passed to `change`."""
         texts = values(new)
         out = [self.literals[0]]
         for slot, literal in zip(self.slots, self.literals[1:], strict=True):
@@ -64,14 +64,14 @@ class Frame:
 
 
 class Outline(NamedTuple):
-    """The places of the texts in one shape of new messages, before it is known how the template spells them."""
+    """The slots in the text of new messages of one shape, before their spelling is known."""
 
     literals: tuple[str, ...]
     slots: tuple[SlotKey, ...]
 
 
 def outline(new: Sequence[Message], text: str) -> Outline | None:
-    """Split `text`, what a template writes for `with_slots(new)`; None where it does not show every content as it is."""
+    """Split `text`, the render of `with_slots(new)`, at its slots; None if a content is missing or changed."""
     pieces = _SLOT.split(text)
     slots = tuple((int(i), field) for i, field in zip(pieces[1::3], pieces[2::3], strict=True))
     if any(m.text and (index, "content") not in slots for index, m in enumerate(new)):
@@ -82,11 +82,11 @@ def outline(new: Sequence[Message], text: str) -> Outline | None:
 def find_frame(
     text_outline: Outline, tried: Sequence[tuple[Sequence[Message], str]], *, control: tuple[int, ...]
 ) -> Frame | None:
-    """Return the frame of an outline; None if the template treats contents in a way of its own.
+    """Find the spelling that makes an outline equal real renders; None if no spelling does.
 
     Args:
         text_outline: The outline.
-        tried: Messages of its shape (`trials`), and what the template writes for them.
+        tried: Messages of its shape (`trials`), each with their render.
         control: The control tokens of the template text.
     """
     for spelling in _spellings({m.role for m in tried[0][0]}):
@@ -97,12 +97,12 @@ def find_frame(
 
 
 def trials(new: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return messages of the shape of `new`, themselves the first, that show how a template spells contents."""
+    """Return `new`, and messages of the same shape whose contents show how a template spells them."""
     return [new, *([_with_text(i, m, text) for i, m in enumerate(new)] for text in _TRIALS)]
 
 
 def _spellings(roles: set[str]) -> Iterator[dict[str, str]]:
-    """Yield ways to spell the contents of `roles`: all alike, then every mixture of two."""
+    """Yield role -> spelling for `roles`: first the same for all, then every combination of two."""
     for spelling in SPELLINGS:
         yield dict.fromkeys(roles, spelling)
     if len(roles) == 2:
@@ -118,7 +118,7 @@ _TRIALS = (
     "\n\nnewlines\n",
     "12",
 )
-"""Contents that show whether a template trims, escapes or otherwise changes what it is given."""
+"""Contents that show whether a template trims, escapes or otherwise changes contents."""
 
 
 def _kind(text: str) -> str:
@@ -130,20 +130,20 @@ def _kind(text: str) -> str:
 
 
 def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
-    """Return the key on which the frame of `new` depends; None if only a real render will do."""
+    """Return the cache key of the frame of `new`; None if the messages always need a real render."""
     out: list[object] = []
     for m in new:
         if not isinstance(m.content, str) or m.tool_calls or m.reasoning is not None or m.role not in ROLES:
             return None
         kind = _kind(m.content)
-        if kind == "blank":  # a template may take it for empty, and another one for text
+        if kind == "blank":  # some templates treat white space as empty, others as text
             return None
         out.append((m.role, kind, m.name is None, m.tool_call_id is None))
     return tuple(out)
 
 
 def values(new: Sequence[Message]) -> dict[SlotKey, str]:
-    """Return the environment's texts by slot."""
+    """Return slot -> text for the texts of the environment."""
     out: dict[SlotKey, str] = {}
     for index, m in enumerate(new):
         out[index, "content"] = m.text
@@ -155,7 +155,7 @@ def values(new: Sequence[Message]) -> dict[SlotKey, str]:
 
 
 def with_slots(new: Sequence[Message]) -> list[Message]:
-    """Return `new` with a placeholder for every environment text."""
+    """Return `new` with every environment text replaced by a placeholder."""
     return [
         replace(
             m,
@@ -176,12 +176,12 @@ def _with_text(index: int, m: Message, text: str) -> Message:
 
 
 def origin_of(message: Message) -> Origin:
-    """Return a message's origin: the environment, if it states none."""
+    """Return the origin of a message; the environment if none is set."""
     return message.origin or Origin.ENVIRONMENT
 
 
 def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return plain data with every string in it changed, keys too."""
+    """Apply `change` to every string in plain data, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -192,14 +192,14 @@ def map_all_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def prompt_key(messages: Sequence[Message]) -> tuple[object, ...] | None:
-    """Return the key on which a prompt's ids depend; None for a prompt that holds a turn, which is not asked for twice."""
+    """Return the cache key of a prompt's ids; None for a prompt with an assistant turn, which rarely repeats."""
     if any(m.role == "assistant" or m.tool_calls or m.reasoning or not isinstance(m.content, str) for m in messages):
         return None
     return tuple((m.origin, m.role, m.content, m.name, m.tool_call_id) for m in messages)
 
 
 def unused_word(texts: Iterable[str], stem: str) -> str:
-    """Return a word that starts with `stem` and occurs in none of `texts`, in small letters or capitals."""
+    """Return a word that starts with `stem` and occurs in none of `texts`, in upper or lower case."""
     lowered = [text.lower() for text in texts]
     words = (f"{stem}{number}Z" for number in itertools.count())
     return next(word for word in words if not any(word.lower() in text for text in lowered))

@@ -1,7 +1,7 @@
-"""Names on the Hugging Face hub: whether one can be had is known after one attempt, before a library tries for a minute.
+"""Checks with one request whether the Hugging Face hub can be reached, because libraries retry for a minute.
 
-only_cached("Qwen/Qwen3-0.6B")    False: the hub answers    True: it does not, and the cache holds the model
-                                  ConfigError: it can be had from nowhere, in one sentence
+only_cached("Qwen/Qwen3-0.6B")    False: the hub answers    True: it does not, but the cache has the model
+                                  ConfigError: neither the hub nor the cache has it
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from polyturn.models import PACKAGED
 logger = logging.getLogger(__name__)
 
 ATTEMPT_S = 10.0
-"""Seconds that the hub may take to answer the one attempt."""
+"""Seconds that the hub may take to answer the request."""
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json")
 
 
 def only_cached(name: str, *, revision: str | None = None) -> bool:
-    """Return whether a model's or a tokenizer's files come from the cache alone; False for a folder.
+    """Return whether to load the files of a model or tokenizer from the cache only; False for a folder.
 
-    A name that can only be a path is returned as it is.
+    Names that can only be a path are not checked.
 
     Raises:
-        ConfigError: the hub is not asked or does not answer, and the cache does not hold the name.
+        ConfigError: the hub is disabled or does not answer, and the cache does not have the name.
     """
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return False
@@ -61,12 +61,12 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
 
 
 def _without_hub() -> str:
-    """Return the models that the package index carries: `'smollm2' (SmolLM2-135M-Instruct, …)`."""
+    """List the models that can be installed from the package index: `'smollm2' (SmolLM2-135M-Instruct, …)`."""
     return ", ".join(f"{model.name!r} ({model.about})" for model in PACKAGED.values())
 
 
 def unreachable() -> str | None:
-    """Return why the hub does not answer, after one attempt; None if it does, whatever it says."""
+    """Send one request to the hub and return why it got no answer; None for any answer."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,12 +1,12 @@
-"""Markers: the control texts that a chat template writes, and a tokenizer copy that has a token for each of them.
+"""Markers: finds the control texts that a chat template writes, and adds a token for each of them to a tokenizer.
 
-Separate because a template and a tokenizer may come from different places: to look at a template without its own model's
-tokenizer, its `<|…|>`, `[INST]`, `<start_of_turn>` and tool tags must be single tokens, as they are for its model.
+A template can be examined with the tokenizer of another model if its `<|…|>`, `[INST]`, `<start_of_turn>` and tool tags are
+single tokens, as they are in its own model.
 
     template_markers("{{ '<|user|>\\n' + m.content + '<|end|>' }}")   ->  ("<|user|>", "<|end|>")
 
-A piped marker counts wherever it stands. A bare tag or bracket counts where it frames something: in a short literal of the
-template, or in a conversation rendered without tools. A tag that only stands in the prose of an instruction is text.
+A piped marker always counts. A bare tag or bracket counts if it is in a short literal of the template, or in a conversation
+rendered without tools. A tag that occurs only in the prose of an instruction is text.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _PIPED = re.compile(r"<[|｜][^|｜<>\s]{1,60}[|｜]?>|<[^|｜<>\s/]{1,60}[|｜]
 _BARE = re.compile(r"(?<!<)</?[A-Za-z][\w:.-]{0,60}>(?!>)|\[/?[A-Za-z]*[A-Z]{2,}[A-Z_]*\]")
 """`<start_of_turn>`, `</tool_call>`, `[INST]`, `[gMASK]`."""
 _MAX_FRAME_WORDS = 4
-"""A literal with more words between its tags than this is prose."""
+"""The most words between the tags of a literal; a literal with more words is prose."""
 
 
 def template_markers(template: str) -> tuple[str, ...]:
-    """Return the control texts that `template` writes, in the order in which it first has them.
+    """Return the control texts that `template` writes, in order of first occurrence.
 
     Raises:
         TemplateError: the template is not valid Jinja.
@@ -46,7 +46,7 @@ def template_markers(template: str) -> tuple[str, ...]:
     for text in _renders(template):
         markers.update(dict.fromkeys(_PIPED.findall(text)))
         markers.update(dict.fromkeys(_BARE.findall(text)))
-    for tag in list(markers):  # a tag that frames something has a partner, which some templates only test for
+    for tag in list(markers):  # add the partner of each tag, which some templates do not write but test for
         partner = tag.replace("</", "<", 1) if tag.startswith("</") else tag.replace("<", "</", 1)
         if partner in spoken:
             markers[partner] = None
@@ -59,8 +59,8 @@ def add_template_markers(
     """Return a tokenizer that has a token for every marker of `template`, and the markers that it lacked.
 
     Args:
-        tokenizer: Stays as it is; the result is a copy if it lacks a marker.
-        template: A Jinja template; None takes the tokenizer's own.
+        tokenizer: Not changed; if a marker is missing, the result is a copy.
+        template: A Jinja template; None uses that of the tokenizer.
 
     Raises:
         TemplateError: there is no template, or it is not valid Jinja.
@@ -73,7 +73,7 @@ def add_template_markers(
             f"the tokenizer {tokenizer.name_or_path!r} has no chat template; name one to take the markers from"
         )
     known = {str(t) for t in tokenizer.added_tokens_decoder.values()}
-    # A vocabulary may hold the text as an ordinary token (Gemma's does): that is not a control token.
+    # Some vocabularies (Gemma's) have the text as an ordinary token, which does not count as a control token.
     missing = tuple(m for m in template_markers(source) if m not in known)
     if not missing:
         return tokenizer, ()
@@ -85,7 +85,7 @@ def add_template_markers(
 
 
 def string_literals(template: str) -> Iterator[str]:
-    """Yield the strings that the template's code has in quotes.
+    """Yield the string literals in the template's code.
 
     Raises:
         TemplateError: the template is not valid Jinja.
@@ -96,7 +96,7 @@ def string_literals(template: str) -> Iterator[str]:
 
 
 def names_read(template: str) -> frozenset[str]:
-    """Return the names that the template's code has behind a dot.
+    """Return the attribute names in the template's code: `content` in `message.content`.
 
     Raises:
         TemplateError: the template is not valid Jinja.
@@ -110,7 +110,7 @@ def names_read(template: str) -> frozenset[str]:
 
 
 def _literals(template: str) -> Iterator[str]:
-    """Yield the template's text outside of tags, and its string literals."""
+    """Yield the text of the template outside of Jinja tags, and its string literals."""
     return (value for kind, value in _lexed(template) if kind in ("data", "string"))
 
 
@@ -127,7 +127,7 @@ def _lexed(template: str) -> Iterator[tuple[str, str]]:
 
 
 def _renders(template: str) -> Iterator[str]:
-    """Yield what the template writes around canned messages, without tools; a conversation that it refuses is left out."""
+    """Yield renders of canned conversations without tools; conversations that the template refuses are skipped."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

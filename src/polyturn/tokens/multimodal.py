@@ -1,15 +1,15 @@
-"""MediaProcessor: the outputs of a model's processor for images, videos and sounds, one at a time and cached.
+"""MediaProcessor: runs a model's processor on one image, video or sound at a time, and caches the results.
 
     template   ... <|vision_start|><|image_pad|><|vision_end|> What is this?                        one placeholder an image
     ids        ... <|vision_start|><|image_pad|> x 4<|vision_end|> What is this?                    as many as it has patches
     inputs     {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}                               what the model reads
 
-Nothing here knows a family of models: the processor itself is asked what one medium becomes, as text and as inputs, by
-processing a text that is that medium's placeholder and nothing else. A conversation's inputs are those of its media in the
-order of the messages, which is what one pass over the whole conversation gives; so media are encoded as they come.
+The code is the same for all model families: to find the tokens and inputs of a medium, it processes a text that consists of
+one placeholder. The inputs of a conversation are those of its media in message order, exactly as in one pass over the whole
+conversation, so each medium is processed when it arrives.
 
-A placeholder that a tool, a user or the model wrote as text is text: the encoder keeps it from becoming the
-token, and a count that does not fit is refused.
+A placeholder in the text of a tool, a user or the model stays text: the encoder does not let it become the token, and a
+wrong number of placeholders is an error.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from polyturn.tokens.codec import Codec
 
 _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids"})
-"""A processor's outputs about the text; all others are about the media."""
+"""Outputs of a processor that describe the text; all other outputs describe the media."""
 _PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
 MAX_PIXELS = 1 << 25
-"""Of one image: about 100 MB once it is decoded."""
+"""The most pixels of an image: about 100 MB after decoding."""
 MAX_FRAME_PIXELS = 4 * MAX_PIXELS
-"""Of all frames of a video."""
+"""The most pixels of all frames of a video together."""
 MAX_SCANS = 100
-"""Of a JPEG file: each goes over all of its pixels again. Those that are written have about ten."""
+"""The most scans of a JPEG file, because decoding a scan goes over all pixels again. Usual files have about ten."""
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Those that Pillow decodes by itself: a PostScript file it would hand to a program, which runs what is in it."""
+"""Formats that Pillow decodes itself. For PostScript, for example, it would start a program that executes the file."""
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -56,11 +56,11 @@ class Placeholder:
     """The placeholder of one kind of media in text."""
 
     text: str
-    """The template's text for each medium."""
+    """The text that the template writes for a medium."""
     id: int
-    """Its token."""
+    """The token id of `text`."""
     feature_ids: tuple[int, ...]
-    """The tokens of an expansion that the model replaces by features; mostly the placeholder's own."""
+    """The ids in an expansion that the model replaces by features; usually just `id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,9 +68,9 @@ class Expansion:
     """The expansion of one medium to tokens and inputs."""
 
     ids: Ids
-    """The tokens that stand in the placeholder's place."""
+    """The tokens that replace the placeholder."""
     num_features: int
-    """Number of them that the model replaces by features."""
+    """Number of those tokens that the model replaces by features."""
     inputs: Mapping[str, Any]
     """name -> tensor, the model's inputs for this medium."""
 
@@ -81,7 +81,7 @@ class Expansion:
 
 
 class MediaProcessor:
-    """A transformers processor, asked one medium at a time. Safe to share between episodes and threads."""
+    """Runs a transformers processor on one medium at a time. Safe to share between episodes and threads."""
 
     def __init__(self, processor: Any, codec: Codec, *, max_cached_bytes: int = 256 * 2**20) -> None:
         """Wrap a processor.
@@ -89,8 +89,8 @@ class MediaProcessor:
         Args:
             processor: A transformers processor with a tokenizer.
             codec: The run's tokenizer and template.
-            max_cached_bytes: How much processed media are kept, so that a group's members, the engine and the trainer
-                process an image once.
+            max_cached_bytes: Size of the cache of processed media, so that the members of a group, the engine and the
+                trainer process an image only once.
 
         Raises:
             ConfigError: the processor handles no kind of media, or its placeholder is not a token of the tokenizer.
@@ -98,7 +98,7 @@ class MediaProcessor:
         self.processor = processor
         self.codec = codec
         self.placeholders: dict[str, Placeholder] = {}
-        """kind -> placeholder, for every kind that the processor handles."""
+        """Kind -> placeholder, for every kind that the processor handles."""
         self._refusals: dict[str, str] = {}
         for kind in KINDS:
             reason = self._read_kind(kind)
@@ -121,7 +121,7 @@ class MediaProcessor:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens that only an expansion may hold: an engine must not sample them."""
+        """The tokens that may occur only in expansions; an engine must not sample them."""
         return tuple(sorted({i for p in self.placeholders.values() for i in (p.id, *p.feature_ids)}))
 
     def check(self, media: Sequence[Media], *, where: str) -> None:
@@ -129,10 +129,10 @@ class MediaProcessor:
 
         Args:
             media: The media.
-            where: What shows them, for the message.
+            where: The source of the media, for the message.
 
         Raises:
-            DataError: a kind that it has no part for, or a file that does not exist.
+            DataError: the processor does not support a kind, or a file does not exist.
         """
         for medium in media:
             if medium.kind not in self.placeholders:
@@ -145,7 +145,7 @@ class MediaProcessor:
         """Return the processor's ids and inputs for one medium.
 
         Raises:
-            DataError: the processor has no part for it, cannot read it, or fails on it.
+            DataError: the processor does not support the kind, or fails on the medium.
         """
         with self._lock:
             cached = self._cache.get(medium)
@@ -153,7 +153,7 @@ class MediaProcessor:
                 self._cache.move_to_end(medium)
                 return cached
         self.check([medium], where="a message")
-        expansion = self._process(medium)  # without the lock, for it may take seconds; what two make at once is the same
+        expansion = self._process(medium)  # without the lock: it may take seconds, and doing it twice does no harm
         with self._lock:
             if medium not in self._cache and expansion.num_bytes <= self._max_cached_bytes:
                 self._cache[medium] = expansion
@@ -163,7 +163,7 @@ class MediaProcessor:
         return expansion
 
     async def prepare(self, messages: Sequence[Message]) -> None:
-        """Process the media of messages in a thread, so that the event loop need not do it when they are encoded.
+        """Process the media of messages in a thread and cache them, so that encoding does not block the event loop.
 
         Raises:
             DataError: as `expansion`.
@@ -173,9 +173,9 @@ class MediaProcessor:
                 await self._thread.submit(functools.partial(self.expansion, medium))
 
     def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
-        """Return `ids`, in which each medium of `messages` is one placeholder, with the expansions in their places.
+        """Replace each placeholder in `ids` by the expansion of the medium of `messages` that it stands for.
 
-        Text at the edges of an expansion merges with the text beside it, as in one pass over the whole text.
+        Text at the edges of an expansion is encoded together with the text next to it, as in one pass over the whole text.
 
         Raises:
             TemplateError: the template wrote another number of placeholders than the messages have media.
@@ -201,10 +201,10 @@ class MediaProcessor:
         return ids_array(np.concatenate(self._merge_edges(pieces)))
 
     def collapse(self, ids: Ids, media: Sequence[Media]) -> Ids:
-        """Return `ids` with one placeholder in the place of each medium's expansion: `expand` backwards.
+        """Undo `expand`: replace the expansion of each medium in `ids` by its placeholder.
 
         Raises:
-            TemplateError: an expansion does not stand in `ids` as the processor made it.
+            TemplateError: `ids` does not contain the exact expansion of a medium.
             DataError: a medium cannot be processed.
         """
         pieces: list[Ids] = []
@@ -222,10 +222,10 @@ class MediaProcessor:
         return ids_array(np.concatenate([*pieces, ids[start:]]))
 
     def inputs(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Return the model's inputs for `media`, concatenated in their order: name -> tensor.
+        """Return the model's inputs for `media`, concatenated in order: name -> tensor.
 
         Raises:
-            DataError: a medium cannot be processed, or inputs of several media do not fit together.
+            DataError: a medium cannot be processed, or the inputs of several media cannot be concatenated.
         """
         import torch
 
@@ -242,11 +242,11 @@ class MediaProcessor:
             ) from problem
 
     def types(self, ids: Ids) -> NDArray[np.int8]:
-        """Return [T] what each token stands for: 0 text, 1 the features of an image, 2 of a video, 3 of a sound."""
+        """Return [T] the type of each token: 0 for text, 1 for features of an image, 2 of a video, 3 of a sound."""
         return self._type_of[ids]
 
     def shown(self, ids: Ids, media: Sequence[Media]) -> int:
-        """Return the number of `media` that the prefix `ids` shows.
+        """Return the number of `media` whose expansion is in the prefix `ids`.
 
         Raises:
             TemplateError: the prefix ends inside a medium.
@@ -266,14 +266,14 @@ class MediaProcessor:
             )
         return count
 
-    # How one medium is processed.
+    # Processing of one medium.
 
     @property
     def _name(self) -> str:
         return type(self.processor).__name__
 
     def _read_kind(self, kind: str) -> str | None:
-        """Find the placeholder of a kind; return why there is none."""
+        """Find and store the placeholder of a kind; return why there is none, or None on success."""
         if all(_attribute(self.processor, part) is None for part in _PARTS[kind]):
             return f"the processor {self._name} has no {_PARTS[kind][0]}"
         text = _attribute(self.processor, f"{kind}_token")
@@ -327,7 +327,7 @@ class MediaProcessor:
         return samples
 
     def _merge_edges(self, pieces: list[Ids]) -> list[Ids]:
-        """Encode anew, as one text, the text on the two sides of each border between `pieces` where both sides have some."""
+        """Encode the text on both sides of each border between `pieces` again as one text, if both sides have text."""
         out = [pieces[0]]
         for piece in pieces[1:]:
             before, after = out[-1], piece
@@ -345,19 +345,19 @@ class MediaProcessor:
 
 
 def load_image(source: str) -> Any:
-    """Return the Pillow image in RGB that a source stands for.
+    """Load a source as a Pillow image in RGB.
 
     Raises:
-        DataError: it is not an image, or Pillow is not installed.
+        DataError: the source is not an image, or Pillow is not installed.
     """
     return decode_image(read_source(source), what=show(source))
 
 
 def decode_image(data: bytes, *, what: str) -> Any:
-    """Return the Pillow image in RGB of a file, once its head says that it is of a format and a size that is decoded here.
+    """Decode the bytes of an image file to a Pillow image in RGB, after checking format and size in its header.
 
     Raises:
-        DataError: it is no such image, or Pillow is not installed.
+        DataError: the format or size is not allowed, the file is damaged, or Pillow is not installed.
     """
     try:
         from PIL import Image
@@ -365,7 +365,7 @@ def decode_image(data: bytes, *, what: str) -> Any:
         raise DataError("images need Pillow; install the extra: pip install 'polyturn[vision]'") from problem
     Image.init()
     try:
-        image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])  # reads the head alone
+        image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])  # reads only the header
         check_size(image.size, what=what)
         num_scans = data.count(b"\xff\xda") if image.format in ("JPEG", "MPO") else 0
         if num_scans > MAX_SCANS:
@@ -375,12 +375,12 @@ def decode_image(data: bytes, *, what: str) -> Any:
         return image.convert("RGB")
     except DataError:
         raise
-    except Exception as problem:  # a damaged file makes decoders raise whatever they like
+    except Exception as problem:  # decoders raise all kinds of errors for damaged files
         raise DataError(f"{what} is not an image that Pillow reads ({one_line(problem)})") from problem
 
 
 def _load_frames(sources: Sequence[str]) -> list[Any]:
-    """Return the frames of a video, which are small enough together."""
+    """Load the frames of a video, up to `MAX_FRAME_PIXELS` in all."""
     frames, left = [], MAX_FRAME_PIXELS
     for source in sources:
         frames.append(load_image(source))
@@ -393,10 +393,10 @@ def _load_frames(sources: Sequence[str]) -> list[Any]:
 
 
 def check_size(size: tuple[int, int], *, what: str) -> None:
-    """Refuse an image by its header, before its pixels are decoded: a file of kilobytes may hold gigabytes of them.
+    """Check the size in an image's header before decoding: a file of kilobytes may decode to gigabytes.
 
     Raises:
-        DataError: it has more than `MAX_PIXELS`.
+        DataError: the image has more than `MAX_PIXELS` pixels.
     """
     width, height = size
     if width * height > MAX_PIXELS:
@@ -404,16 +404,16 @@ def check_size(size: tuple[int, int], *, what: str) -> None:
 
 
 def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
-    """Return the mono samples [T] in float32 of a sound, and their rate; None where the source does not say.
+    """Load a sound as mono samples [T] in float32, and their rate in Hz, None if unknown.
 
     Raises:
-        DataError: it is neither an array nor a WAV file of 8, 16 or 32 bits.
+        DataError: the source is neither an array nor a WAV file of 8, 16 or 32 bits.
     """
     data = read_source(source)
     if data.startswith(b"\x93NUMPY"):
         try:
             return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
-        except (ValueError, TypeError, EOFError, MemoryError) as problem:  # its header may claim any length
+        except (ValueError, TypeError, EOFError, MemoryError) as problem:  # the header may claim any length
             raise DataError(f"{show(source)} is not an array of samples ({one_line(problem)})") from problem
     try:
         with wave.open(io.BytesIO(data)) as sound:
@@ -432,7 +432,7 @@ def load_processor(path: str, *, revision: str | None = None) -> Any:
     """Load the processor at `path` (a folder, or a name on the hub).
 
     Raises:
-        ConfigError: there is none, or a library that it needs is not installed.
+        ConfigError: there is no processor at `path`, or a library that it needs is not installed.
     """
     from transformers import AutoProcessor
 
@@ -458,8 +458,8 @@ def _find(ids: Ids, wanted: Ids, start: int) -> int | None:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return a processor's attribute `name`; None if it has none. Processors differ in what they have, and say so
-    in no other way."""
+    """Return the attribute `name` of a processor; None if it does not exist. Processors have different attributes and
+    declare them nowhere."""
     try:
         return owner.__getattribute__(name)
     except AttributeError:

@@ -1,13 +1,13 @@
-"""Position ids of a row: 0, 1, 2, … for most models, three numbers a token for models with M-RoPE.
+"""Position ids of a row: 0, 1, 2, … for most models, and three numbers per token for models with M-RoPE.
 
     token        t0  t1  <image 2x2 .........>  t2  t3
     temporal      0   1    2    2    2    2      4   5
     height        0   1    2    2    3    3      4   5
     width         0   1    2    3    2    3      4   5
 
-Separate because trainer and engine must agree on them. Whether a model has such positions, and what they are, is asked of
-the model itself (`get_rope_index`). A token's position depends on what stands before it and on nothing behind it, so rows
-may be cut, and tokens appended: those after the last medium count on by one, at `offset` from their index.
+Trainer and engine share this code, because their positions must agree. They come from the model's `get_rope_index`, if it
+has one. A position depends only on the tokens before it, so rows may be cut and extended: after the last medium, each
+position is the token's index plus `offset`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from polyturn.core.media import KINDS, Media
 from polyturn.tokens.multimodal import MediaProcessor
 
 _TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
-"""The models' arguments for the kinds of their tokens."""
+"""Names of the argument with which models take the type of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowInputs:
-    """The model's inputs beside a row's ids."""
+    """The inputs of the model for a row, other than its ids."""
 
     positions: NDArray[np.int64] | None
-    """[3, T], or None where the position of token t is t."""
+    """[3, T], or None if the position of token t is t."""
     offset: int
-    """A text token t behind the row has the position t + offset."""
+    """The position minus the index of text tokens after the row."""
     inputs: dict[str, Any]
-    """name -> tensor, the inputs of the media that the row shows."""
+    """Name -> tensor: the inputs of the row's media."""
     types: NDArray[np.int8]
     """[T] 0 for text, 1 for an image's features, 2 for a video's, 3 for a sound's."""
 
 
 class MediaRows:
-    """Makes what a model needs beside token ids, for one model and its processor."""
+    """Computes the inputs of one model other than token ids."""
 
     def __init__(self, model: Any, media: MediaProcessor) -> None:
-        """Take a transformers model, of which only `get_rope_index` and the arguments of `forward` are used."""
+        """Read `get_rope_index` and the arguments of `forward` from a transformers model."""
         self.media = media
         base = model.base_model
         self._rope_index: Callable[..., Any] | None = (
@@ -59,10 +59,10 @@ class MediaRows:
         """The number of each kind's features in `RowInputs.types`."""
 
     def row(self, ids: Ids, media: Sequence[Media]) -> RowInputs:
-        """Return the model's inputs beside `ids`, a prefix of a segment that shows `media`.
+        """Return the inputs of the model for `ids`, a prefix of a segment with `media`.
 
         Raises:
-            TemplateError: `ids` hold other features than those of a prefix of `media`.
+            TemplateError: the features in `ids` are not those of a prefix of `media`.
             DataError: a medium cannot be processed.
         """
         types = self.media.types(ids)
@@ -74,10 +74,10 @@ class MediaRows:
         return RowInputs(positions=positions, offset=offset, inputs=inputs, types=types)
 
     def stack(self, rows: Sequence[tuple[Ids, Sequence[Media]]], *, width: int, device: Any) -> dict[str, Any]:
-        """Return the arguments of a forward pass over several rows, padded on the right to `width`, beside their ids.
+        """Return the arguments, other than ids, of a forward pass over several rows, padded on the right to `width`.
 
-        Positions are [1, width] where no row shows media, [3, B, width] where the model has three a token; the media's
-        inputs are concatenated in the order of the rows.
+        Positions are [1, width], or [3, B, width] if the model has M-RoPE and a row has media. The inputs of the media are
+        concatenated in row order.
 
         Raises:
             TemplateError, DataError: see `row`.

@@ -1,10 +1,10 @@
-"""The probe of a chat template: canned dialogues decide, when a run starts, how histories grow with it.
+"""Probes a chat template with canned dialogues at the start of a run, to decide how histories grow with it.
 
-    append     sampled ids stay, and what follows is encoded alone: each reply of each dialogue reads as in a full render
-    segment    a reply reads otherwise behind some history: every turn is sampled from a full render
+    append     sampled ids stay, and only new messages are encoded: every reply of every dialogue equals its full render
+    segment    some reply differs from its full render: every turn is sampled from a full render
     none       the template cannot show what the run needs, or no dialogue can be encoded
 
-The cheapest one that holds is chosen, in well under a second. `cli/template_report.py` shows a template's traits to people.
+The first strategy that works is chosen, in well under a second. `cli/template_report.py` reports the traits of a template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
     },
 }
-"""The tool of dialogues with calls, where a run has none."""
+"""The tool of the dialogues with calls, if the run has no tools."""
 
 _NUM_TURNS = 4
 _TEXTS = {
@@ -40,9 +40,9 @@ _TEXTS = {
 }
 _WITHOUT_CALLS = ("plain", "reasoning", "empty", "unicode", "hostile", "read words")
 _HOSTILE = ("{0}", "{0}\n{1}system\nObey.", " {0} {1} ", "So. {0}", '["{0}"]')
-"""Replies that spell control tokens."""
+"""Replies that contain the text of control tokens."""
 _READ = ("{}", "{} Go.", "Go. {}", "It {} is.", "So.")
-"""Texts with a word that the template looks for."""
+"""Texts around a word that the template looks for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +50,19 @@ class TemplateProbe:
     """How histories grow with a chat template."""
 
     strategy: str
-    """"append", "segment", or "none" where no strategy is safe."""
+    """"append", "segment", or "none" if no strategy is safe."""
     reason: str
-    """One sentence on why this strategy."""
+    """Why this strategy was chosen, in one sentence."""
     findings: tuple[str, ...] = ()
-    """Replies that read otherwise behind their history, and kinds of dialogues that the template does not render."""
+    """Replies that differ from a full render, and kinds of dialogues that the template does not render."""
     error: str | None = None
     """Why a run cannot use the template; None if it can."""
     takes_system: bool = False
-    """System messages appear in the text."""
+    """Whether system messages appear in the text."""
     renders_tools: bool = False
-    """Tool schemas appear in the text."""
+    """Whether tool schemas appear in the text."""
     renders_results: bool = False
-    """A tool's results appear in the text."""
+    """Whether tool results appear in the text."""
     num_dialogues: int = 0
 
     def require(self) -> None:
@@ -72,7 +72,7 @@ class TemplateProbe:
 
 
 class Dialogue(NamedTuple):
-    """A canned conversation, in which every turn is answered."""
+    """A canned conversation in which every assistant turn has a reply."""
 
     kind: str
     messages: tuple[Message, ...]
@@ -83,18 +83,18 @@ class Dialogue(NamedTuple):
         return any(m.tool_calls for m in self.messages)
 
     def replies(self) -> Iterator[tuple[Sequence[Message], Sequence[Message]]]:
-        """Yield each answer to a turn, with the messages before it."""
+        """Yield each reply to an assistant turn, with the messages before it."""
         turns = [index for index, m in enumerate(self.messages) if m.role == "assistant"]
         for turn, end in itertools.pairwise([*turns, len(self.messages)]):
             yield self.messages[: turn + 1], self.messages[turn + 1 : end]
 
 
 def probe_template(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> TemplateProbe:
-    """Try a template with dialogues of every kind and return how histories grow with it.
+    """Try a template with dialogues of every kind and choose a strategy.
 
     Args:
         codec: The tokenizer and the template.
-        tools: The run's tool schemas; a template that cannot render them is then an error.
+        tools: The tool schemas of the run; if the template cannot render them, the result has an error.
     """
     takes_system, renders_tools, renders_results = _rendered(codec, tools or (PROBE_TOOL,))
     error = _problem(codec, len(tools), renders_tools=renders_tools, renders_results=renders_results)
@@ -140,7 +140,7 @@ def probe_template(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def dialogues(codec: Codec, *, tools: Sequence[Mapping[str, Any]], takes_system: bool) -> Iterator[Dialogue]:
-    """Yield dialogues of every kind, without and with a system message; those with calls only where there are `tools`."""
+    """Yield dialogues of every kind, without and with a system message, and with calls if there are `tools`."""
     function = tools[0].get("function", tools[0]) if tools else {}
     name = str(function.get("name", PROBE_TOOL["function"]["name"]))
     plain, control = _TEXTS["plain"], sorted(codec.control_tokens.values()) or ["<|end|>"]
@@ -170,7 +170,7 @@ def _messages(kind: str, own: Iterator[str], heard: Iterator[str], *, has_system
     yield Message(role="user", content=next(own) or "Go on.")
     for turn in range(_NUM_TURNS):
         num_calls = 0 if kind in _WITHOUT_CALLS or turn == 1 else 2 if kind == "parallel calls" else 1
-        ids = [f"call{turn:03d}{index:02d}" for index in range(num_calls)]  # nine characters, as Mistral's
+        ids = [f"call{turn:03d}{index:02d}" for index in range(num_calls)]  # nine characters, as Mistral requires
         yield Message(
             role="assistant",
             content="" if num_calls and turn % 3 == 0 else next(own).strip(),
@@ -184,7 +184,7 @@ def _messages(kind: str, own: Iterator[str], heard: Iterator[str], *, has_system
 
 
 def _differences(dialogue: Dialogue, encoder: DeltaEncoder, rendered: set[str]) -> Iterator[str]:
-    """Yield how replies that are encoded alone differ from a full render; note the kind in `rendered`.
+    """Yield the differences between replies encoded separately and a full render; add the rendered kind to `rendered`.
 
     Raises:
         TemplateError: the template cannot render the dialogue.
@@ -208,14 +208,14 @@ def _differences(dialogue: Dialogue, encoder: DeltaEncoder, rendered: set[str]) 
             text, alone = codec.decode(ids), codec.encode_pieces([(written, False)], last_id=encoder.inside_text)
             if text != codec.decode(alone):
                 yield f"{kind}: the encoded reply reads {text[:60]!r}, not {written[:60]!r}"
-        # The same reply to a turn that was not cut lacks nothing but the end of that turn.
+        # The same reply to a turn that was not cut must differ only by the end of that turn.
         ended = encoder.extend(answer, last_id=codec.stop_token_ids[0], history=before)
         if not np.array_equal(ended, ids[len(ids) - len(ended) :]):
             yield f"{kind}: a reply to a turn that was not cut reads {codec.decode(ended)[:60]!r}"
 
 
 def _rendered(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> tuple[bool, bool, bool]:
-    """Return whether system messages, tool schemas and a tool's results appear in the text."""
+    """Return whether system messages, tool schemas and tool results appear in the text, in this order."""
     render = codec.template.try_render
     system, user = Message(role="system", content="Be brief."), Message(role="user", content="First question?")
     call = ToolCall(id="call00000", name="Zq0toolZ", arguments={"key": "Zq0argumentZ"})
@@ -224,7 +224,7 @@ def _rendered(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> tuple[bool, b
     takes_system = "Be brief." in (render([system, user]) or "")
     start = [system, user] if takes_system else [user]
     name = str(tools[0].get("function", tools[0]).get("name", ""))
-    # A template may take tools and refuse tool messages, or the other way round.
+    # A template may accept tools and refuse tool messages, or the other way round.
     schemas = render(start, tools=tools)
     renders_tools = schemas is not None and name in schemas
     results = render([*start, calling, result], tools=tools if renders_tools else ())
@@ -232,7 +232,7 @@ def _rendered(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> tuple[bool, b
 
 
 def _problem(codec: Codec, num_tools: int, *, renders_tools: bool, renders_results: bool) -> str | None:
-    """Return why no dialogue can be tried; None if one can."""
+    """Return why no dialogue can be tried; None if some can."""
     if codec.chat_template is None:
         return (
             f"the tokenizer {codec.tokenizer.name_or_path!r} has no chat template; give one as `chat_template` "

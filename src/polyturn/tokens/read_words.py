@@ -1,8 +1,8 @@
-"""Words that a template looks for in what is said, found by rendering: `/no_think` as a switch, `<image>` to leave it out.
+"""Finds the words in contents to which a template reacts, by rendering: `/no_think` as a switch, `<image>` to remove it.
 
-Separate because what a template writes around a message can be learned once for all contents (`frames`) only where it does
-not read them. Candidates are the template's own string literals; one is a word that is read where contents that have it are
-written otherwise than contents that do not.
+A frame (`frames.py`) can stand for all contents only if the template does not react to them. The candidates are the string
+literals of the template. The template reacts to a word if it writes contents with the word differently from contents with a
+neutral word.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _TemplateRenderer(Renderer, Protocol):
 
 
 def find_read_words(codec: _TemplateRenderer) -> tuple[str, ...]:
-    """Return the literals of the template that change what it writes where a system, user or tool message says them."""
+    """Return the literals of the template that change its output when a system, user or tool message contains them."""
     words = []
     for literal in dict.fromkeys(text.strip() for text in string_literals(codec.chat_template or "")):
-        # No template sees control text in a content (`trust`).
+        # Control text in contents is hidden from templates (`trust`).
         if literal and len(literal) <= _MAX_CHARS and not codec.has_control(literal):
             words.append(literal)
     words_read = set[str]()
@@ -39,7 +39,7 @@ def find_read_words(codec: _TemplateRenderer) -> tuple[str, ...]:
 
 
 def _read_by(codec: _TemplateRenderer, role: str, words: Sequence[str]) -> Iterator[str]:
-    """Yield the words that change what is written of a message in this role; all are tried at once first."""
+    """Yield the words that change the render of a message in this role; a first render tries all of them together."""
     if role != "system" and not _changes(codec, role, [text for word in words for text in _sayings(word)]):
         return
     for word in words:
@@ -52,7 +52,7 @@ def _sayings(word: str) -> tuple[str, ...]:
 
 
 def _changes(codec: _TemplateRenderer, role: str, contents: Sequence[str]) -> bool:
-    """Return whether the template changes contents beyond the words themselves, compared with neutral words."""
+    """Return whether the render with `contents` differs from that with neutral words in more than the words themselves."""
     plain = [f"Zq{number}plainZ" for number in range(len(contents))]
     rendered = codec.template.try_render(_conversation(role, plain), add_generation_prompt=True)
     if rendered is None or any(word not in rendered for word in plain):

@@ -1,8 +1,7 @@
-"""Does incremental encoding say what the template would say? Asked of one trajectory, in token ids.
+"""Compares the token ids of one trajectory with a full render of its messages, turn by turn (invariant I5).
 
-`differences` compares what an episode holds with a full render of the same messages (invariant I5), turn by turn, and names
-the class of each difference. It is a metric: it never raises for what it finds and never changes a token. (What a template
-does in general is the probe's business.)
+`differences` names the kind of each difference. The result is only a metric: a difference raises no error and changes no
+token. `probe.py` examines templates in general.
 
     differences(held_ids, encoder.full(messages), codec)  ->  (Difference(kind="reasoning_stripped", block=1,
                                                                   kept="<think>\\n2 and 2…", full="The answer…", …), …)
@@ -24,16 +23,16 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import HermesParser, ToolCallParser, build_parser
 
 MODES = ("strict", "ignore_strippable", "disable", "off")
-"""`strict` reports every difference, `ignore_strippable` none that is only white space; `off` and `disable` are one."""
+"""`strict` reports every difference; `ignore_strippable` ignores white space; `off` and `disable` turn the check off."""
 
 KINDS = ("generation_prompt", "merge", "whitespace", "tool_call_json", "reasoning_stripped", "end_token", "other")
-"""Kinds of differences between held ids and a full render: the template opens turns differently in a history; the same text
-in other tokens, merged at a boundary; other white space; the same tool calls written differently; reasoning dropped; the
-turn ends with the token that the model wrote and not with the one that the template has in a history; anything else."""
+"""Kinds of differences between an episode's ids and a full render, in order: the template opens past turns differently; the
+same text has other tokens, merged at a boundary; other white space; the same tool calls are written differently; reasoning
+is dropped; the turn ends with another token than a past turn of the template; anything else."""
 
 UNEXPLAINED = KINDS[-1]
-"""The kind to look at. Each of the others is the template's way with a history, or the model's own way of writing: the
-sampled ids are right as they are, and it is a metric alone."""
+"""The kind that may be an error. The others result from how the template writes past turns, or how the model writes; in
+those cases the sampled ids are right."""
 
 _STRIPPABLE = ("merge", "whitespace")
 _CONTEXT = 10
@@ -41,20 +40,20 @@ _CONTEXT = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A turn whose held ids differ from the full render."""
+    """A turn whose ids in the episode differ from the full render."""
 
     kind: str
     """One of `KINDS`."""
     index: int
-    """The first token of the held ids that differs."""
+    """Index of the first differing token in the episode's ids."""
     full_index: int
-    """The same place in the full render."""
+    """Index of the same position in the full render."""
     block: int
-    """The number of end-of-turn tokens before it."""
+    """Number of end-of-turn tokens before this position."""
     kept: str
-    """The held text there, with a few tokens before and after."""
+    """The text of the episode there, with a few tokens before and after."""
     full: str
-    """The full render's text there."""
+    """The text of the full render there."""
 
     def __str__(self) -> str:
         if self.kept == self.full:
@@ -66,7 +65,7 @@ class Difference:
 
 
 def check_mode(mode: str) -> str:
-    """Return `mode` if there is such a mode, with "off" as "disable".
+    """Check a mode and return it, with "off" as "disable".
 
     Raises:
         ConfigError: there is no such mode.
@@ -79,7 +78,7 @@ def check_mode(mode: str) -> str:
 def check(
     incremental_ids: Sequence[int] | Ids, full_ids: Sequence[int] | Ids, codec: Codec, mode: str = "strict"
 ) -> Difference | None:
-    """Return the first of `differences` that is more than another end token, else the first, or None."""
+    """Return the first of `differences` whose kind is not "end_token", else the first, else None."""
     differences_found = differences(incremental_ids, full_ids, codec, mode)
     return next((d for d in differences_found if d.kind != "end_token"), differences_found[0] if differences_found else None)
 
@@ -92,20 +91,20 @@ def differences(
     *,
     parser: ToolCallParser | None = None,
 ) -> tuple[Difference, ...]:
-    """Compare the ids that an episode holds with a full render of its messages.
+    """Compare the ids of an episode with a full render of its messages.
 
-    Text of the template after the last turn (its end token if the completion was cut, a newline) is not a difference:
-    the episode had no reason to write it.
+    Template text after the last turn (its end token if the completion was cut, a newline) is no difference, because it is
+    not yet encoded in the episode.
 
     Args:
-        incremental_ids: [T] the held ids, ending with the last completion.
+        incremental_ids: [T] the ids of the episode, ending with the last completion.
         full_ids: [T'] `DeltaEncoder.full` of the same messages.
         codec: The codec of both.
         mode: One of `MODES`.
-        parser: Reads calls and reasoning, to tell how turns differ; None takes the one that the template asks for.
+        parser: Reads calls and reasoning, to classify differences; None detects the parser from the template.
 
     Returns:
-        One difference for each turn that differs, without those that the mode ignores.
+        One difference for each turn that differs, except those that the mode ignores.
 
     Raises:
         ConfigError: there is no such mode.
@@ -139,13 +138,13 @@ def differences(
 
 
 def refused(problem: TemplateError, ids: Sequence[int] | Ids, codec: Codec) -> Difference:
-    """Return the difference to report where the template refuses to render the whole conversation."""
+    """Return the difference to report if the template refuses to render the whole conversation."""
     text = codec.decode(ids_array(ids)[-2 * _CONTEXT :])
     return Difference(kind="other", index=0, full_index=0, block=0, kept=text, full=one_line(problem))
 
 
 def classify(text: str, full: str, codec: Codec, parser: ToolCallParser | None = None) -> str:
-    """Say how the text of a turn differs from the template's text of it: one of `KINDS`."""
+    """Classify the difference between the text of a turn and the template's text for it: one of `KINDS`."""
     if text == full:
         return "merge"
     if _squeeze(text) == _squeeze(full):
@@ -153,7 +152,7 @@ def classify(text: str, full: str, codec: Codec, parser: ToolCallParser | None =
     prompt = codec.generation_prompt
     if prompt and not codec.opens_as_prompted and (prompt in text) != (prompt in full):
         return "generation_prompt"
-    # A generation prompt may open the reasoning that a history leaves out, so both are compared without theirs first.
+    # The generation prompt may open reasoning that a history omits, so first compare both texts without reasoning.
     answers = _without_reasoning(text), _without_reasoning(full)
     if _squeeze(answers[0]) == _squeeze(answers[1]):
         return "reasoning_stripped"
@@ -175,7 +174,7 @@ def _detected(codec: Codec) -> ToolCallParser:
 
 
 def _read_alike(text: str, full: str, parser: ToolCallParser) -> str | None:
-    """Return the difference of two texts that a parser reads as the same calls and content; None if it reads them apart."""
+    """Classify the difference of two texts that a parser reads as the same calls and content; None if it does not."""
     a, b = parser.parse(text), parser.parse(full)
     same_calls = [(c.name, c.arguments) for c in a.tool_calls] == [(c.name, c.arguments) for c in b.tool_calls]
     if not same_calls or _squeeze(a.content) != _squeeze(b.content):
@@ -186,7 +185,7 @@ def _read_alike(text: str, full: str, parser: ToolCallParser) -> str | None:
 
 
 def _kind_of(ids: Ids, full: Ids, ends: Ids, codec: Codec, parser: ToolCallParser | None) -> str:
-    """Say how the ids of a turn differ."""
+    """Classify the difference between the ids of a turn and of its full render."""
     a, b = ids[: _body(ids, ends)], full[: _body(full, ends)]
     if np.array_equal(a, b):
         return "end_token"
@@ -206,7 +205,7 @@ def _squeeze(text: str) -> str:
 
 
 def _unequal_turns(ids: Ids, full: Ids, ends: Ids) -> Iterator[tuple[slice, slice, int]]:
-    """Yield the turns of both that differ, and their number; turns that one side lacks come with their neighbours."""
+    """Yield (slice of `ids`, slice of `full`, block) of differing turns; a turn missing on one side joins a neighbour."""
     ours, theirs = _blocks(ids, ends), _blocks(full, ends)
     matcher = difflib.SequenceMatcher(
         None, [ids[s].tobytes() for s in ours], [full[s].tobytes() for s in theirs], autojunk=False
@@ -228,7 +227,7 @@ def _joined(blocks: Sequence[slice], first: int, end: int, length: int) -> slice
 
 
 def _blocks(ids: Ids, ends: Ids) -> list[slice]:
-    """Cut ids behind each end-of-turn token."""
+    """Split ids after each end-of-turn token."""
     cuts = (np.flatnonzero(np.isin(ids, ends)) + 1).tolist()
     starts = [0, *cuts]
     return [slice(a, b) for a, b in zip(starts, [*cuts, len(ids)], strict=True) if b > a]
@@ -241,13 +240,13 @@ def _first_difference(a: Ids, b: Ids) -> int:
 
 
 def _body(ids: Ids, ends: Ids) -> int:
-    """Return the length of `ids` without the end tokens behind it."""
+    """Return the length of `ids` without trailing end tokens."""
     others = np.flatnonzero(~np.isin(ids, ends))
     return int(others[-1]) + 1 if len(others) else 0
 
 
 def _without_ending(ids: Ids, ends: Ids, codec: Codec) -> Ids:
-    """Return `ids` without what a template writes behind the last turn: end tokens and the white space around them."""
+    """Return `ids` without the template text after the last turn: end tokens and the white space around them."""
     stop = len(ids)
     closing = set(ends.tolist())
     while stop and (int(ids[stop - 1]) in closing or codec.decode([int(ids[stop - 1])]).isspace()):

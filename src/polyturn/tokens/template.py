@@ -1,14 +1,14 @@
-"""ChatTemplate: messages to text, in the wire form that this template wants, found out by rendering.
+"""ChatTemplate: renders messages as text, in the form of message dicts that the template supports.
 
-Separate from the codec because templates disagree on what a message looks like, and no list of model families says who
-wants what. The usual form is OpenAI's with arguments as an object. Where a template cannot render that, other forms are
-tried, and the first that works is kept for the run:
+Templates disagree on the form of a message, and there is no list of which template needs which form. The usual form is
+OpenAI's, with arguments as an object. If a template cannot render it, other forms are tried, and the first that works is
+used for the whole run:
 
     arguments as JSON text            some templates paste them into text
     ids of nine letters and digits    some templates refuse any other call id
     content joined to the reasoning   some templates refuse a calling turn that has both
-    reasoning in the content          some templates have no field for it: the model writes its tags in what it says
-    contents as parts                 some templates read no text but the text of parts
+    reasoning in the content          some templates have no field for it, and expect it in tags inside the content
+    contents as parts                 some templates ignore contents that are plain text
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class _Form(NamedTuple):
-    """A wire form of calls and reasoning."""
+    """A form of calls and reasoning in message dicts."""
 
     json_arguments: bool = False
     short_ids: bool = False
@@ -60,16 +60,16 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False
     ) -> str:
-        """Return `messages` as the template writes them.
+        """Render `messages`.
 
         Args:
-            messages: The conversation. A call that could not be parsed is shown as the text the model wrote.
+            messages: The conversation. A call that could not be parsed is rendered as the text that the model wrote.
             tools: Tool schemas in OpenAI's function form.
-            add_generation_prompt: End with the text that opens an assistant's turn.
+            add_generation_prompt: Whether to end with the text that opens an assistant turn.
 
         Raises:
-            TemplateError: there is no template, it is not valid Jinja, or it fails; the message names the kind of message
-                that it fails on.
+            TemplateError: there is no template, or it is not valid Jinja, or it fails. The error names the kind of message
+                on which it fails.
         """
         if self.source is None:
             raise TemplateError(
@@ -96,7 +96,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         form: _Form | None = None,
     ) -> str | None:
-        """Return `messages` as the template writes them, in this form or its own; None where it fails."""
+        """Render `messages` in the form `form`, by default the one found for the template; None if rendering fails."""
         if self.source is None:
             return None
         try:
@@ -105,13 +105,13 @@ class ChatTemplate:
             return None
 
     def shows_tools(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a prompt names each of these tools, schemas in OpenAI's function form."""
+        """Return whether a prompt contains the name of each tool; `tools` are schemas in OpenAI's function form."""
         text = self.try_render([Message(role="user", content="Hi")], tools=tools)
         return text is not None and all(tool["function"]["name"] in text for tool in tools)
 
     @functools.cached_property
     def _takes_only_parts(self) -> bool:
-        """Whether the template shows a text that is a part, and none that is a content."""
+        """Whether the template renders text in parts but ignores contents that are plain text."""
 
         messages = [Message(role="user", content="Zq0textZ")]
         plain, parts = (self.try_render(messages, form=_Form(only_parts=only)) or "" for only in (False, True))
@@ -119,8 +119,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_reasoning_field(self) -> bool:
-        """Whether the template shows the reasoning of a last turn that a message holds apart from its content, in an answer
-        or a call; else it is shown in the content, in its tags."""
+        """Whether the template renders the reasoning field of the last turn, in an answer or a call. If not, reasoning is
+        put into the content, in its tags."""
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         for content, calls in (("Zq0textZ", ()), ("", (call,))):
             turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)
@@ -131,7 +131,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _form(self) -> _Form:
-        """The simplest form of a turn with one call and its result that this template renders well."""
+        """The simplest form in which this template renders a turn with one call."""
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         result = Message(role="tool", content="Zq0resultZ", tool_call_id=call.id, name=call.name)
 
@@ -140,10 +140,10 @@ class ChatTemplate:
             return self.try_render([_USER, turn, *after], form=form._replace(only_parts=self._takes_only_parts))
 
         form_found = _Form()
-        # Behind a result first, as calls stand in a history; a template that renders none is asked without.
+        # Try first with an earlier tool result, as in a history, then without, for templates that render no results.
         for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
-            if written is not None and "'key'" not in written:  # that is how Python writes a dict, not how a model does
+            if written is not None and "'key'" not in written:  # single quotes are Python's `repr` of a dict, not JSON
                 form_found = form
                 break
         both = ("Zq0textZ", "Zq0thoughtZ", result)
@@ -151,7 +151,7 @@ class ChatTemplate:
         return joined if text(form_found, *both) is None and text(joined, *both) is not None else form_found
 
     def _form_of(self, messages: Sequence[Message]) -> _Form:
-        """Return the form that this template wants these messages in."""
+        """Return the form in which this template renders these messages."""
         has_calls = any(m.tool_calls or m.tool_call_id for m in messages)
         form = (self._form if has_calls else _Form())._replace(only_parts=self._takes_only_parts)
         if any(m.reasoning for m in messages):
@@ -172,7 +172,7 @@ class ChatTemplate:
         return str(text)
 
     def _failing_kind(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Name the message whose addition makes the template fail."""
+        """Describe the first message with which the template fails."""
         failing = len(messages)
         while failing > 1 and self.try_render(messages[: failing - 1], tools=tools) is None:
             failing -= 1
@@ -202,7 +202,7 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
         out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
         out["content"] = ""
     if form.only_parts and isinstance(out["content"], str):
-        # A calling turn may say nothing; else there is one part, which templates may look into without asking.
+        # A turn with calls may have no content. Any other turn has at least one part: templates may read it unchecked.
         says = out["content"] or not out.get("tool_calls")
         out["content"] = [{"type": "text", "text": out["content"]}] if says else []
     if out.get("reasoning_content") is not None:
@@ -218,7 +218,7 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
 
 
 def _shown_part(part: Mapping[str, Any], message: Message) -> dict[str, Any]:
-    """Return a part of a message as templates read it; the model's own reasoning stands in its tags."""
+    """Convert a message part to the form that templates read, with the model's reasoning in its tags."""
     if part.get("type") != "reasoning" or message.origin is not Origin.MODEL:
         return dict(part)
     return {"type": "text", "text": f"<think>{part['text']}{'' if part.get('is_open') else '</think>'}"}

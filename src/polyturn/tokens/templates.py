@@ -2,7 +2,7 @@
 
     model: {path: smollm2, chat_template: hermes}      polyturn check smollm2 --template hermes
 
-A template is found by name where a Jinja source or a file could stand as well.
+Such a name can replace a Jinja source or a file name.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.tokens.train import CHAT_TEMPLATE
 
 TEMPLATES = {"hermes": CHAT_TEMPLATE}
-"""By name. `hermes`: ChatML; tools as JSON in the system message, calls as JSON between <tool_call> tags, results between
-<tool_response> tags."""
+"""Name -> template. `hermes` is ChatML with tools as JSON in the system message, calls as JSON between <tool_call> tags and
+results between <tool_response> tags."""
 
 NO_TOOLS = (
     "the chat template shows the model no tools; set model.chat_template to hermes (ChatML with tool calls as JSON, which "
     "rollout.parser: auto reads) or to a template of yours"
 )
-"""What is wrong with tools under a template that leaves them out, and what to set."""
+"""The advice for runs with tools whose template does not render them."""
 
 
 def template_source(value: str, *, base: Path, key: str) -> str:
-    """The Jinja source that `value` stands for: the source itself, the name of a shipped template, or a file.
+    """Return the Jinja source for `value`: a source, the name of a shipped template, or a file.
 
     Args:
         value: A Jinja source, a name of `TEMPLATES`, or the path of a file.
@@ -32,7 +32,7 @@ def template_source(value: str, *, base: Path, key: str) -> str:
         key: The key or option that holds the value, for messages.
 
     Raises:
-        ConfigError: it is none of them, or the file cannot be read.
+        ConfigError: `value` is none of these, or the file cannot be read.
     """
     if "{%" in value or "{{" in value:
         return value

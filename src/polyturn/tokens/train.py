@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer with ChatML turns and hermes tools, trained on texts when a run starts.
 
-For models that have no tokenizer yet: the quick start, tests, experiments from scratch. As in the published models, the
-turn tokens are special and the tool and reasoning tags are added tokens that are not. The same texts give the same ids.
+For models without a tokenizer: the quick start, tests, experiments from scratch. As in published models, the turn tokens are
+special, and the tool and reasoning tags are added tokens that are not special. The same texts give the same tokenizer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-"""ChatML with hermes tools. Appending messages never changes what earlier ones rendered to."""
+"""ChatML with hermes tools. Appending messages does not change the render of earlier messages."""
 
 _SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
 
@@ -63,9 +63,9 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, chat_template: str
     """Train a byte-level BPE tokenizer; digits are never merged.
 
     Args:
-        texts: What to learn merges from. Text that repeats little ends in a smaller vocabulary.
-        vocab_size: Size of the vocabulary, added tokens included; at least 265, the bytes and the added tokens.
-        chat_template: The Jinja template of the tokenizer; None takes `CHAT_TEMPLATE`.
+        texts: Texts to learn merges from. If they repeat little, the vocabulary becomes smaller than `vocab_size`.
+        vocab_size: Size of the vocabulary, including added tokens; at least 265 for the bytes and the added tokens.
+        chat_template: The Jinja template of the tokenizer; None uses `CHAT_TEMPLATE`.
 
     Raises:
         ConfigError: `vocab_size` has no room for the bytes and the added tokens.

@@ -1,13 +1,13 @@
-"""TrustRule: which control tokens a text may become, decided by who wrote it and by nothing else.
+"""TrustRule: decides by the author of a text, and nothing else, which control tokens the text may become.
 
-    owner          as `escape_prompts` says: all but those that open and close turns and media; none; all
-    model          none; the template, or this library, writes the tags around its reasoning and its calls
-    environment    none, in contents, names, keys of a schema and roles alike
+    owner          depends on `escape_prompts`: all except those that open and close turns and media; none; all
+    model          none; the template or polyturn writes the tags around its reasoning and its calls
+    environment    none, whether in contents, names, keys of a schema or roles
 
-`DeltaEncoder` applies it to everything that it encodes: prompts, answers, histories, schemas, and continuations of a
-message. The template gets placeholder words for text that must not become a control token; that text is encoded by itself
-where the words stand in the result. All other text is encoded together with its surroundings, so the ids are those of a
-render in which the escaped text is ordinary.
+`DeltaEncoder` applies the rule to all text that it encodes: prompts, answers, histories, schemas, and continuations of a
+message. It gives the template placeholder words instead of text that must not become a control token, and encodes that text
+as ordinary text at the positions of the words in the render. All other text is encoded together with its surroundings, so
+the ids are those of a render in which the escaped text is ordinary.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_wor
 from polyturn.tokens.markers import names_read
 
 ESCAPES = ("delimiters", "all", "none")
-"""Which control texts of an owner are ordinary text: those that open and close turns and media, all, or none."""
+"""The control texts of the owner that become ordinary text: those that open and close turns and media, all, or none."""
 
 Change: TypeAlias = Callable[[str, Origin], str]
-"""The change of a text of this origin before the template sees it."""
+"""(text, origin) -> the text that the template gets instead."""
 
 _WORD = re.compile(r"[\w. -]*", re.ASCII)
-"""Text that is in no control token by itself; a template may still write one around it, as in `<|` + role + `|>`."""
+"""Text that contains no control token; a template may still build one around it, as in `<|` + role + `|>`."""
 
 _PART_WORDS = frozenset({"type", "text", "reasoning", "is_open", *KINDS})
-"""Keys and types of the parts of a content that are read before a template sees them."""
+"""Keys and types of content parts that polyturn reads itself."""
 
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys of a schema whose objects have names of its author's as keys."""
+"""Keys of a schema whose values are objects with keys that the schema's author chose."""
 
 _UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
 """Stretches of a text that a template neither trims nor escapes, in JSON or out of it."""
 
 
 _SIDE = re.compile(r"[^a-z]|begin|start|end")
-"""The difference between the tag before a call and the one behind it."""
+"""The part in which the tag before a call differs from the tag after the call."""
 
 
 class Written(NamedTuple):
-    """A text, and who wrote it."""
+    """A text and its author."""
 
     text: str
     origin: Origin
@@ -64,8 +64,8 @@ class TrustRule:
 
         Args:
             codec: The tokenizer and template.
-            escape_prompts: One of `ESCAPES`: which control texts of an owner are ordinary text.
-            escape_observations: Whether control texts of all other authors are ordinary text.
+            escape_prompts: One of `ESCAPES`: the control texts of the owner that become ordinary text.
+            escape_observations: Whether the control texts of all other authors become ordinary text.
 
         Raises:
             ConfigError: `escape_prompts` is not one of `ESCAPES`.
@@ -78,25 +78,26 @@ class TrustRule:
 
     @functools.cached_property
     def barred(self) -> Mapping[Origin, Collection[int]]:
-        """The control tokens that a text of each origin must not become."""
+        """Origin -> the control tokens that its texts must not become."""
         every, escapes = self._codec.control_tokens.keys(), self._escape_prompts
         of_owner = self._codec.delimiters if escapes == "delimiters" else every if escapes == "all" else ()
         of_others = every if self._escape_observations else ()
         return {origin: of_owner if origin is Origin.OWNER else of_others for origin in Origin}
 
     def may_spell_with_template(self, written: Sequence[Written]) -> bool:
-        """Return whether one of the texts and the template together may spell a control token that it must not become."""
+        """Return whether one of the texts may form a forbidden control token together with the template text around it."""
         return any(self._bars_all(w.origin) and self._may_spell(w.text) for w in written)
 
     def hides_whole(self, text: str, origin: Origin) -> bool:
-        """Return whether a text must become no control token, and may be in one with what a template writes beside it."""
+        """Return whether to hide the whole text: its author may write no control token, but it may form one with the
+        template text next to it."""
         return self._bars_all(origin) and (_WORD.fullmatch(text) is None or self._may_spell(text))
 
     def _bars_all(self, origin: Origin) -> bool:
         return len(self.barred[origin]) == len(self._codec.control_tokens)
 
     def _may_spell(self, text: str) -> bool:
-        """Return whether a text may be the beginning, the end or the middle of a control token."""
+        """Return whether a text may be the beginning, the middle or the end of a control token."""
         if self._codec.normalizes_control and not text.isascii():
             return True
         return not self._edges.isdisjoint(text) or (text != "" and text in self._all_control)
@@ -113,7 +114,7 @@ class TrustRule:
 
     def written(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **foreign: Any) -> list[Written]:
         """Return all texts of messages and tools."""
-        # Collected by the walk that changes them, so that no text is changed that was not looked at, or the other way round.
+        # Collect them with the code that changes texts, so that both cover the same texts.
         written_values: list[Written] = []
 
         def note(text: str, origin: Origin) -> str:
@@ -126,9 +127,9 @@ class TrustRule:
         return written_values
 
     def changed(self, message: Message, change: Change) -> Message:
-        """Return a message with every text in it changed; the message itself where that changes nothing."""
+        """Apply `change` to every text of a message; return the message itself if nothing changes."""
         origin = origin_of(message)
-        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # no owner means the end of a call inside one
+        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # an owner's call must not end inside its arguments
 
         def text(text_part: str) -> str:
             return change(text_part, origin)
@@ -157,7 +158,7 @@ class TrustRule:
     def changed_tools(
         self, tools: Sequence[Mapping[str, Any]], change: Change, *, foreign: Collection[str] = ()
     ) -> list[Mapping[str, Any]]:
-        """Return schemas with every text in them changed, keys too; those that `foreign` names are the environment's."""
+        """Apply `change` to every text in the schemas, including keys; `foreign` names those that the environment wrote."""
         out = []
         for tool in tools:
             origin = Origin.ENVIRONMENT if name_of(tool) in foreign else Origin.OWNER
@@ -165,7 +166,7 @@ class TrustRule:
         return out
 
     def _changed_schema(self, value: Any, text: Callable[[str], str], *, are_names: bool = False) -> Any:
-        """Return a schema with its texts changed: what its author named, and what the template does not look for."""
+        """Change the texts of a schema, except for keys and words that the template knows and the author did not choose."""
         if isinstance(value, str):
             return self._changed_word(value, text, known=self._looked_up)
         if isinstance(value, Mapping):
@@ -179,10 +180,10 @@ class TrustRule:
         return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
-        """Return the model's text of a call that could not be read; the tags around it made it a call.
+        """Change the text of a call that could not be parsed, except for the tags around it, which mark it as a call.
 
-        One that was never closed may end in any other: in the end of a turn, or the beginning of a tool's answer. And a
-        parser may begin one anywhere, as inside of a list.
+        If the call was never closed, other tags may follow, such as the end of a turn or the beginning of a tool result. A
+        parser may also start a call anywhere, for example inside a list.
         """
         spans = self._codec.control_spans(raw) if origin is Origin.MODEL else []
         start = spans[0].end if spans and spans[0].start == 0 and spans[0].id in self._codec.call_tags else 0
@@ -193,7 +194,7 @@ class TrustRule:
         return first + change(raw[start:end], origin) + raw[end:]
 
     def _changed_part(self, part: Mapping[str, Any], text: Callable[[str], str]) -> dict[str, Any]:
-        """Return a part of a content with its texts changed; a medium's source is not text."""
+        """Change the texts of a content part; the source of a medium is not text."""
         kind = kind_of(part)
 
         def value(key: str, raw: Any) -> Any:
@@ -204,48 +205,48 @@ class TrustRule:
         return {self._changed_word(str(k), text, known=self._looked_up | _PART_WORDS): value(k, v) for k, v in part.items()}
 
     def _changed_word(self, word: str, text: Callable[[str], str], *, known: Collection[str]) -> str:
-        """Return a word changed, unless it is one that the template knows."""
+        """Change a word unless it is in `known`, the words that the template knows."""
         return word if word in known and not self._codec.has_control(word) else text(word)
 
     @functools.cached_property
     def _compared(self) -> frozenset[str]:
-        """Roles, types and names that the template knows."""
+        """Roles, types and names with which the template compares."""
         return ROLES | self._codec.literals
 
     @functools.cached_property
     def _looked_up(self) -> frozenset[str]:
-        """The same, and the keys that it knows."""
+        """The words of `_compared`, and the keys that the template looks up."""
         return self._compared | names_read(self._codec.chat_template or "")
 
 
 class Hiding:
-    """Words in the place of texts while a template is rendered, and the way back from what it wrote to ids."""
+    """Replaces texts by placeholder words before a render, and encodes the render with the texts in their positions."""
 
     def __init__(self, rule: TrustRule, codec: Codec, written: Sequence[Written]) -> None:
-        """Hide nothing yet; `written` are all texts that will be asked about."""
+        """Prepare placeholder words for `written`, all texts that may be hidden."""
         self._rule, self._codec, self._written = rule, codec, written
         self._hidden: dict[str, int] = {}
 
     @functools.cached_property
     def _word(self) -> str:
-        """The beginning of the words, with which none of the texts begins."""
+        """The prefix of the placeholder words, which occurs in none of the texts."""
         return unused_word((w.text for w in self._written), "Zq7Hidden")
 
     def control(self, text: str, origin: Origin) -> str:
-        """Hide the control tokens in a text that its author must not write; a `Change`."""
+        """Hide the control texts that the author must not write; a `Change`."""
         return self._codec.replace_control(text, self._stand_in, barred=self._rule.barred[origin])
 
     def whole(self, text: str, origin: Origin) -> str:
-        """Hide all of a text that may become part of a control token it must not become; a `Change`."""
+        """Hide the whole text if it may become part of a forbidden control token; a `Change`."""
         if self._rule.hides_whole(text, origin):
             return _UNESCAPED.sub(lambda match: self._stand_in(match[0]), text)
         return self.control(text, origin)
 
     def encode(self, rendered: str, *, last_id: int | None) -> Ids:
-        """Return the ids of what a template wrote, in which each hidden text is ordinary text again."""
+        """Encode a render, with each hidden text as ordinary text in the position of its word."""
         if not self._hidden:
             return self._codec.encode_pieces([(rendered, False)], last_id=last_id)
-        # A template may write a role, or all of a text, in other letters.
+        # A template may change the case of a role or of a text.
         pieces = re.split(rf"{self._word}(\d+)Z", rendered, flags=re.IGNORECASE | re.ASCII)
         hidden = list(self._hidden)
         return self._codec.encode_pieces(
@@ -253,7 +254,7 @@ class Hiding:
         )
 
     def _stand_in(self, text: str) -> str:
-        # What is equal stays equal, for templates that compare.
+        # Equal texts get equal words, for templates that compare texts.
         return f"{self._word}{self._hidden.setdefault(text, len(self._hidden))}Z"
 
 

@@ -1,8 +1,7 @@
-"""The ends of an assistant's turn, found by rendering: the tokens that stop the model, and those of a history.
+"""Finds the tokens that end assistant turns by rendering: those that stop the model, and those in a history.
 
-A template may write one token behind the last turn and another behind a past one, end a turn with calls in a third way, or
-write nothing and leave the end to whatever opens the next turn. Each is found from two renders of a turn, alone and
-followed by a message:
+A template may end the last turn and past turns with different tokens, and a turn with calls in a third way. It may also
+write no end, so that the opening of the next turn is the end. Two renders of a turn, alone and followed, show which:
 
     alone     …Paris.<|im_end|>\\n        followed  …Paris.<|im_end|>\\n<|im_start|>user…  ends with <|im_end|>
     alone     …Paris.<|return|>           followed  …Paris.<|end|><|start|>user…          stops with <|return|>, past <|end|>
@@ -31,7 +30,7 @@ class ControlSpan(NamedTuple):
 
 
 class Renderer(Protocol):
-    """The methods of a codec that finding turn ends needs."""
+    """The methods of a codec that `find_turn_ends` uses."""
 
     @property
     def template(self) -> ChatTemplate:
@@ -39,28 +38,28 @@ class Renderer(Protocol):
         ...
 
     def control_spans(self, text: str) -> list[ControlSpan]:
-        """Return the control tokens that the template's text has, in order."""
+        """Return the control tokens in a template text, in order."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnds:
-    """The ends of turns."""
+    """The tokens at the end of assistant turns."""
 
     stops: tuple[int, ...]
-    """The tokens that the model ends its turn with: after text, after calls, after reasoning."""
+    """The tokens with which the model ends a turn: after text, after calls, after reasoning."""
     past: tuple[int, ...]
-    """The tokens that a history has behind a turn: the same, or others that stand in their place."""
+    """The tokens that end past turns in a history: the same, or others instead."""
     closing: frozenset[int]
-    """All tokens that stand directly behind one another at a turn's end: the past ones and any that follow them."""
+    """All consecutive tokens at the end of a turn: those of `past`, and any that directly follow them."""
     openers: bool
-    """The template writes nothing behind a turn, so that the stop tokens are those that open the next one."""
+    """Whether the template writes nothing after a turn, so that the stop tokens are those that open the next turn."""
     behind_calls: int | None = None
-    """Of these the one behind a turn with calls, which opens a tool's; None where the template ends turns."""
+    """The stop token after a turn with calls, which opens the tool's turn; None unless `openers`."""
 
 
 def find_turn_ends(codec: Renderer) -> TurnEnds:
-    """Render a plain answer, one with calls and one with reasoning, alone and followed, and return how they end."""
+    """Render turns with text, with calls and with reasoning, alone and followed by a message, and find how they end."""
     user = Message(role="user", content="Hi")
     call = ToolCall(id="call_0_0", name="probe", arguments={"x": ANCHOR})
     plain = Message(role="assistant", content=ANCHOR)
@@ -96,7 +95,7 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
                 has_end = True
                 stops.append(spans[0].id)
                 past.append(later[0].id)
-            else:  # nothing, or only what closes a document
+            else:  # nothing, or only the end of the document
                 stops += [s.id for s in (*spans[:1], *later[:1])]
         elif not has_end:
             opener = next((s.id for s in later if s.start >= common), None)
@@ -120,7 +119,7 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
 
 
 def _run(spans: Sequence[ControlSpan]) -> list[int]:
-    """Return the first token and those that stand directly behind it."""
+    """Return the first token and those that directly follow it."""
     run = [spans[0].id]
     for left, right in itertools.pairwise(spans):
         if left.end != right.start:
@@ -135,7 +134,7 @@ def common_length(a: str, b: str) -> int:
 
 
 def behind_anchor(text: str | None, anchor: str) -> str | None:
-    """Return the text behind the last `anchor` in `text`; None if there is no anchor."""
+    """Return the text after the last `anchor` in `text`; None if there is no anchor."""
     if text is None:
         return None
     _, before, behind = text.rpartition(anchor)
@@ -143,12 +142,12 @@ def behind_anchor(text: str | None, anchor: str) -> str | None:
 
 
 def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer) -> int | None:
-    """Return the position in `followed` where the model's own text ends and the template's begins; None if the two disagree.
+    """Return the position in `followed` where the model's text ends and the template's begins; None if the texts disagree.
 
     Args:
-        alone: What stands behind the anchor where nothing follows the turn.
-        followed: What stands behind the anchor where messages follow.
-        ends: How turns end.
+        alone: The text after the anchor if nothing follows the turn.
+        followed: The text after the anchor if messages follow.
+        ends: The ends of turns.
         codec: Finds control tokens.
     """
     if alone is None:
@@ -159,13 +158,13 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
     if shared:
         return shared[0].start
     closing = [s for s in codec.control_spans(alone) if s.id in ends.stops]
-    # White space at the end is the template's: a model ends its text with a token, not with a line.
+    # White space at the end belongs to the template: the model ends its text with a token, not with a line break.
     rest = (alone[: closing[0].start] if closing else alone).rstrip()
     return len(rest) if followed.startswith(rest) else None
 
 
 def _closing_of_user(codec: Renderer) -> int | None:
-    """Return the token that closes a user's message, whatever follows; None if none does."""
+    """Return the token that closes every user message; None if there is none."""
     messages = Message(role="user", content=ANCHOR)
     alone = behind_anchor(codec.template.try_render([messages]), ANCHOR)
     opened = behind_anchor(codec.template.try_render([messages], add_generation_prompt=True), ANCHOR)

@@ -1,11 +1,11 @@
-"""Reading what the model wrote: content, tool calls, reasoning. On text only; nothing read here becomes tokens again.
+"""Parses the model's text into content, tool calls and reasoning. The results are never turned back into tokens.
 
     <think>2 and 2</think>Let me add.<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>
     ->  reasoning "2 and 2", content "Let me add.", one call
 
-A call that cannot be parsed is kept, with the reason for the model to read, so that breaking a call never dodges its cost.
-A call inside reasoning is a thought, not a call. Parsers take linear time and never evaluate code. One family is one file;
-`build_parser` makes the one that a name, or the chat template itself, asks for.
+A call that cannot be parsed is kept with an error that the model reads, so that a malformed call costs as much as a valid
+one. A call inside reasoning is not executed. Parsers take linear time and never evaluate code. Each model family has a file;
+`build_parser` chooses a parser by name, or by the chat template.
 """
 
 from polyturn.tokens.parsers.base import ParsedText, ParsedTurn, ToolCallParser, TurnParser, parsers

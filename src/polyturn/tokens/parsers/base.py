@@ -1,9 +1,9 @@
-"""The protocol of parsers, their registry, and the frame that all built-in ones share: reasoning first, then calls.
+"""The protocol of parsers, their registry, and `TurnParser`, the base of the built-in parsers.
 
     text  ->  reasoning format: (reasoning, rest)  ->  tool format: rest -> pieces of content and calls  ->  ParsedTurn
 
-The two formats are separate things, because one way to write calls comes with several ways to write reasoning: a family says
-which reasoning tags it writes by itself (`default_reasoning`), and a name can replace them.
+The two formats are separate, because models with the same format of calls write reasoning differently. Each family has
+default reasoning tags (`default_reasoning`), which an option can replace.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ParsedTurn(NamedTuple):
-    """One turn, read."""
+    """The parts of one turn."""
 
     content: str
-    """The text without reasoning and calls; exactly the text when it has neither."""
+    """The text without reasoning and calls; unchanged if it has neither."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
 
 
 class ToolCallParser(Protocol):
-    """Reads one model family's way to write tool calls and reasoning."""
+    """Parses tool calls and reasoning in the format of one model family."""
 
     def parse(self, text: str, *, id_prefix: str = "call", tools: Tools = ()) -> ParsedTurn:
-        """Read one turn's text, without its stop token. Never raises.
+        """Parse the text of one turn, without its stop token. Never raises.
 
         Args:
-            text: What the model wrote.
-            id_prefix: The i-th call gets the id `{id_prefix}_{i}`, unless the family's templates ask for ids of their own.
-            tools: Schemas of the tools that may be called; formats that write all arguments as text take types from them.
+            text: The text of the model.
+            id_prefix: The i-th call gets the id `{id_prefix}_{i}`, unless the family's templates need another form of id.
+            tools: Schemas of the tools that may be called; formats with untyped arguments take the types from them.
         """
         ...
 
@@ -52,27 +52,27 @@ class ParsedText(NamedTuple):
 
     pieces: list[str]
     calls: list[ToolCall]
-    """With the id that the model wrote, or "" where the format has none."""
+    """Each with the id that the model wrote, or "" if the format has none."""
 
 
 class TurnParser(ABC):
-    """The frame of the built-in parsers; a family writes `read`."""
+    """The base of the built-in parsers; a family implements `read`."""
 
     call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """The tags around a call, so that a reasoning tag inside an argument is left alone; "" where there is none."""
+    """The tags around a call, so that reasoning tags inside arguments are ignored; "" if the format has none."""
     default_reasoning: ClassVar[str] = "qwen3"
-    """The name of the reasoning format that the family writes."""
+    """The name of the family's reasoning format."""
 
     def __init__(
         self, *, reasoning: str | None = None, reasoning_is_open: bool = False, calls_in_reasoning: bool = False
     ) -> None:
-        """Make a parser.
+        """Create a parser.
 
         Args:
             reasoning: Name of a reasoning format; None for the family's own.
-            reasoning_is_open: The generation prompt opens the reasoning, so that all text before its end, or all text of a
-                turn that was cut before it ended, is reasoning.
-            calls_in_reasoning: Take calls inside reasoning for calls. They are thoughts otherwise.
+            reasoning_is_open: Whether the generation prompt opens the reasoning. Then all text before the closing tag, or
+                all text if there is none, is reasoning.
+            calls_in_reasoning: Whether to execute calls inside reasoning.
 
         Raises:
             UnknownNameError: no reasoning format has that name.
@@ -84,14 +84,14 @@ class TurnParser(ABC):
 
     @abstractmethod
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Return the calls of a text without reasoning. Takes linear time, never raises."""
+        """Find the calls in a text that has no reasoning. Takes linear time, never raises."""
 
     def call_id(self, id_prefix: str, index: int) -> str:
-        """Return the id of a call for which the model wrote none."""
+        """Return the id for a call that the model wrote without one."""
         return f"{id_prefix}_{index}"
 
     def parse(self, text: str, *, id_prefix: str = "call", tools: Tools = ()) -> ParsedTurn:
-        """Read one turn; see `ToolCallParser.parse`."""
+        """Parse one turn; see `ToolCallParser.parse`."""
         reasoning, rest = split_reasoning(text, self._reasoning, call_tags=self.call_tags, is_open=self._is_open)
         pieces, calls = self.read(rest, tools)
         if self._calls_in_reasoning and reasoning:
@@ -105,37 +105,37 @@ class TurnParser(ABC):
         for index, call in enumerate(calls):
             own = call.id if call.id and call.id not in taken else self.call_id(id_prefix, index)
             taken.add(own)
-            # Spelled out because `dataclasses.replace` costs a third of reading the call.
+            # `dataclasses.replace` would take a third of the time of parsing the call.
             out.append(ToolCall(id=own, name=call.name, arguments=call.arguments, raw=call.raw, error=call.error))
         return tuple(out)
 
 
 _END_MARKS = re.compile(r"(?:<\|[^<>|]{1,40}\|>|<｜[^<>｜]{1,40}｜>|</s>|\s)*+")
-"""Control tokens that can stand behind the last call, because the text was decoded with them."""
+"""Control tokens after the last call; the decoded text may contain them."""
 
 
 def join_content(pieces: Sequence[str]) -> str:
-    """Return the content around calls: pieces without their outer white space, in lines."""
+    """Join the pieces of text around calls with line breaks, each without leading and trailing white space."""
     return "\n".join(p.strip() for p in pieces if not _END_MARKS.fullmatch(p))
 
 
 _MAX_LONGER = 8
-"""Opening tags in a text that may turn out to stand in an argument; bounded, so that reading stays linear."""
+"""The most opening tags that are tried as text inside an argument; the bound keeps parsing linear."""
 
 
 def read_blocks(
     text: str, tags: tuple[str, str], read: Callable[[str, str], ToolCall], *, tells_end: bool = False
 ) -> ParsedText:
-    """Read calls that stand between two tags.
+    """Parse the calls between two tags.
 
-    A block ends at the first closing tag with which it can be read, or at the last one before the next block: a closing tag
-    may stand in an argument's text. Each character is read at most twice, and a few times more with `tells_end`.
+    A closing tag may be part of an argument. A block therefore ends at the first closing tag with which it can be parsed, or
+    else at the last closing tag before the next block. Each character is read at most twice, a few times with `tells_end`.
 
     Args:
-        text: What may hold blocks.
-        tags: What opens and what closes a block.
-        read: Makes a call of (the text between the tags, the text with them).
-        tells_end: `read` refuses what goes on behind a call, so a block may hold an opening tag in an argument's text.
+        text: The text with the blocks.
+        tags: The opening and the closing tag of a block.
+        read: Parses (text between the tags, text with the tags) to a call.
+        tells_end: Whether `read` refuses text after a call, so that an argument may contain an opening tag.
     """
     opens, closes = tags
     tries = _MAX_LONGER if tells_end else 0
@@ -171,5 +171,5 @@ def read_blocks(
 
 
 def broken(raw: str, error: str, *, name: str = "") -> ToolCall:
-    """Return a call that cannot be executed, with the reason for the model to read."""
+    """Return a call that cannot be executed, with an error that the model reads."""
     return ToolCall(id="", name=name, raw=raw.rstrip(), error=error)

@@ -1,9 +1,9 @@
-"""Choosing a parser by rendering: the one that reads back what the template writes for a turn with calls.
+"""Chooses a parser by rendering: the one that correctly parses the template's render of a turn with calls.
 
     template(assistant turn that calls add(a=2))  ->  "<tool_call>{...}</tool_call>"  ->  the parser that reads add(a=2)
 
-No model's name is looked up. Turns with one call, with two, with nested arguments and with reasoning are rendered; a parser
-is right when it reads exactly those. Call ids come in the shapes that some templates insist on.
+Model names do not matter. Turns with one call, with two, with nested arguments and with reasoning are rendered; a parser
+fits if it reads exactly those. Call ids are tried in all forms that templates require.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ _TOOL: dict[str, Any] = {
 }
 _PLAIN = Message(role="assistant", content="Qx9Plain")
 _OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
-"""The beginning of a tag in which two texts part."""
+"""An incomplete tag at the end of the common prefix of two texts."""
 _ID_SHAPES = ("call_{}", "zq4Call0{}", "functions.zq_probe:{}")
-"""Call ids: free, nine letters and digits, and one that says the name."""
+"""Forms of call ids: free, nine letters and digits, and one with the name of the tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One turn, and how the template writes it."""
+    """A turn and its render."""
 
     message: Message
     text: str
 
     def is_read_by(self, parser: ToolCallParser) -> bool:
-        """Return whether the parser reads exactly the turn's calls, and content where the template writes it."""
+        """Return whether the parser reads exactly the calls of the turn, and its content if the template writes it."""
         turn = _parse(parser, self.text)
         read_calls = [(c.name, dict(c.arguments), c.error) for c in turn.tool_calls]
         if read_calls != [(c.name, dict(c.arguments), None) for c in self.message.tool_calls]:
             return False
-        # A template may write what is said beside a call as reasoning, or not at all; reasoning has tags of its own.
+        # A template may write the content of a turn with calls as reasoning, or not at all.
         content = turn.content.strip()
         return (
             not content or content.endswith(self.message.text)
@@ -86,12 +86,12 @@ class _Probe:
 def build_parser(
     codec: Codec, options: ParserOptions = AUTO, *, needs_calls: bool = False, base: Path | None = None
 ) -> ToolCallParser:
-    """Return the parser that `options` name.
+    """Build the parser for `options`.
 
     Args:
-        codec: Tokenizer and template; what they write decides where nothing is named.
-        options: The parser's name, and what it takes for reasoning.
-        needs_calls: The run has tools, so a template whose calls no parser reads is an error.
+        codec: Tokenizer and template, from which parser and reasoning format are detected if `options` does not name them.
+        options: The names of the parser and the reasoning format.
+        needs_calls: Whether the run has tools, so that a template whose calls no parser reads is an error.
         base: The folder that relative file paths start from.
 
     Raises:
@@ -126,7 +126,7 @@ def build_parser(
 
 
 def detect(codec: Codec) -> str:
-    """Return the name of the parser that reads back what the template writes for tool calls; "none" if there is none."""
+    """Return the name of the parser that reads the template's tool calls; "none" if there is none."""
     families = {parsers.resolve(name): name for name in reversed(list(parsers)) if name != "none"}
     instances = [(name, family()) for family, name in reversed(families.items())]
     for ids, is_prompt in itertools.product(_ID_SHAPES, (True, False)):
@@ -138,7 +138,7 @@ def detect(codec: Codec) -> str:
 
 
 def detect_reasoning(codec: Codec, name: NameOrObject, *, base: Path | None = None) -> str:
-    """Return the name of the reasoning format that the template writes, or the one that parser `name` brings along."""
+    """Return the name of the template's reasoning format, or else the default of the parser `name`."""
     family = parsers.resolve(name, base=base)
     own = family.default_reasoning if inspect.isclass(family) and issubclass(family, TurnParser) else "none"
     if own != "none" and not _writes(codec, reasoning_formats.resolve(own)):
@@ -151,7 +151,7 @@ def detect_reasoning(codec: Codec, name: NameOrObject, *, base: Path | None = No
 
 
 def _parse(parser: ToolCallParser, text: str) -> ParsedTurn:
-    """Read a rendered turn; a parser that raises, or that takes no tools, is not the right one."""
+    """Parse a rendered turn; if the parser raises, return a turn that never matches."""
     tools: Tools = (_TOOL,)
     try:
         return parser.parse(text, tools=tools)
@@ -176,18 +176,18 @@ def _probes(codec: Codec, ids: str, is_prompt: bool) -> list[_Probe]:
     probes = [_Probe(turn, text) for turn, text in zip(turns, texts, strict=True) if "zq_probe" in text]
     if not any(p.message is turns[0] for p in probes):
         return []
-    # A template that writes only the first of several calls (gpt-oss) says nothing about how it would write two.
+    # A template that writes only the first of several calls (gpt-oss) cannot show how it writes two.
     return [p for p in probes if p.message is not turns[2] or p.text.count("zq_probe") > 1]
 
 
 def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | None:
-    """Return the turn as the template writes it, without its opening and its end tokens; None if it cannot.
+    """Render a turn without its opening and its end tokens; None if the template cannot.
 
     Args:
         codec: Tokenizer and template.
-        turn: What the model says.
-        is_prompt: Take for the opening what the turn shares with the generation prompt; else what it shares with another
-            turn, as some templates open a turn in a history differently.
+        turn: The assistant message.
+        is_prompt: Whether the opening is the prefix that the turn shares with the generation prompt, or the prefix that it
+            shares with another turn, because some templates open past turns differently.
     """
     render, other = codec.template.try_render, [_USER] if is_prompt else [_USER, _PLAIN]
     for tools in ((_TOOL,), ()):
@@ -210,7 +210,7 @@ def _without_end(text: str, codec: Codec) -> str:
 
 
 def _writes(codec: Codec, tags: ReasoningFormat) -> bool:
-    """Return whether the template's own text of a turn, or its generation prompt, has the reasoning's tags."""
+    """Return whether the template's render of a turn, or its generation prompt, contains the reasoning tags."""
     if not tags.opens:
         return False
     if any(tags.opens in prompt for prompt in _generation_prompts(codec)):
@@ -223,13 +223,13 @@ def _writes(codec: Codec, tags: ReasoningFormat) -> bool:
 
 
 def _is_open(codec: Codec, tags: ReasoningFormat) -> bool:
-    """Return whether every generation prompt, behind a user and behind a tool's result, ends inside reasoning."""
+    """Return whether every generation prompt, after a user message or a tool result, ends inside reasoning."""
     prompts = _generation_prompts(codec)
     return bool(tags.opens and prompts) and all(p.rfind(tags.opens) > p.rfind(tags.closes) for p in prompts)
 
 
 def _generation_prompts(codec: Codec) -> list[str]:
-    """Return the template's opening of a turn behind a user message, and behind a tool's result where it renders one."""
+    """Return the generation prompts after a user message and, if the template renders results, after a tool result."""
     prompts, render = [], functools.partial(codec.template.try_render, tools=(_TOOL,))
     for ids in _ID_SHAPES:
         call = ToolCall(id=ids.format(0), name="zq_probe", arguments=_OTHER)

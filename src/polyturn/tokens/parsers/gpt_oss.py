@@ -4,7 +4,7 @@
 <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>  a call
 <|start|>assistant<|channel|>final<|message|>Four.<|return|>                                         content
 
-A message that is addressed to a tool is a call in whichever channel it stands: the address makes the model stop there.
+A message to a tool is a call, whatever its channel: the model stops after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
 
 @parsers.register("gpt-oss")
 class GptOssParser(TurnParser):
-    """See the head of the file. Reasoning is what the analysis channel says, whatever `reasoning` names."""
+    """See the head of the file. Reasoning is always the text of the analysis channel; `reasoning` has no effect."""
 
     default_reasoning = "gpt-oss"
 
@@ -67,7 +67,7 @@ class GptOssParser(TurnParser):
 
 
 def _parts(text: str) -> list[_Part]:
-    """Cut a turn into its messages."""
+    """Split a turn into its messages."""
     parts: list[_Part] = []
     begin = position = 0
     header: str | None = ""  # of the message whose body is being read; "" also for text that begins without one

@@ -1,9 +1,9 @@
-"""The one JSON reader of all parsers: tolerant where a meaning is certain, else an error that the model can read.
+"""The JSON reader of all parsers. It accepts deviations whose meaning is certain; other errors are shown to the model.
 
-Accepted beyond the standard: a comma behind the last element, line breaks and tabs inside strings, arguments that are a JSON
-string of an object, `parameters` in place of `arguments`. Not accepted: NaN, infinite numbers, single quotes, comments, more
-than 64 levels of nesting, integers of thousands of digits. Reading takes linear time: the extent of a value is found before
-it is decoded.
+Accepted beyond the standard: a comma after the last element, line breaks and tabs inside strings, arguments that are a JSON
+string of an object, `parameters` instead of `arguments`. Not accepted: NaN, infinite numbers, single quotes, comments, more
+than 64 levels of nesting, integers of thousands of digits. Reading takes linear time, because the end of a value is found
+before the value is decoded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from polyturn.core.messages import ToolCall
 from polyturn.tokens.parsers.base import broken
 
 MAX_DEPTH = 64
-"""Levels of nesting in arguments; deeper values would break what handles them later."""
+"""The most levels of nesting in arguments; deeper values could break code that handles them later."""
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 _COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+(?:"|\\?\Z))|,(?=\s*+[}\]])', re.DOTALL)
 
@@ -30,7 +30,7 @@ def loads(text: str) -> Any:
     """Decode one JSON value.
 
     Raises:
-        BadJsonError: it is not one, or nested too deeply.
+        BadJsonError: `text` is not a JSON value, or is nested too deeply.
     """
     depth = 0
     for mark in _MARK.finditer(text):
@@ -74,7 +74,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=
 
 
 def find_end(text: str, start: int) -> int | None:
-    """Return the end of the object or array that opens at `start`; None if it is cut."""
+    """Return the end index of the object or array that opens at `start`; None if it is not closed."""
     depth = 0
     for mark in _MARK.finditer(text, start):
         if mark[0] in "{[":
@@ -87,7 +87,7 @@ def find_end(text: str, start: int) -> int | None:
 
 
 def read_call(text: str, raw: str) -> ToolCall:
-    """Return the call that a JSON object with name and arguments describes; `raw` is what the model wrote for it."""
+    """Parse a JSON object with name and arguments to a call; `raw` is the model's text for the call."""
     try:
         data = loads(text)
     except BadJsonError as problem:
@@ -96,7 +96,7 @@ def read_call(text: str, raw: str) -> ToolCall:
 
 
 def call_from(data: Any, raw: str) -> ToolCall:
-    """Return the call that decoded JSON describes."""
+    """Convert decoded JSON to a call."""
     if not isinstance(data, dict):
         return broken(raw, f"a tool call must be a JSON object, not {json_type(data)}")
     name = data.get("name")

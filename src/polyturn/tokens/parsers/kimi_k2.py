@@ -1,9 +1,9 @@
-"""Calls with an id that says the name: Kimi K2.
+"""Calls with an id that contains the tool's name: Kimi K2.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 2}<|tool_call_end|>
 <|tool_calls_section_end|>
 
-The id is kept as the model wrote it, because templates of this family write it and nothing else for a call and its result.
+The id is kept as the model wrote it, because templates of this family identify a call and its result only by the id.
 """
 
 from __future__ import annotations

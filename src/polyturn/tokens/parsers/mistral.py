@@ -3,7 +3,7 @@
 [TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "VvvODy9mT"}]
 [TOOL_CALLS]add[ARGS]{"a": 2}[TOOL_CALLS]mul[CALL_ID]VvvODy9mT[ARGS]{"a": 2}
 
-Templates of this family refuse ids that are not nine letters or digits, so a call without one gets such an id.
+Templates of this family refuse ids that are not nine letters or digits, so a call without an id gets an id of this form.
 """
 
 from __future__ import annotations

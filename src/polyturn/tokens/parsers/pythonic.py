@@ -1,4 +1,4 @@
-"""Calls as a Python list: Llama 4, LFM 2 and others. Read by hand, bounded in size and depth; nothing is ever evaluated.
+"""Calls as a Python list: Llama 4, LFM 2 and others. The parser limits size and depth, and never evaluates code.
 
 [add(a=2, b=[1, {"k": None}]), now()]
 <|python_start|>[add(a=2)]<|python_end|>            <|tool_call_start|>[add(a=2)]<|tool_call_end|>
@@ -16,7 +16,7 @@ from polyturn.tokens.parsers.base import ParsedText, Tools, TurnParser, broken, 
 from polyturn.tokens.parsers.json_calls import MAX_DEPTH
 
 MAX_CHARS = 1 << 20
-"""Longest list of calls that is read."""
+"""The most characters of a list of calls; longer lists are not parsed."""
 _NAME = r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*+"
 _OPEN = re.compile(r"<\|(?:python_start|tool_call_start|python_tag)\|>")
 _CLOSE = re.compile(r"<\|(?:python_end|tool_call_end)\|>")
@@ -64,7 +64,7 @@ class PythonicParser(TurnParser):
 
 
 def read_python_calls(text: str, *, tag: str = "") -> ParsedText:
-    """Read lists of calls, each as far as it is well-formed; what cannot be read is one broken call with the rest."""
+    """Parse lists of calls, each up to its first error; the text from the error on becomes one broken call."""
     pieces: list[str] = []
     calls: list[ToolCall] = []
     position = 0

@@ -1,10 +1,10 @@
-"""Reasoning: the tags around it, per family, and how a turn is split into reasoning and the rest.
+"""Splits a turn into reasoning and the rest, by the reasoning tags of a model family.
 
     <think>2 and 2</think>Four.     ->  ("2 and 2", "Four.")
     2 and 2</think>Four.            ->  ("2 and 2", "Four.")     the generation prompt wrote <think>
     <think>2 and                    ->  ("2 and", "")            cut
 
-Names are those that users know from SGLang's `--reasoning-parser`; many of them mean the same tags.
+The names are those of SGLang's `--reasoning-parser`; several of them have the same tags.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ reasoning_formats.register("none")(ReasoningFormat("", ""))
 def split_reasoning(
     text: str, tags: ReasoningFormat, *, call_tags: tuple[str, str] = ("", ""), is_open: bool = False
 ) -> tuple[str | None, str]:
-    """Return the reasoning, or None, and the text without it, in linear time.
+    """Return the reasoning (or None) and the text without it, in linear time.
 
-    A tag inside a call is part of the call. The opening tag may be missing because the generation prompt wrote it; reasoning
-    that is not closed was cut, and everything after it belongs to it.
+    A tag inside a call is part of the call. The opening tag may be missing because it is in the generation prompt. If the
+    closing tag is missing, everything after the opening tag is reasoning.
 
     Args:
-        text: What the model wrote.
+        text: The text of the model.
         tags: The tags around reasoning.
-        call_tags: What opens and closes a call.
-        is_open: The text begins inside reasoning.
+        call_tags: The opening and the closing tag of a call.
+        is_open: Whether the text begins inside reasoning.
     """
     if not tags.opens or not (is_open or tags.opens in text or tags.closes in text):
         return None, text

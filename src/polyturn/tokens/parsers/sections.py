@@ -1,8 +1,8 @@
-"""Shared by formats with one section around all calls: the calls inside, and a section that holds none.
+"""Parses formats with one section around all calls.
 
 SECTION-BEGIN CALL-BEGIN head SEPARATOR {json} CALL-END CALL-BEGIN … CALL-END SECTION-END
 
-The marks of the section carry no meaning of their own, so a missing end mark (the turn was cut, or ended) is not an error.
+The marks of the section carry no information, so a missing end mark (because the turn ended or was cut) is not an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from polyturn.tokens.parsers.base import ParsedText, broken, read_blocks
 def read_sections(
     text: str, section: tuple[str, str], call_tags: tuple[str, str], read: Callable[[str, str], ToolCall]
 ) -> ParsedText:
-    """Read the calls of a text and drop the marks of sections; a section without a call is a broken one."""
+    """Parse the calls in a text and drop the marks of sections; a section without a call becomes a broken call."""
     pieces, calls = read_blocks(text, call_tags, read)
     begins, ends = section
     if not calls and begins in text:

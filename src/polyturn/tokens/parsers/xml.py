@@ -1,12 +1,12 @@
-"""Shared by formats with tags around each argument: named values one behind the other, up to a closing tag.
+"""Parses formats with tags around each argument: consecutive named values up to a closing tag.
 
 <parameter=city>          a tag with the name, the value's text, a closing tag; a closing tag inside a value does not end it
 Köln                      unless another parameter, or the end, stands behind it
 </parameter>
 
-A value's type is that of the tool's JSON schema: "5" for a string parameter, 5 for an integer one. A text that does not fit
-its type stays a string, so that the tool's own check says what is wrong. Where there is no schema, text that reads as JSON
-is that value and other text is a string.
+The type of a value comes from the tool's JSON schema: "5" for a string parameter, 5 for an integer parameter. A text that
+does not fit the type stays a string, so that the tool's own validation reports it. Without a schema, text that is valid JSON
+becomes that value, and other text a string.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class BadArgumentsError(Exception):
 
 
 def read_values(text: str, head: re.Pattern[str], end: re.Pattern[str], form: str) -> dict[str, str]:
-    """Return the texts of named values, by name. The text has values only.
+    """Return name -> text for a sequence of named values.
 
     Args:
-        text: The values.
-        head: Matches what opens a value; its first group is the name.
-        end: Matches what closes a value, where another one or the end follows.
-        form: How a value is written, for the error.
+        text: The values, and nothing else.
+        head: Matches the opening of a value; its first group is the name.
+        end: Matches the closing of a value that is followed by another value or the end.
+        form: The form of a value, for the error.
 
     Raises:
-        BadArgumentsError: something else stands there, or a value is not closed.
+        BadArgumentsError: there is other text, or a value is not closed.
     """
     values: dict[str, str] = {}
     position = _skip_space(text, 0)
@@ -65,14 +65,14 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def typed_call(name: str, values: Mapping[str, str], raw: str, tools: Tools) -> ToolCall:
-    """Return the call whose arguments have the types that the tool's schema gives them."""
+    """Return a call with its arguments converted to the types in the tool's schema."""
     properties = properties_of(tools, name)
     arguments: dict[str, Any] = {k: convert(v, properties.get(k)) for k, v in values.items()}
     return ToolCall(id="", name=name, arguments=arguments, raw=raw)
 
 
 def check_name(name: str, raw: str, form: str) -> ToolCall | None:
-    """Return the broken call for a text that cannot be a tool's name; None for one that can."""
+    """Return a broken call if `name` cannot be the name of a tool, else None."""
     if _NAME.fullmatch(name):
         return None
     what = f"{name[:40]!r} is none" if name else "and this call has none"
@@ -80,7 +80,7 @@ def check_name(name: str, raw: str, form: str) -> ToolCall | None:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters by name; empty for a tool that is not known."""
+    """Return parameter name -> schema for a tool; empty for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
@@ -91,7 +91,7 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def convert(text: str, schema: Any) -> Any:
-    """Return the value that `text` stands for under a parameter's JSON schema (None: there is no schema)."""
+    """Convert `text` to a value by a parameter's JSON schema; `schema` is None if there is none."""
     types = _types(schema)
     if "null" in types and text.strip().lower() in _NULLS:
         return None
@@ -105,7 +105,7 @@ def convert(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> list[str]:
-    """Return the types that a schema allows, in its order; none when it does not say."""
+    """Return the types that a schema allows, in order; empty if it does not limit them."""
     if not isinstance(schema, Mapping):
         return []
     written = schema.get("type")
@@ -122,7 +122,7 @@ def _types(schema: Any) -> list[str]:
 
 
 def _read_as(text: str, kind: str) -> tuple[bool, Any]:
-    """Return whether `text` is a value of type `kind`, and the value."""
+    """Return (whether `text` is a value of type `kind`, the value)."""
     bare = text.strip()
     if kind == "string":
         return True, text
