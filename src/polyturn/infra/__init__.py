@@ -1,1 +1,1 @@
-"""Access to the world outside the process, one of each: the HTTP client, the retries, the supervisor of child processes."""
+"""Access to everything outside the process: HTTP, retries, child processes, sockets, files, threads and the event loop."""

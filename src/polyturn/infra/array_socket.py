@@ -5,9 +5,9 @@
     packed = Packed.of(samples);  for rank in ranks: rank.send(packed)         the arrays are copied into memory once
     samples = socket.receive()                                                 arrays over that memory
 
-What a receiver writes into an array stays its own, because the first write copies the page. The memory has no name in the
-file system: it is gone with the last process that holds it, however that one ends. The writer is trusted, so no other
-process may be able to connect to the socket.
+A receiver may write into an array without affecting others, because the first write copies the page. The memory has no name
+in the file system, so it is freed with the last process that holds it, however that process ends. The receiver unpickles
+whatever arrives, so no untrusted process may be able to connect to the socket.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import cloudpickle
 import numpy as np
 
 _HEAD = struct.Struct("<QI")
-"""Bytes of the pickle, and the number of large arrays."""
+"""The header: length of the pickle in bytes, and the number of large arrays."""
 _SIZE = struct.Struct("<Q")
 _LARGE = 1 << 12
-"""Bytes from which an array is large."""
+"""Size in bytes from which an array is sent in shared memory."""
 _ALIGN = 64
 
 
 def anonymous_memory(name: str) -> int:
-    """Return a descriptor of memory that has no name in the file system; `name` is what /proc shows."""
+    """Return a descriptor of memory that has no name in the file system; `name` is shown in /proc."""
     if sys.platform == "linux":
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -45,7 +45,7 @@ def anonymous_memory(name: str) -> int:
 
 
 def tensor_as_array(tensor: Any) -> tuple[np.ndarray[Any, Any], str, tuple[int, ...]]:
-    """Return a tensor as (its bytes on the CPU, the name of its type, its shape)."""
+    """Convert a tensor to (its bytes on the CPU, the name of its dtype, its shape)."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -53,7 +53,7 @@ def tensor_as_array(tensor: Any) -> tuple[np.ndarray[Any, Any], str, tuple[int, 
 
 
 def tensor_over(data: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return the tensor that `tensor_as_array` was given, on the memory of `data`, which can be read-only."""
+    """Undo `tensor_as_array`: return a tensor on the memory of `data`, which may be read-only."""
     import torch
 
     with warnings.catch_warnings():  # torch has no read-only tensors, and warns when one uses read-only memory
@@ -67,11 +67,11 @@ class Packed(NamedTuple):
     data: bytes
     sizes: tuple[int, ...]
     fd: int
-    """Of the memory with the large arrays; -1 without any."""
+    """Descriptor of the memory with the large arrays; -1 if there are none."""
 
     @classmethod
     def of(cls, value: object) -> Self:
-        """Pack an object; classes and functions of the program's own file go along by value.
+        """Pack an object; classes and functions of the main script are included by value.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: part of it cannot be pickled.
@@ -90,7 +90,7 @@ class Packed(NamedTuple):
         return cls(into.getvalue(), sizes, fd)
 
     def close(self) -> None:
-        """Let go of the memory; receivers keep theirs."""
+        """Release the memory; receivers keep their mapping."""
         if self.fd >= 0:
             os.close(self.fd)
 
@@ -102,7 +102,7 @@ class ArraySocket:
         self._socket = connection
 
     def fileno(self) -> int:
-        """Return the descriptor, which can be waited for."""
+        """Return the descriptor of the socket, for `select` and `poll`."""
         return self._socket.fileno()
 
     def send(self, packed: Packed) -> None:
@@ -141,7 +141,7 @@ class ArraySocket:
 
     def close(self) -> None:
         """Close the connection; a thread that waits in `receive` gets an error."""
-        with contextlib.suppress(OSError):  # it was hung up from the other end
+        with contextlib.suppress(OSError):  # the other end hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -169,7 +169,7 @@ class _Pickler(cloudpickle.Pickler):
         super().__init__(into, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=is_small)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Say how an object is made again."""
+        """Reduce an object to a function and arguments that rebuild it."""
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
             return tensor_over, tensor_as_array(obj)

@@ -1,8 +1,7 @@
 """Consoles: one for stderr, which log lines and progress bars share, and others for results.
 
-Separate because lines and bars must share a console: rich then prints a line above the bar instead of through it. Much of
-what is printed was written by models, environments and files of others: no console here reads markup in it, and none hands
-a terminal what it would obey.
+Log lines and bars must share a console, so that rich prints a line above the bar instead of through it. Much of the output
+comes from models, environments and untrusted files, so these consoles ignore markup and remove control characters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from polyturn.core.printable import printable
 
 
 class _Printable:
-    """A renderable without any character that a terminal would obey."""
+    """A renderable without control characters."""
 
     def __init__(self, inner: ConsoleRenderable) -> None:
         self._inner = inner
@@ -32,7 +31,7 @@ class _MakePrintable(RenderHook):
 
 
 class _Console(Console):
-    """Stops writing to stderr once its reader is gone, so that a closed pipe does not stop a run before its checkpoint."""
+    """A console that goes silent when the reader of stderr is gone, so that a closed pipe does not stop a run."""
 
     def on_broken_pipe(self) -> None:
         if not self.stderr:

@@ -1,12 +1,12 @@
-"""Run an author's code with a deadline that holds even if the code ignores being cancelled.
+"""Runs an author's code with a deadline that holds even if the code ignores its cancellation.
 
-    its task ──▶ code runs ──▶ it is done without having waited: nothing else is paid for
-                          └──▶ it waits: until the deadline, or the caller, cancels it; a short grace lets it clean up, and
-                               code that still runs is left behind and counted
+    its task ──▶ code runs ──▶ it ends without waiting: there is no further cost
+                          └──▶ it waits, until the deadline or the caller cancels it; it has a short grace period to clean
+                               up, and code that still runs then is abandoned and counted
 
-Each call is a task of its own, begun at once where Python can (3.12). Plain functions run in daemon threads instead of on
-the event loop, and their deadline begins when they do. Code that may rightly wait for an engine for minutes has a deadline
-for each stretch that it works by itself:
+Each call is a separate task, started at once if Python can (3.12). Plain functions run in daemon threads instead of on the
+event loop, and their deadline begins when they start. Code that may wait for an engine for minutes has a deadline for each
+stretch in which it works by itself:
 
     async def step(self, episode, turn):       0 s
         more = await search(turn.text)         its own time
@@ -33,7 +33,7 @@ from polyturn.infra.threads import DaemonThreads
 GRACE_S = 1.0
 """Seconds that cancelled code may take to clean up."""
 MAX_ABANDONED = 64
-"""Calls of one plug-in that may run past their deadline before the run ends."""
+"""The most calls of one plug-in that may run past their deadline; with more, the run ends."""
 
 _BEGIN_AT_ONCE: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
@@ -46,7 +46,7 @@ _STRETCHES: ContextVar[tuple[Stretch, ...]] = ContextVar("polyturn_stretches", d
 
 
 class Stretch:
-    """Seconds that one call of an author's code has worked by itself; the tasks that it starts share it."""
+    """Measures how long a call of an author's code, including the tasks that it starts, has worked by itself."""
 
     __slots__ = ("_now", "_num_paused", "_since")
 
@@ -58,12 +58,12 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the code last asked the library for something; 0 while the library works for it."""
+        """Seconds since the code's last call of the library returned; 0 while such a call runs."""
         return 0.0 if self._num_paused else self._now() - self._since
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the stretch of the calls that are made, and of the tasks that are started, inside the block."""
+        """Make this the stretch of all calls and tasks that start inside the block."""
         token = _STRETCHES.set((*_STRETCHES.get(), self))
         try:
             yield
@@ -71,7 +71,7 @@ class Stretch:
             _STRETCHES.reset(token)
 
     def from_its_begin(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
-        """Return a plain function that starts the clock when it begins: waiting for a thread does not count."""
+        """Wrap a plain function so that the clock starts when the function does, not while it waits for a thread."""
         self._num_paused += 1
 
         def begun() -> _Result:
@@ -84,7 +84,7 @@ class Stretch:
     @staticmethod
     @contextmanager
     def paused() -> Iterator[None]:
-        """Pause the callers' stretches inside the block, in which the library works for them."""
+        """Pause the stretches of all callers inside the block, in which the library works for them."""
         stretches = _STRETCHES.get()
         for one in stretches:
             one._num_paused += 1
@@ -111,11 +111,11 @@ def pauses_stretch(method: Callable[_Args, Awaitable[_Result]]) -> Callable[_Arg
 
 
 class DeadlineError(Exception):
-    """The code was not done in time."""
+    """The code did not finish before its deadline."""
 
 
 class CallWithDeadline:
-    """Runs coroutines and plain functions of plug-ins, and counts what was left behind."""
+    """Runs coroutines and plain functions of plug-ins, and counts abandoned calls."""
 
     def __init__(self, *, name: str, timeout_s: float, grace_s: float = GRACE_S, max_threads: int = 64) -> None:
         self.timeout_s = timeout_s
@@ -131,10 +131,10 @@ class CallWithDeadline:
         return self._threads.num_abandoned + len(self._left)
 
     def check_abandoned(self, what: str) -> None:
-        """Check that `what`, the code that is called, keeps its deadlines on the whole.
+        """Check the number of abandoned calls; `what` names the code in the message.
 
         Raises:
-            RolloutError: too many calls were left behind.
+            RolloutError: too many calls were abandoned.
         """
         if self.num_abandoned > self.max_abandoned:
             raise RolloutError(
@@ -143,13 +143,13 @@ class CallWithDeadline:
             )
 
     def close(self) -> None:
-        """Let its idle threads end."""
+        """Let idle threads end."""
         self._threads.close()
 
     async def call(
         self, work: Callable[[], Any], *, on_late: Callable[[Any], None] | None = None, is_owed: bool = False
     ) -> Any:
-        """Call an async or plain function of nothing; a plain one runs in a thread, and may return something to await."""
+        """Call an async or plain function without arguments; a plain one runs in a thread and may return an awaitable."""
         try:
             if inspect.iscoroutinefunction(work):
                 return await work()
@@ -168,18 +168,18 @@ class CallWithDeadline:
         on_late: Callable[[Any], None] | None = None,
         is_owed: bool = False,
     ) -> Any:
-        """Do what `call` does, with a deadline.
+        """Call a function like `call`, with a deadline.
 
         Args:
             work: The function; `functools.partial` gives a method its arguments.
-            timeout_s: Its deadline; None is the usual one.
-            stretch: The deadline is for each stretch that it works by itself, between what it asks of the library.
+            timeout_s: The deadline in seconds; None is the default of this object.
+            stretch: If given, the deadline applies to each stretch in which `work` runs without calling the library.
             on_late: Called with the result of a plain function that ends after its deadline.
-            is_owed: A plain function runs even if its turn comes too late.
+            is_owed: Whether a plain function runs even if a thread becomes free only after the deadline.
 
         Raises:
-            DeadlineError: it was not done in time.
-            Exception: whatever `work` raised; its own CancelledError, SystemExit and KeyboardInterrupt come as RuntimeError.
+            DeadlineError: `work` did not finish in time.
+            Exception: the error of `work`; a CancelledError, SystemExit or KeyboardInterrupt becomes a RuntimeError.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()
@@ -225,11 +225,11 @@ class CallWithDeadline:
 
 
 class _Alarms:
-    """Waits for calls for so many seconds, with one timer for all that run: one for each costs as much as its task."""
+    """Timeouts of all running calls with a single timer, because one timer per call costs as much as its task."""
 
     def __init__(self) -> None:
         self._due: dict[asyncio.Future[None], float] = {}
-        """When each of those who wait is woken, if its call has not ended before."""
+        """Waiting future -> loop time at which it is woken unless its call ends first."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
@@ -251,7 +251,7 @@ class _Alarms:
         self._timer = loop.call_at(due, self._ring, loop)
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake those whose time is up, and set the timer for the next of the others."""
+        """Wake the waiters whose time is up, and set the timer for the next one."""
         self._timer, now = None, loop.time()
         later = [due for due in self._due.values() if due > now]
         for woken, due in self._due.items():

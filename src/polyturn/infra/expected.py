@@ -30,11 +30,11 @@ _LIMITS = {
     "string_too_long": ("max_length", "a text of at most {} characters"),
     "string_pattern_mismatch": ("pattern", "a text that matches {}"),
 }
-"""Type of an error -> the name of its limit, and the words."""
+"""Type of an error -> the name of its limit, and the sentence."""
 
 
 def expected(problem: Mapping[str, Any]) -> str:
-    """Return the requirement that a value fails, for one of `ValidationError.errors()`; or a validator's own sentence."""
+    """Describe the requirement that a value fails, for one of `ValidationError.errors()`; a validator's message stays."""
     kind = problem["type"]
     if kind in _KINDS:
         return f"it must be {_KINDS[kind]}"

@@ -1,9 +1,9 @@
-"""The lock of a run's folder: which process trains into it, and how the last one ended.
+"""The lock of a run's folder: the process that trains into it, and how the last process ended.
 
     .lock    process 4711 on node3       the holder of the file's lock (flock) trains
-             ended: RewardError: …       written before the lock is given back; a process that is killed writes nothing
+             ended: RewardError: …       written before the lock is released; a killed process writes nothing
 
-Separate because the training loop and the commands that show runs both read these lines.
+The training loop and the commands that show runs both read these lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 ASKED = 5
-"""Attempts before the lock counts as held, because a reader of its state holds it for an instant, too."""
+"""Attempts before the lock counts as held, because `look_at` also holds the lock for a moment."""
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENDED = "ended"
 _MAX_BYTES = 4096
@@ -34,12 +34,12 @@ _MAX_BYTES = 4096
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Keep every other process out of a run's folder meanwhile; the kernel gives it back when this one ends or is killed.
+    """Lock a run's folder against other processes inside the block; the kernel releases the lock if this process dies.
 
-    On a file system without locks a log line says so, and no process is kept out.
+    On a file system without locks, only a warning is logged.
 
     Raises:
-        ConfigError: another process trains into it, or the lock is a symbolic link.
+        ConfigError: another process trains into the folder, or the lock is a symbolic link.
     """
     with contextlib.ExitStack() as opened:
         file = None
@@ -78,13 +78,13 @@ class FolderLock(NamedTuple):
 
     is_held: bool
     is_ours: bool = False
-    """Whether that was a process of this machine, of which a lock that is free says that it is gone."""
+    """Whether it is a process of this machine, so that a free lock proves that it has ended."""
     end: str | None = None
-    """Its end: "" by itself, else the error; None where it did not say."""
+    """How it ended: "" for a normal end, else the error; None if it wrote nothing."""
 
 
 def look_at(folder: Path) -> FolderLock | None:
-    """Return the state of the lock of a run's folder; None if there is no lock, or it cannot be asked."""
+    """Read the state of a folder's lock; None if there is no lock, or it cannot be read."""
     try:
         path = contained(folder, NAME)
         if path is None:

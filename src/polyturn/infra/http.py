@@ -1,12 +1,12 @@
-"""JsonClient: JSON over HTTP to a server and back. The one HTTP client; its callers interpret the answers.
+"""JsonClient: the HTTP client of polyturn, for requests and answers in JSON.
 
     client = JsonClient(headers=bearer(token), timeout_s=30)
     reply = await client.send("POST", "http://127.0.0.1:8000/retrieve", {"queries": […]})
     reply.status, reply.json(), reply.said()
     await client.close()
 
-An answer is read up to a bound, no redirect is followed (its target was never configured), and errors
-show no secret. A client may be used in one event loop after another; `ask_now` is for plain code.
+Answers are read up to a limit, redirects are not followed (their target was never configured), and errors
+show no secret. A client may be used in several event loops, one after another; `ask_now` is for synchronous code.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import aiohttp
 
 KEEP_ALIVE_S = 3.0
-"""Less than servers keep an idle connection (5 s), so that none is used in the moment in which they close it."""
+"""Seconds to keep an idle connection. Servers close theirs after 5 s; a shorter time avoids using one that is closing."""
 MAX_RETRY_AFTER_S = 60.0
 
 
 class BrokenOffError(ConnectionError):
-    """A connection ended before its answer did; the request may still be at work."""
+    """The connection ended before the answer was complete; the server may still process the request."""
 
 
 class NotReachedError(BrokenOffError):
-    """There is no connection, so nothing was sent."""
+    """No connection could be made, so nothing was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,26 +46,26 @@ class HttpReply:
     content: bytes
     headers: Mapping[str, str]
     secrets: tuple[str, ...] = ()
-    """Texts that `said` leaves out."""
+    """Texts that `said` hides."""
 
     @property
     def content_type(self) -> str:
-        """The content type; empty where the server names none."""
+        """The content type; empty if the server sent none."""
         return self.headers.get("content-type", "")
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds that the server asks to wait; None where it does not ask."""
+        """Seconds in the Retry-After header; None without the header."""
         try:
             return min(MAX_RETRY_AFTER_S, max(0.0, float(self.headers["retry-after"])))
         except (KeyError, ValueError):
             return None
 
     def json(self) -> Any:
-        """Return the content read as JSON.
+        """Parse the content as JSON.
 
         Raises:
-            ValueError: it is none, or nested too deeply.
+            ValueError: the content is not JSON, or is nested too deeply.
         """
         try:
             return json.loads(self.content)
@@ -73,7 +73,7 @@ class HttpReply:
             raise ValueError("it is nested too deeply") from problem
 
     def said(self, limit: int = 500) -> str:
-        """Return the beginning of the content, to be shown."""
+        """Return the first `limit` characters of the content without secrets, for messages."""
         return hide(self.content[: 4 * limit + 4096].decode("utf-8", "replace"), *self.secrets)[:limit]
 
 
@@ -88,13 +88,13 @@ class JsonClient:
         max_connections: int = 0,
         uses_proxy: bool = False,
     ) -> None:
-        """Describe the connections.
+        """Configure the client; connections are opened later.
 
         Args:
-            headers: Sent with every request; the values of those with a secret's name are shown nowhere.
-            timeout_s: The deadline of a request that names none; None means no deadline.
-            max_connections: Connections at once; 0 means no bound.
-            uses_proxy: Whether to go through the proxy that the environment names, as to endpoints of others.
+            headers: Sent with every request; values of headers with a secret's name are hidden in messages.
+            timeout_s: The default deadline of a request, in seconds; None means no deadline.
+            max_connections: The most connections at once; 0 means no limit.
+            uses_proxy: Whether to use the proxy in the environment's variables, for services outside the cluster.
         """
         self._headers = dict(headers or {})
         self._secrets = tuple(v.removeprefix("Bearer ") for k, v in self._headers.items() if is_secret_name(k))
@@ -110,20 +110,20 @@ class JsonClient:
 
         Args:
             method: GET, POST and such.
-            url: Where to.
-            body: Sent as JSON; bytes are sent as they are, as JSON written already.
-            timeout_s: The deadline of the whole exchange.
-            max_bytes: The largest answer.
+            url: The address.
+            body: Sent as JSON; bytes must be JSON already and are sent unchanged.
+            timeout_s: The deadline of the whole exchange, in seconds.
+            max_bytes: The most bytes of the answer.
 
         Raises:
             NotReachedError: nothing was sent.
-            BrokenOffError: the connection ended first.
-            TimeoutError: the deadline passed first.
+            BrokenOffError: the connection ended before the answer was complete.
+            TimeoutError: the deadline passed.
             LargeAnswerError: the answer is too large.
         """
         import aiohttp
 
-        # A server may quote the path that it was asked for, and its answer may be shown to the model.
+        # A server may quote the requested path, and its answer may be shown to the model.
         secrets = (*self._secrets, *secrets_in_query(url))
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         headers = None if data is None else {"content-type": "application/json"}
@@ -167,7 +167,7 @@ class JsonClient:
 
 
 def ask_now(method: str, url: str, body: Any = None, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
-    """Send one request from plain code; raises what `JsonClient.send` does."""
+    """Send one request from synchronous code; raises like `JsonClient.send`."""
 
     async def ask() -> HttpReply:
         client = JsonClient(headers=headers, timeout_s=timeout_s, uses_proxy=True)

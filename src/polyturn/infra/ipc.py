@@ -4,9 +4,9 @@
 
     Peer    (3, "generate", arguments)  ->    <-  (3, None, answer)      both ends call, and both answer
 
-The arguments of a call are pickled by themselves, with classes of the program's own file, which the other end lacks; if the
-other end cannot read them, only that call fails. Separate because both ends use it. The writer is trusted, so no other
-process may be able to connect to the socket.
+The arguments of a call are pickled separately, including classes of the main script, which the other end does not have. If
+the other end cannot unpickle them, only that call fails. Each end unpickles whatever arrives, so no untrusted process may be
+able to connect to the socket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BYTES = 2**32 - 1
 
 
 class MessageSocket(asyncio.Protocol):
-    """One end: `send` writes an object, `on_message` is called with each that arrives, `on_end` when no more can come."""
+    """One end of a socket: `send` writes an object, `on_message` is called for each object received, `on_end` at the end."""
 
     def __init__(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         self._on_message = on_message
@@ -38,10 +38,10 @@ class MessageSocket(asyncio.Protocol):
         self._data = bytearray()
 
     def send(self, message: object) -> None:
-        """Write an object; it leaves when the other end reads. Nothing happens once the connection is gone.
+        """Write an object without waiting for the other end to read; do nothing if the connection is lost.
 
         Raises:
-            EngineError: it has more than 4 GiB.
+            EngineError: the object is larger than 4 GiB.
         """
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         if len(data) > MAX_BYTES:
@@ -79,10 +79,10 @@ class MessageSocket(asyncio.Protocol):
 
 
 class Peer:
-    """One end of a socket over which two processes call each other's methods; calls run concurrently."""
+    """One end of a socket over which two processes call methods of each other; calls run concurrently."""
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]], *, on_end: Callable[[], BaseException]) -> None:
-        """Offer `methods` to the other end; `on_end` returns what calls raise that wait when it is gone."""
+        """Offer `methods` to the other end; `on_end` makes the error for calls that are waiting when the connection ends."""
         self._methods = methods
         self._on_end = on_end
         self._socket = MessageSocket(self._on_message, self._end)
@@ -92,14 +92,14 @@ class Peer:
         self._problem: BaseException | None = None
 
     async def connect(self, connection: socket.socket) -> None:
-        """Speak over a connected socket, on the running event loop, from now on."""
+        """Start to use a connected socket on the running event loop."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self._socket, sock=connection)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the other end and return its result; if the caller is cancelled, so is the call there.
+        """Call a method of the other end and return its result; cancelling the caller cancels the remote call.
 
         Raises:
-            PolyturnError: what it raised; of any other exception a RuntimeError with its trace.
+            PolyturnError: the error of the remote method; any other exception becomes a RuntimeError with its traceback.
         """
         if self._problem is not None:
             raise self._problem

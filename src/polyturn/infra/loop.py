@@ -1,6 +1,6 @@
-"""The event loop of a program: it ends although plug-ins leave tasks behind, and a monitor names code that blocks it.
+"""Runs the event loop so that it ends even if plug-ins leave tasks behind, and logs code that blocks it.
 
-    run_loop(work)    work ends -> the tasks that are left are cancelled -> GRACE_S -> the result; the rest is named
+    run_loop(work)    work ends -> remaining tasks are cancelled -> GRACE_S -> the result; tasks that still run are logged
     LoopMonitor       the loop of this run has stood still for 1.2 s in Slow.execute (tools.py:41, now at tools.py:43)
 
 `run_loop` replaces `asyncio.run`, which waits without a limit for tasks that ignore their cancellation, for asynchronous
@@ -37,7 +37,7 @@ GRACE_S = 1.5
 """Seconds that tasks may take to end once they are cancelled, and asynchronous generators to close."""
 
 END_S = 4.5
-"""Seconds that both may take together, if the event loop itself stands still."""
+"""Seconds after which the end is abandoned, if the event loop itself is blocked."""
 
 HELD_S = 240.0
 """Seconds for which a plug-in may block the loop beyond its deadline before the process ends."""
@@ -47,16 +47,16 @@ _MEDDLED = (
 )
 
 _ABANDONED: list[object] = []
-"""Tasks that ignored their end, kept because collecting a pending coroutine runs the plug-in's code once more."""
+"""Tasks that ignored their cancellation. They are kept, because garbage collection would run the plug-in's code again."""
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, run in an event loop of its own; cancel, then abandon, the tasks that it leaves.
+    """Run `work` in a new event loop and return its result; cancel, then abandon, the tasks that it leaves behind.
 
-    SIGINT cancels `work`, and a second one raises KeyboardInterrupt at once.
+    SIGINT cancels `work`; a second SIGINT raises KeyboardInterrupt at once.
 
     Raises:
-        RolloutError: code that it called cancelled the whole of it, or stopped or left the event loop.
+        RolloutError: code in `work` cancelled all of `work`, or stopped or left the event loop.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
@@ -83,14 +83,14 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             logger.warning("interrupted while tasks were being cancelled; they are abandoned")
         asyncio.set_event_loop(None)
         if ended.is_set():
-            loop.close()  # ends the default executor, too, and does not wait for its threads
+            loop.close()  # also shuts down the default executor, without waiting for its threads
         else:
             _ABANDONED.append(loop)
             logger.warning("abandoned at the end of the run, because it stands still: %s", place_of(_stack(ending.ident)))
 
 
 def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
-    """End the tasks of a loop, in a thread. What a plug-in raises there is no error of the run."""
+    """End the tasks of a loop, in a thread. Errors that plug-ins raise now do not affect the run."""
     try:
         loop.run_until_complete(_end_tasks(loop))
     except BaseException as problem:
@@ -99,7 +99,7 @@ def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
 
 
 async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel every other task and close the asynchronous generators; name what goes on, and keep it."""
+    """Cancel every other task and close the asynchronous generators; log and keep the tasks that continue."""
     me = asyncio.current_task()
     rest = asyncio.all_tasks() - {me}
     for task in rest:
@@ -119,7 +119,7 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Return the frames of the coroutines that a suspended task is in, the outermost first."""
+    """Return the frames of a suspended task's coroutines, outermost first."""
     frames: list[FrameType] = []
     coroutine: Any = task.get_coro()
     while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
@@ -129,7 +129,7 @@ def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
 
 
 def _stack(thread: int | None) -> list[FrameType]:
-    """Return the frames of a thread, the outermost first; none of a thread that has ended."""
+    """Return the frames of a thread, outermost first; empty if the thread has ended."""
     frame = None if thread is None else sys._current_frames().get(thread)
     return [each for each, _ in traceback.walk_stack(frame)][::-1] if frame is not None else []
 
@@ -140,12 +140,12 @@ class LoopMonitor:
     def __init__(
         self, *, limit_s: float | None = 1.0, deadline_s: float | None = None, owns_process: bool | None = None
     ) -> None:
-        """Watch nothing yet.
+        """Configure the monitor; `watching` starts it.
 
         Args:
-            limit_s: How long the loop may be blocked before the code is named; None names nothing.
-            deadline_s: The longest deadline of a plug-in; `HELD_S` later the process ends. None never ends it.
-            owns_process: Whether it may end the process; None if the loop runs in the main thread.
+            limit_s: Seconds that the loop may be blocked before the code is logged; None logs nothing.
+            deadline_s: The longest deadline of a plug-in; `HELD_S` seconds later the process ends. None never ends it.
+            owns_process: Whether the monitor may end the process; by default, if the loop runs in the main thread.
         """
         self._limit_s = limit_s or float("inf")
         self._end_s = float("inf") if deadline_s is None else deadline_s + HELD_S
@@ -155,10 +155,10 @@ class LoopMonitor:
         self._num_watching = 0
         self._beat_at = 0.0
         self._blocked_at: float | None = None
-        """The heartbeat after which the loop was seen to be blocked."""
+        """Time of the heartbeat after which the loop was blocked; None if it is not blocked."""
         self._logged: set[str] = set()
         self._blocks: list[float] = []
-        """Seconds of the blocks that `take` has not returned."""
+        """Durations, in seconds, of the blocks since the last `take`."""
 
     @contextmanager
     def watching(self, name: str | None = None) -> Iterator[None]:
@@ -180,7 +180,7 @@ class LoopMonitor:
             self._num_watching -= 1
 
     def take(self) -> tuple[int, float]:
-        """Return the number of times that plug-ins blocked the loop since the last call, and for how many seconds."""
+        """Return (number of times, seconds) that plug-ins blocked the loop since the last call."""
         self._count()
         blocks, self._blocks = self._blocks, []
         return len(blocks), sum(blocks)
@@ -194,7 +194,7 @@ class LoopMonitor:
         ended.set()
 
     def _count(self) -> None:
-        """Count the block that has just ended, if there was one. Runs on the loop, which therefore goes on."""
+        """Count the block that has just ended, if any. This runs on the loop, so the loop is no longer blocked."""
         now = time.monotonic()
         if self._blocked_at == self._beat_at:
             self._blocks.append(now - self._beat_at)
@@ -232,11 +232,11 @@ class LoopMonitor:
 
 
 _GUARD = f"{OURS}infra/deadline.py"
-"""Calls the code of authors."""
+"""The file that calls the code of authors."""
 
 
 def _blocking(stack: list[FrameType]) -> str:
-    """Return which author's code blocks a loop; "" while the library works, by itself or for an author."""
+    """Describe the author's code that blocks a loop; "" while the library works, by itself or for an author."""
     handle = f"{STDLIB}asyncio/events.py", "_run"
     codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in stack]
     inner = stack[codes.index(handle) + 1 :] if handle in codes else stack
@@ -254,7 +254,7 @@ def _blocking(stack: list[FrameType]) -> str:
 
 
 def _end_process(location: str, seconds: float, *, owns_process: bool) -> None:
-    """End the process with the place and all stacks; only log an error if the process is not the loop's to end."""
+    """Write the location and all stacks and end the process; without `owns_process`, only log an error."""
     sentence = (
         f"for {seconds:.3g} s a plug-in has held the event loop: {location}; it neither returns nor awaits, so that no "
     )

@@ -1,4 +1,4 @@
-"""The memory that this process may use: that of the machine, or of the container it runs in."""
+"""Reads the memory that this process may use: that of the machine, or the limit of its container."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
         class_name: polyturn.interactions.gsm8k.Gsm8kInteraction
         config: {}
 
-Separate because both kinds of file are read, checked and reported on in the same way. References such as
-`${oc.env:HOME}` are resolved.
+References such as `${oc.env:HOME}` are resolved.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ MOVED = {
     "polyturn.tools.a2a.A2ATool": "a2a_agents.py:A2ATool",
     "polyturn.interactions.a2a.A2AInteraction": "a2a_agents.py:A2AInteraction",
 }
-"""Classes that shipped before, and what to write instead."""
+"""Path of a class that was renamed -> what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginEntry:
-    """One item of the list, checked."""
+    """One checked item of the list."""
 
     where: str
     """The item's name in error messages, for instance "tools.yaml: tools[1]"."""
     class_name: NameOrObject
     config: dict[str, Any]
     fields: Mapping[str, Any]
-    """Every key of the item."""
+    """All keys of the item with their values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +54,17 @@ def read_plugin_file(
     allowed: Collection[str],
     base: Path | None = None,
 ) -> PluginFile:
-    """Read the list under `key` from a file, or from a mapping that holds the same.
+    """Read and check the list under `key` from a file, or from its content.
 
     Args:
-        source: A path to a YAML or JSON file, its content, or the list alone.
+        source: A path to a YAML or JSON file, its content, or just the list.
         key: The top-level list, "interaction" or "tools".
-        of: The configuration's key that holds the file's name or the list, "rollout.interactions".
+        of: The configuration key with the file's name or the list, "rollout.interactions".
         allowed: The keys an item may have.
         base: The folder that relative paths start from; the file's own folder by default.
 
     Raises:
-        ConfigError: the file is missing or is not YAML, the list is missing, or an item is not what it must be.
+        ConfigError: the file is missing or is not YAML, the list is missing, or an item is invalid.
         UnknownNameError: an item names one of `MOVED`.
     """
     if isinstance(source, list):

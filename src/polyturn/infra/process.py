@@ -2,10 +2,10 @@
 
     process = ManagedProcess(["python", "server.py"], log=Path("server.log"))
     process.is_alive, process.tail()
-    process.end(grace_s=5)               asked, then killed; every process that it started, too
+    process.end(grace_s=5)               SIGTERM, then SIGKILL; also for every process that it started
 
-Where the kernel offers it, the child ends when this process dies, however it dies. Because the kernel asks which
-thread started it, all children are started by one thread, which never ends.
+If the kernel supports it, the child ends when this process dies, however it dies. The kernel ties this to the
+thread that started the child, so one thread, which never ends, starts all children.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import IO, Any, Literal
 
 POLL_S = 0.05
 _KILLED_S = 5.0
-"""Seconds that the system may take to end processes that were killed."""
+"""Seconds to wait for killed processes to disappear."""
 _TAIL_BYTES = 1 << 16
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys\n"
@@ -42,7 +42,7 @@ _DIE_WITH_PARENT = (
 
 
 class ManagedProcess:
-    """One child process. What it writes goes to a log, except for pipes that are asked for."""
+    """One child process. Its output goes to a log, unless `pipes` is set."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class ManagedProcess:
         pass_fds: Sequence[int] = (),
         log: Path | Literal["inherited", "none"] | None = None,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             command: The program and its arguments.
-            env: All of its environment; None is this process's.
-            pipes: Whether its standard input and output are `stdin` and `stdout`; else it reads nothing, and its output is
+            env: The complete environment; None inherits that of this process.
+            pipes: Whether `stdin` and `stdout` are pipes to the process. If not, its input is empty and its output is
                 logged.
             pass_fds: Descriptors that it inherits.
-            log: What it writes is added to this file, goes where this process's output goes ("inherited"), or nowhere
-                ("none"); None is a file of its own, which `close` removes.
+            log: A file to append the output to, "inherited" for the output of this process, or "none"; None uses a
+                temporary file, which `close` removes.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         environ = dict(os.environ if env is None else env)
         started = dies_with_parent(command, env=environ)
@@ -90,16 +90,16 @@ class ManagedProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; its children may outlive it."""
+        """Whether the process itself runs; its children may outlive it."""
         return self._process.poll() is None
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, minus the signal's number if it was killed; None while it runs."""
+        """The exit status; the negative number of the signal if a signal killed it; None while it runs."""
         return self._process.poll()
 
     def tail(self, lines: int = 20) -> str:
-        """Return the last lines of its log."""
+        """Return the last lines of the log."""
         if self._log is None or self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
@@ -112,20 +112,20 @@ class ManagedProcess:
         return session_of(self.pid)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended, within a time."""
+        """Wait up to `timeout_s` seconds; return whether the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return not self.is_alive
 
     def end(self, *, grace_s: float = 0.0, asks: bool = True) -> None:
-        """End it and every process of its session; ending twice is fine.
+        """End the process and every process of its session; a second call does nothing.
 
         Args:
-            grace_s: How long it may take by itself, once its input is closed and it was asked; 0 kills at once.
-            asks: Whether it is sent SIGTERM; else its input's end must be enough.
+            grace_s: Seconds that it may take to end by itself after its input is closed and SIGTERM; 0 kills at once.
+            asks: Whether to send SIGTERM; if not, only its input is closed.
         """
         if self._is_over:
-            return  # its number may be another's by now
+            return  # its id may belong to another process by now
         self._is_over = True
         with contextlib.suppress(OSError):
             if self.stdin is not None:
@@ -141,7 +141,7 @@ class ManagedProcess:
             self.stdout.close()
 
     def close(self) -> None:
-        """Close its log, after its end."""
+        """Close the log; call this after the process has ended."""
         if self._log is not None:
             self._log.close()
 
@@ -152,13 +152,13 @@ class ManagedProcess:
 
 
 async def end_async(process: asyncio.subprocess.Process, *, grace_s: float) -> bool:
-    """End a process of asyncio's that leads a session, and all of the session; return whether it has ended.
+    """End an asyncio process and all processes of its session; return whether the process itself has ended.
 
-    Its own exit alone is waited for: `process.wait` would also wait for children that hold its pipes.
+    This waits only for the process to exit; `process.wait` would also wait for children that hold its pipes.
 
     Args:
         process: Started with `start_new_session`.
-        grace_s: How long it may take by itself once its input is closed, and again once it was asked.
+        grace_s: Seconds that it may take after its input is closed, and again after SIGTERM.
     """
     if process.stdin is not None:
         process.stdin.close()
@@ -181,16 +181,16 @@ def dies_with_parent(
     cwd: Path | str | None = None,
     number: signal.Signals = signal.SIGTERM,
 ) -> list[str]:
-    """A command that does the same and gets a signal when the thread that starts it ends, where the kernel can do that.
+    """Wrap a command so that it gets a signal when the thread that started it ends, if the kernel supports that.
 
     Args:
         command: The program and its arguments.
-        env: The environment in which the program is looked for; None is this process's.
-        cwd: The folder that it will run in.
+        env: The environment whose PATH is searched for the program; None is that of this process.
+        cwd: The working folder of the program.
         number: SIGTERM lets a server end its own processes; SIGKILL ends a program that may ignore that.
 
     Raises:
-        OSError: there is no such program in the environment and the folder that it would run in.
+        OSError: the program does not exist in that environment and folder.
     """
     program = os.path.join(cwd or "", command[0]) if os.sep in command[0] else command[0]
     if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
@@ -202,14 +202,14 @@ def dies_with_parent(
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nothing listens on at the address `host` of this machine."""
+    """Return a free port of the address `host` of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def session_of(pid: int) -> list[int]:
-    """Return the live processes of the session that `pid` leads; only `pid` where the system does not list them."""
+    """Return the live processes of the session that `pid` leads; just `pid` on systems without /proc."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -220,7 +220,7 @@ def session_of(pid: int) -> list[int]:
 
 
 def signal_session(pid: int, number: signal.Signals) -> None:
-    """Send a signal to every process of the session that `pid` leads, and to nothing else; to the youngest first."""
+    """Send a signal to every process of the session that `pid` leads, the youngest first."""
     for member in sorted(session_of(pid), reverse=True):  # what watches over its parent does not see it go
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(member, number)
@@ -236,7 +236,7 @@ def _processes() -> list[tuple[int, int, str]]:
             stat = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        fields = stat.rpartition(")")[2].split()  # the name, in brackets, may hold blanks and brackets itself
+        fields = stat.rpartition(")")[2].split()  # the name, in brackets, may contain spaces and brackets
         processes.append((int(entry.name), int(fields[3]), fields[0]))
     return processes
 
@@ -250,7 +250,7 @@ def _in_lasting_thread(start: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _starter(pid: int) -> queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
-    """Return the queue of the thread that starts processes; a forked process has another one."""
+    """Return the queue of the thread that starts processes; `pid` gives a forked process its own thread."""
     waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Retries: a call that failed for a reason that time may mend is made again, ever later. `stamina` counts and waits.
+"""Retries a failed call with growing waits, if the failure may be temporary. `stamina` counts and waits.
 
 reply = await retried(ask, again=lambda problem: isinstance(problem, NotReachedError), tries=4, wait_s=0.05)
 """
@@ -21,15 +21,15 @@ async def retried(
     max_wait_s: float = 60.0,
     jitter_s: float = 0.0,
 ) -> T:
-    """Return the result of `call`, made again while it may be; raise the error of its last try.
+    """Call until it succeeds or may not be retried; return the result, or raise the error of the last try.
 
     Args:
-        call: What is tried.
-        again: Whether a failure may be tried again; a number is how many seconds to wait before.
-        tries: Calls at most.
-        wait_s: The wait before the second try; it doubles, up to `max_wait_s`.
-        max_wait_s: The longest wait.
-        jitter_s: What chance adds to a wait, at most.
+        call: The call to make.
+        again: Returns whether to retry after an error; a number is the seconds to wait before the next try.
+        tries: The most calls.
+        wait_s: Seconds before the second try; each further wait doubles, up to `max_wait_s`.
+        max_wait_s: The longest wait, in seconds.
+        jitter_s: The largest random addition to a wait, in seconds.
     """
     try:
         return await call()  # nearly always enough, and stamina's own work costs 80 µs a call

@@ -1,4 +1,4 @@
-"""Run a coroutine to its end from plain code, also where an event loop is running already: in a thread with its own loop.
+"""Runs a coroutine to its end from synchronous code, in a thread with its own event loop if a loop is already running.
 
 Tools ask a server for their schemas while they are built, and rewards a sandbox for a score: neither is async code.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Return the result of `work()`, or raise its error."""
+    """Run `work()` to its end and return its result, or raise its error."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:

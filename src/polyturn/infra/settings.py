@@ -1,4 +1,4 @@
-"""Settings: the settings of a plug-in as a pydantic model, and a sentence for each value that does not fit it.
+"""Settings: the settings of a plug-in as a pydantic model, with a readable message for each invalid value.
 
 class UserSettings(Settings): max_turns: AtLeastOne = 8
 
@@ -39,10 +39,10 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, who: str) -> Self:
-        """Read a config.
+        """Validate a config.
 
         Raises:
-            ConfigError: a setting is unknown, cannot work, or would write a secret into the run's records.
+            ConfigError: a setting is unknown or invalid, or would write a secret into the run's records.
         """
         fields = cls.model_fields
         for name in config:

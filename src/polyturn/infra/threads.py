@@ -1,8 +1,8 @@
 """Daemon threads for plug-ins that are plain functions, so that a slow one never blocks the event loop.
 
-Our own rather than an executor of the standard library because a call past its deadline must be *abandoned*: its thread
-cannot be stopped, so it no longer counts against the size, is counted as abandoned, and cannot keep the process alive.
-Threads start when there is work and end after some idle seconds.
+An executor of the standard library cannot *abandon* a call that is past its deadline. Its thread cannot be stopped, so here
+it no longer counts against the maximum, is counted as abandoned, and does not keep the process alive. Threads start when
+there is work and end after some idle seconds.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class DaemonThreads:
     ) -> Any:
         """Call `function` in a thread and return its result.
 
-        A caller that is cancelled leaves at once: a call that has not begun never will, one that runs is abandoned.
+        Cancelling the caller returns at once. A call that has not begun is then dropped; a call that runs is abandoned.
 
         Args:
-            function: The plain function; context variables are seen as they are here.
+            function: The plain function; it sees the caller's context variables.
             args: Its positional arguments.
             on_late: Called in the thread with the result of an abandoned call that ends after all.
-            is_owed: Run it later even if the caller leaves before it has begun, as a release must be.
+            is_owed: Whether to run a call that has not begun even if the caller is cancelled, as a release needs.
             kwargs: Its keyword arguments.
         """
         job = _Job(partial(contextvars.copy_context().run, function, *args, **kwargs), on_late=on_late, is_owed=is_owed)
@@ -81,7 +81,7 @@ class DaemonThreads:
             raise
 
     def close(self) -> None:
-        """Let idle threads end at once, and the others after what they do; what comes later still runs."""
+        """Let idle threads end at once, and the others after their call; later calls still run."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class DaemonThreads:
                 return
             job.future.cancel()
         if not job.future.cancelled() and job.future.exception() is None and job.on_late is not None:
-            job.on_late(job.future.result())  # it ended while the news was on its way to the caller
+            job.on_late(job.future.result())  # it ended just as the caller was cancelled
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

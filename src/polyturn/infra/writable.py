@@ -1,8 +1,9 @@
-"""Whether a folder can be written, tested before anything is computed for it.
+"""Checks that a folder or file can be written, before anything is computed for it.
 
     check_writable(Path("/proc/out"))    ConfigError: the folder '/proc/out' cannot be made or written (FileNotFoundError: …)
 
-The test makes and removes a folder there, or above it: permission bits do not describe /proc or a read-only disk.
+The check creates and removes a folder in it or in its parent, because permission bits are wrong for /proc and read-only
+disks.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from polyturn.core.errors import ConfigError, one_line
 
 
 def check_writable(folder: Path, *, instead: str = "name another") -> None:
-    """Refuse a folder in which nothing could be written; it need not exist.
+    """Refuse a folder that cannot be created or written; it need not exist yet.
 
     Args:
-        folder: The folder, or one that is to be made.
-        instead: What to do, for the message.
+        folder: The folder.
+        instead: What to do instead, for the message.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be made in it.
+        ConfigError: the folder cannot be created, or not written.
     """
     try:
         above = next(one for one in (folder.absolute(), *folder.absolute().parents) if _is_there(one))
@@ -32,11 +33,11 @@ def check_writable(folder: Path, *, instead: str = "name another") -> None:
 
 
 def check_file_writable(file: Path, *, instead: str = "name another") -> None:
-    """Refuse a file that could not be written; it need not exist, nor its folder.
+    """Refuse a file that cannot be written; neither the file nor its folder need exist yet.
 
     Raises:
-        ConfigError: it is there and no regular file (a folder, a device, a pipe), has a name that no file can have, or its
-            folder cannot be made or written.
+        ConfigError: the path is not a regular file (but a folder, device or pipe), its name is invalid, or its folder
+            cannot be created or written.
     """
     try:
         kind = "a folder" if file.is_dir() else "no regular file" if file.exists() and not file.is_file() else ""
@@ -50,7 +51,7 @@ def check_file_writable(file: Path, *, instead: str = "name another") -> None:
 
 
 def cannot_be_made(folder: Path, problem: Exception, *, instead: str) -> ConfigError:
-    """Return the error for a folder that cannot be made or written, because of `problem`."""
+    """Return the error for a folder that cannot be created or written because of `problem`."""
     return ConfigError(f"the folder {str(folder)!r} cannot be made or written ({one_line(problem)}); {instead}")
 
 
@@ -59,4 +60,4 @@ def _is_there(path: Path) -> bool:
         path.lstat()
     except FileNotFoundError:
         return False
-    return True  # any other failure, of a name that is too long for instance, is the caller's to tell
+    return True  # the caller reports any other failure, for example of a name that is too long

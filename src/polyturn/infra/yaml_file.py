@@ -1,4 +1,4 @@
-"""The keys of a YAML file, and one sentence about a file that cannot be read."""
+"""Reads the keys of a YAML file, with a readable message for a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.nesting import MAX_DEPTH
 
 MAX_VALUES = 1_000_000
-"""Values of a file, each counted wherever an alias repeats it."""
+"""The most values in a file; a value that an alias repeats counts each time."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, interpolations left as they are.
+    """Return the keys and values of a YAML file; interpolations are not resolved.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or its content is not a mapping.
     """
     try:
         num = _num_values(path)
@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
         raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
-    except AssertionError as error:  # what OmegaConf says of a file that holds one number
+    except AssertionError as error:  # OmegaConf raises this for a file with just a number
         raise ConfigError(f"{path} must hold keys with values, and it holds one value") from error
     except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
@@ -45,10 +45,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _num_values(path: Path) -> int:
-    """Return the number of values in a file, each counted wherever an alias repeats it.
+    """Count the values in a file; a value that an alias repeats counts each time.
 
     Raises:
-        RecursionError: a part holds itself, or is nested too deep.
+        RecursionError: a part contains itself, or is nested too deeply.
     """
     sizes: dict[yaml.Node, int] = {}
 
