@@ -1,1 +1,1 @@
-"""Rewards: from a finished trajectory to one number, and the named scores it was made of."""
+"""Rewards: compute the reward of a finished trajectory, and the named scores that it was made of."""

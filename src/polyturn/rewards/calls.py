@@ -1,9 +1,9 @@
-"""Calls of reward functions: their rate, and the number of trajectories in each.
+"""Limits the rate of calls of reward functions, and batches trajectories into one call.
 
     async with rate: ...            waits for its turn: no more calls at once, and none sooner, than the service allows
     await batch(item)               its result, from one call for many items
 
-Separate from `function.py`, which knows the arguments and results of reward functions.
+Arguments and results of reward functions are in `function.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CallRateLimit:
-    """At most so many calls at once, and calls spread evenly over the minute. Shared by the functions of a run."""
+    """Limits the calls at once, and spreads calls evenly over the minute. Shared by the functions of a run."""
 
     def __init__(self, rate: CallRate) -> None:
         self._interval_s = 60.0 / rate.per_minute if rate.per_minute else 0.0
@@ -33,7 +33,7 @@ class CallRateLimit:
     async def __aenter__(self) -> None:
         await self._slots().__aenter__()
         now = asyncio.get_running_loop().time()
-        # Reserved before the wait, so that calls which begin side by side are spread as well.
+        # Reserve the start time before waiting, so that simultaneous calls are spread, too.
         start = self._next = max(now, self._next)
         self._next += self._interval_s
         try:
@@ -50,9 +50,9 @@ class CallRateLimit:
 
 
 class Batch(Generic[T]):
-    """Collects single items into calls of a function of many.
+    """Collects single items into calls of a function that takes many.
 
-    A call is made with `size` of them, or with those that come within `wait_s` of the first.
+    A call is made with `size` items, or with those that arrive within `wait_s` seconds of the first.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Batch(Generic[T]):
         """Start with an empty batch.
 
         Args:
-            call: The function of many.
-            size: How many it takes at most; None for any number.
+            call: The function that takes many items.
+            size: The most items in a call; None means no limit.
             wait_s: Seconds that the first item waits for others.
         """
         self._call = call
@@ -77,10 +77,10 @@ class Batch(Generic[T]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: T) -> Any:
-        """Return the result of `item`, once its batch was called.
+        """Add `item` to a batch and return its result after the call of the batch.
 
         Raises:
-            Exception: whatever the call raised, for every item of the batch.
+            Exception: the error of the call, for every item of the batch.
         """
         loop = asyncio.get_running_loop()
         self._waiting = [(i, f) for i, f in self._waiting if f.get_loop() is loop]
@@ -93,7 +93,7 @@ class Batch(Generic[T]):
         return await result
 
     def start(self) -> None:
-        """Make the call with the items that wait."""
+        """Call the function with the waiting items."""
         if self._timer is not None:
             self._timer.cancel()
         batch, self._waiting = [(i, f) for i, f in self._waiting if not f.done()], []

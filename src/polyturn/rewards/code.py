@@ -1,11 +1,12 @@
-"""The scorer of programs: the last code block is run on test cases in a sandbox, and passes all of them or not.
+"""The scorer of programs: runs the last code block on test cases in a sandbox, and checks whether it passes all of them.
 
     "```python\\nprint(int(input()) + 1)\\n```"  against  {"inputs": ["1\\n"], "outputs": ["2\\n"]}   ->  1.0
 
 The sandbox is a SandboxFusion service: POST `run_code` with {"code", "language", "stdin", …}, answered with
-{"status", "run_result": {"status", "stdout", …}}; without an address it is the one of this machine, which answers alike. A
-program that fails, is late or prints something else fails its test; a sandbox that cannot be asked is an error, never a 0.
-Where there is no answer, it is asked about another program: a sandbox that runs that one, and never this one, is not broken.
+{"status", "run_result": {"status", "stdout", …}}. Without an address, `local_sandbox.py` runs programs on this machine and
+answers in the same form. A program that fails, is late or prints something else fails its test. An unreachable sandbox is an
+error, never a score of 0. If it does not answer for a program, it gets a trivial program: if it runs that, the sandbox works
+and the program is at fault.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from polyturn.rewards.options import SandboxOptions
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 4
-"""Number of times that the sandbox is asked before it counts as broken."""
+"""Requests for a program before the sandbox is tested with `PROBE`."""
 QUEUE_S = 120.0
 """Seconds that a busy sandbox may keep a program waiting."""
 BUSY = (429, 503)
-"""HTTP statuses of a sandbox that has too much to do."""
+"""HTTP statuses of an overloaded sandbox."""
 PROBE = "print('ready')"
 """The program for a sandbox that gave no answer about another one."""
 TESTS_AT_ONCE = 8
@@ -55,17 +56,17 @@ print(_json.dumps(_function(*_arguments)))
 
 
 class _BusyError(ConnectionError):
-    """The sandbox has too much to do at the moment."""
+    """The sandbox is overloaded at the moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox(SandboxOptions):
-    """The sandbox of programs, and their limits."""
+    """The sandbox for programs, with their limits."""
 
     token: str | None = field(default=None, repr=False)
     """The token that the sandbox demands."""
     slots: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-    """Entered for each program: a semaphore bounds how many run at once."""
+    """Entered for each program; a semaphore limits how many run at once."""
 
     @classmethod
     def of(cls, options: SandboxOptions) -> Sandbox:
@@ -78,10 +79,10 @@ class Sandbox(SandboxOptions):
         return cls(**dataclasses.asdict(options), token=token, slots=threading.Semaphore(options.max_concurrent))
 
     def require(self) -> None:
-        """Refuse a machine that cannot isolate programs, where they are to run on it.
+        """Check that this machine can isolate programs, if they run on it.
 
         Raises:
-            ConfigError: it cannot, or the interpreter is none.
+            ConfigError: it cannot, or the interpreter does not start.
         """
         if not self.url:
             self._here().require()
@@ -90,7 +91,7 @@ class Sandbox(SandboxOptions):
         """Run one program and return the sandbox's answer.
 
         Raises:
-            RewardError: the sandbox cannot be asked.
+            RewardError: the sandbox does not work.
             ConfigError: there is no address, and this machine cannot isolate programs.
         """
         with Stretch.paused():
@@ -112,10 +113,10 @@ class Sandbox(SandboxOptions):
             return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
 
     def _ask(self, url: str, request: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
-        """Ask until there is an answer, one that has too much to do for as long as `QUEUE_S`.
+        """Send a request until it is answered, up to `num_tries` times, and for `QUEUE_S` seconds to an overloaded sandbox.
 
         Raises:
-            RewardError: there is none.
+            RewardError: there is no answer.
         """
         problem, num_asked, pause_s, until = "", 0, 0.25, time.monotonic() + QUEUE_S
         while num_asked < num_tries:
@@ -138,7 +139,7 @@ class Sandbox(SandboxOptions):
         raise RewardError(hide(f"the sandbox {url} cannot be asked, after {tries}: {problem}", self.token))
 
     def _works(self, url: str) -> bool:
-        """Return whether the sandbox runs a program that cannot fail."""
+        """Return whether the sandbox runs the trivial program `PROBE`."""
         try:
             answer = self._ask(url, self._request(PROBE, stdin="", language="python"), num_tries=1)
         except RewardError:
@@ -164,7 +165,7 @@ class Sandbox(SandboxOptions):
 
 
 def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float, memory_limit_mb: int) -> dict[str, Any]:
-    """Return the body of a `run_code` request; the tool that runs code in an episode uses it too."""
+    """Return the body of a `run_code` request; the tool that runs code uses it, too."""
     return {
         "code": code,
         "language": language,
@@ -181,15 +182,15 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
     """Return 1.0 if the program passes every test, else 0.0; with `continuous`, the share of the first ten that it passes.
 
     Args:
-        solution_str: What the model wrote; the last fenced block of code is its program.
-        ground_truth: {"inputs": […], "outputs": […]}, maybe as JSON. With "fn_name" an input holds the arguments of that
-            function (one in JSON a line, or a list of them), else the program reads it and prints the output.
-        sandbox: Where to run it.
-        continuous: Score a share.
+        solution_str: The text of the model; its last fenced code block is the program.
+        ground_truth: {"inputs": […], "outputs": […]}, or this as JSON text. With "fn_name", an input has the arguments of
+            that function (one JSON value per line, or a list). Without, the program reads the input and prints the output.
+        sandbox: The sandbox that runs the program.
+        continuous: Whether the score is the share of passed tests.
 
     Raises:
         DataError: the test cases cannot be read.
-        RewardError: the sandbox cannot be asked.
+        RewardError: the sandbox does not work.
     """
     name, cases = _read_cases(ground_truth)
     blocks = _BLOCK.findall(solution_str) if isinstance(solution_str, str) else []
@@ -211,7 +212,7 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
 
 
 def as_call(program: str, name: str) -> str:
-    """Return a program that reads arguments, one in JSON a line, and prints in JSON what its function returns for them."""
+    """Extend a program to read arguments, one JSON value per line, and print the result of its function `name` as JSON."""
     return program + _CALL.format(name=name)
 
 
@@ -233,10 +234,10 @@ def _read_cases(truth: Any) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
 
 
 def _as_value(expected: Any) -> Any:
-    """Return the value that a function should return; some data sets write it as JSON.
+    """Decode the expected result of a function, which some data sets write as JSON.
 
     Raises:
-        DataError: it is nested too deep to be compared.
+        DataError: the value is nested too deeply to be compared.
     """
     try:
         with contextlib.suppress(ValueError):
@@ -248,7 +249,7 @@ def _as_value(expected: Any) -> Any:
 
 
 def _is_text(program: str) -> bool:
-    """Return whether a program has characters alone, and no halves of pairs, which no request can carry."""
+    """Return whether a program can be encoded as UTF-8, that is, has no lone surrogate."""
     try:
         program.encode()
     except UnicodeEncodeError:
@@ -273,9 +274,9 @@ def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: b
 
 
 def returns(printed: str, expected: Any) -> bool:
-    """Return whether a function returned what it should; some data sets wrap the value in a list.
+    """Return whether the printed result equals the expected value, which some data sets wrap in a list.
 
-    What it printed is the program's to choose: what cannot be read, or is far too long to be the value, is another one.
+    A program may print anything: text that is not JSON, or far too long for the value, counts as a wrong result.
     """
     last = printed.strip().rsplit("\n", 1)[-1]
     if len(last) > 1000 + 8 * len(json.dumps(expected)):
@@ -288,5 +289,5 @@ def returns(printed: str, expected: Any) -> bool:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines that count: no space behind them, and no empty ones around them."""
+    """Return the lines of a text without trailing spaces, and without leading and trailing empty lines."""
     return [line.rstrip() for line in text.strip().splitlines()]

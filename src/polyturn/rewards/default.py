@@ -1,9 +1,9 @@
-"""`default_compute_score`: one function that scores whatever has a known data_source, for code that calls such a function.
+"""`default_compute_score`: scores text by data_source, for code that expects a function with this interface.
 
     default_compute_score("openai/gsm8k", "… #### 72", "72")   ->  1.0
 
-A run does not need it: `RewardRouter` has the same routes. Scorers are called through their modules, so that a replaced one
-is used.
+Runs use `RewardRouter`, which has the same routes. Scorers are called through their modules, so that a scorer that a user
+replaced there takes effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUTES: Mapping[str, str] = {
     "hiyouga/geometry3k": "geo3k",
     "searchR1_*": "search_r1",
 }
-"""data_source, exact or as a glob, to the name of its scorer."""
+"""data_source or glob -> the name of its scorer."""
 
 _SCORERS: Mapping[str, Callable[..., Any]] = {
     "gsm8k": lambda text, truth: gsm8k.compute_score(text, truth),
@@ -51,16 +51,16 @@ def default_compute_score(
     memory_limit_mb: int | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the score of a text, a number or a mapping with a "score".
+    """Score a text; return a number or a mapping with a "score".
 
     Args:
         data_source: Chooses the scorer.
-        solution_str: What the model wrote.
-        ground_truth: The right answer, in the form of that scorer.
+        solution_str: The text of the model.
+        ground_truth: The right answer, in the form that the scorer expects.
         extra_info: Not used; callers of this interface pass it.
-        sandbox_fusion_url: Where programs run.
+        sandbox_fusion_url: Address of the sandbox for programs.
         concurrent_semaphore: Entered for each program.
-        memory_limit_mb: Memory of a program.
+        memory_limit_mb: Memory limit of a program, in megabytes.
         kwargs: Not used.
 
     Raises:

@@ -4,8 +4,8 @@
     turns of two players      seat 0: 0.0, 1.0    seat 1: -1.0
                               ->  {"score": 0.0, "agents": {"seat 0": 1.0, "seat 1": -1.0}}
 
-Each player of a game has its own reward, because one reward for all would teach the loser what it teaches the winner. The
-episode's score is the players' mean.
+Each player of a game has a separate reward, so that the loser is not trained with the winner's reward. The score of the
+episode is the mean over the players.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyturn.core.trajectory import Trajectory
 
 
 def compute_score(trajectory: Trajectory) -> float | Mapping[str, Any]:
-    """Return the sum of the rewards, or the last one where the task says so; by agent where several have turns."""
+    """Return the sum of the rewards, or the last reward if the task chooses that; per agent if several act."""
     row_env = trajectory.task.extra.get("env")
     takes_last = isinstance(row_env, Mapping) and row_env.get("score") == "last"
     earned: dict[str, list[float]] = {}

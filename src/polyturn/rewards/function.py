@@ -40,7 +40,7 @@ ANSWERS = {"data_sources": ANSWER[0], "solution_strs": ANSWER[1], "ground_truths
 
 
 class Score(NamedTuple):
-    """The result of a reward function."""
+    """The checked result of a reward function."""
 
     value: float
     info: Mapping[str, Any]
@@ -60,19 +60,19 @@ class RewardFunction:
         source: str | None = None,
         base: Path | None = None,
     ) -> None:
-        """Read the function's form off its parameters.
+        """Determine the form of the function from its parameters.
 
         Args:
             function: The function.
-            name: What to call it in messages.
-            kwargs: Arguments of its own.
-            supplies: What the run can give to a function that has a parameter of that name and no value for it.
-            options: How it is called.
-            source: Its `file.py:name` or `pkg.mod:name`, where a process can import it.
+            name: Its name in messages.
+            kwargs: Further arguments, from the config.
+            supplies: Parameter name -> object of the run, for parameters that have no value.
+            options: Deadline, rate and batching of the calls.
+            source: `file.py:name` or `pkg.mod:name`, if another process can import the function.
             base: The folder that a relative file path starts from.
 
         Raises:
-            ConfigError: it is not a function, or its parameters fit no form.
+            ConfigError: `function` is not a function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
             raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
@@ -83,7 +83,7 @@ class RewardFunction:
         self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
         self.limit = CallRateLimit(self._options.rate)
-        """The limit of its calls; the functions of a run share one."""
+        """The rate limit of the calls, shared by the functions of a run."""
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
         self._accepted = _told(parameters, self._kwargs, name=name)
@@ -102,11 +102,11 @@ class RewardFunction:
             self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s)
 
     def require(self, task: Task | None = None) -> None:
-        """Check that the function can work at all, and on a task.
+        """Check that the requirements of the function are met, in general and by `task`.
 
         Raises:
-            ConfigError: it is a shipped one, and what it needs is not there.
-            DataError: it is one that compares with the right answer, and the task has none.
+            ConfigError: a library or service that a built-in function needs is missing.
+            DataError: the function compares with the right answer, and the task has none.
         """
         check = next((check for function, check in CHECKS if function is self._function), None)
         if check is not None:
@@ -153,7 +153,7 @@ class RewardFunction:
         return returned
 
     async def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with its own arguments beside these, at the rate and with the deadline of the run."""
+        """Call the function with these arguments and those of the config, at the run's rate and with its deadline."""
         async with self.limit:
             call = functools.partial(self._called, *args, **kwargs, **self._kwargs)
             return await self._bounded.run(call, stretch=Stretch())
@@ -221,11 +221,11 @@ _OTHERS = {
     "output": "solution_str", "outputs": "solution_strs", "prediction": "solution_str", "predictions": "solution_strs",
     "predict_str": "solution_str", "completion_ids": "trajectory", "messages": "trajectory", "messages_list": "trajectory",
 }  # fmt: skip
-"""First parameters of reward functions written for other libraries, and what holds the same here."""
+"""First parameter of reward functions for other libraries -> the parameter with the same content here."""
 
 
 def _misread(first: str) -> str | None:
-    """Return a hint where the first parameter is not a trajectory but the name of a text, misspelt or of another library."""
+    """Return a hint if the first parameter looks like a misspelt name, or like one of another library, not a trajectory."""
     if first in _OTHERS:
         return f" (what is meant may be {_OTHERS[first]!r})"
     near = difflib.get_close_matches(first, (*ANSWER, *ANSWERS), n=1, cutoff=0.8)
@@ -233,7 +233,7 @@ def _misread(first: str) -> str | None:
 
 
 def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
-    """Return which arguments of one answer, or of many, a function takes; None if it takes a trajectory."""
+    """Return the names in `ANSWER` or `ANSWERS` that a function takes; None if it takes a trajectory."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(kwargs) - set(parameters))):
         raise ConfigError(

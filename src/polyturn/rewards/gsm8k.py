@@ -3,8 +3,8 @@
     strict    "... so #### 1,234"      -> "1234"    the last `#### N`, commas removed
     flexible  "... it costs 1,234 now" -> "1,234"   the last run that looks like a number, commas kept
 
-Only the last 300 characters are searched, so the time is bounded whatever the model writes. A full stop that touches the
-number belongs to it ("#### 72." is "72."), as users of this format expect.
+Only the last 300 characters are searched, so that the time is bounded for any text. A full stop directly after the number
+belongs to it ("#### 72." gives "72."), as users of this format expect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError
 
 SEARCHED_CHARS = 300
-"""Length of the end of a text that is searched."""
+"""Number of characters at the end of a text that are searched."""
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
@@ -52,5 +52,5 @@ def compute_score(
     """
     answer = extract_solution(solution_str, method)
     if answer is None:
-        return 0  # a whole number, as texts that show the score have it
+        return 0  # an integer, because code that prints the score expects "0"
     return score if answer == str(ground_truth) else format_score

@@ -1,10 +1,10 @@
-"""Programs that a reward runs on this machine: each in a sandbox of its own, as `polyturn serve --sandbox` runs them.
+"""Runs programs for rewards on this machine, each in a separate sandbox, like `polyturn serve --sandbox`.
 
     local_sandbox(timeout_s=10, memory_mb=1024).run("print(int(input()) + 1)", stdin="1")
     ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "2\\n", …}, …}
 
-Plain blocking calls, for the threads of rewards. As many programs run at once as there are cores; the others wait, which is
-no part of their time; sandboxes are started side by side. A program never meets what another one left behind.
+The calls block; rewards make them in threads. As many programs run at once as there are cores. The others wait, and the wait
+does not count against their time limit. No program sees files or processes of another program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polyturn.tools.python_sandbox.pool import WarmPool
 
 
 class LocalSandbox:
-    """Runs programs isolated as this machine can."""
+    """Runs programs with the isolation that this machine supports."""
 
     def __init__(self, limits: SandboxLimits, *, python: str) -> None:
         self._limits = limits
@@ -34,7 +34,7 @@ class LocalSandbox:
         self._pool = WarmPool(self._start, size=cores)
 
     def require(self) -> None:
-        """Refuse a machine that cannot isolate code.
+        """Check that this machine can isolate code.
 
         Raises:
             ConfigError: it cannot, or the interpreter does not start.
@@ -51,7 +51,7 @@ class LocalSandbox:
             ) from problem
 
     def run(self, code: str, *, stdin: str) -> Mapping[str, Any]:
-        """Run a program, and return the answer that a SandboxFusion service would give.
+        """Run a program and return the result in the form of a SandboxFusion service.
 
         Raises:
             RewardError: no sandbox could be started.
@@ -69,7 +69,7 @@ class LocalSandbox:
 
     def _run(self, code: str, stdin: str) -> Mapping[str, Any]:
         size = len(stdin.encode("utf-8", "surrogatepass"))
-        if size > self._limits.disk_mb << 19:  # beside the program's own files
+        if size > self._limits.disk_mb << 19:  # leaves half of the disk to the program's files
             raise RewardError(f"the input of a test has {size:,} bytes; a sandbox on this machine takes half of 64 MiB")
         sandbox = self._pool.take()
         try:
@@ -83,10 +83,10 @@ class LocalSandbox:
 
 @functools.cache
 def local_sandbox(*, timeout_s: float, memory_mb: int, python: str | None = None) -> LocalSandbox:
-    """Return the sandbox of these limits, which all rewards of the process share.
+    """Return the sandbox with these limits; all rewards of the process share it.
 
     Raises:
-        ConfigError: a limit cannot work.
+        ConfigError: a limit is invalid.
     """
     limits = SandboxLimits(timeout_s=timeout_s, memory_mb=memory_mb, output_bytes=OUTPUT_OF_PROGRAMS)
     return LocalSandbox(limits, python=python or isolation.bare_python())
