@@ -40,10 +40,10 @@ QUEUE_S = 120.0
 BUSY = (429, 503)
 """HTTP statuses of an overloaded sandbox."""
 PROBE = "print('ready')"
-"""The program for a sandbox that gave no answer about another one."""
+"""The trivial program that tests whether a sandbox works."""
 TESTS_AT_ONCE = 8
 CONTINUOUS_TESTS = 10
-"""Number of tests count when a share of them is the score."""
+"""Number of tests that are run if the score is the share of passed tests."""
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _CALL = """

@@ -23,11 +23,11 @@ from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 1000
-"""A longer answer is not an answer."""
+"""The most characters of an answer; a longer answer is wrong."""
 TIMEOUT_S = 10.0
 """Seconds that one comparison may take."""
 NUM_CHECKERS = 4
-"""Comparisons at once."""
+"""The most comparisons at once."""
 _PLAIN = (
     *((mark, "") for mark in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ")),
     ("tfrac", "frac"),
@@ -60,12 +60,12 @@ def compute_score(solution_str: Any, ground_truth: Any, *, score: float = 1.0, f
 
 
 def stated_score(solution_str: Any, ground_truth: Any) -> float:
-    """Return 1.0 where the answer that a text states, in a box or in words, is the right one, else 0.0."""
+    """Return 1.0 if the answer that a text states, in a box or in words, is right, else 0.0."""
     return float(isinstance(solution_str, str) and is_near(stated_answer(solution_str), str(ground_truth)))
 
 
 def is_near(answer: str, truth: str) -> bool:
-    """Return whether two answers are the same mathematics, or numbers that differ by 1e-4 or by a factor of 100."""
+    """Return whether two answers are mathematically equal, or numbers that differ by 1e-4 or by a factor of 100."""
     if len(answer) > MAX_CHARS:
         return False
     pairs = [(a, t * scale) for a in _numbers(answer) for t in _numbers(truth) for scale in (0.01, 1.0, 100.0)]
@@ -85,8 +85,9 @@ def _numbers(text: str) -> list[float]:
 def stated_answer(text: str) -> str:
     r"""Return the answer that a text states: "so x = 5", "The answer is 5", "5 is the answer", `\boxed{5}`  ->  "5".
 
-    Each mark cuts what the marks before it left: what follows "answer:", what precedes "is the answer", what stands in the
-    last box, everything but the last sentence, what follows "is", "=" and their like. A text without marks is its answer.
+    These rules are applied one after another, each to the result of the rule before: keep the text after "answer:", before
+    "is the answer", in the last box, the last sentence, and the text after "is", "=" and the like. A text to which no rule
+    applies is the answer.
     """
     for mark in _OPENS_ANSWER:
         text = _behind(text, mark)
@@ -121,10 +122,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def is_equal(answer: str, truth: str) -> bool:
-    """Whether two answers are the same mathematics.
+    """Return whether two answers are mathematically equal.
 
     Raises:
-        RewardError: that cannot be found out in time, also at the second try.
+        RewardError: two attempts to compare them failed or took too long.
     """
     truth = last_boxed(truth) or truth
     if len(answer) > MAX_CHARS:
@@ -148,7 +149,7 @@ def remove_boxed(s: str) -> str:
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Return whether two answers, either of which may be missing, are the same mathematics."""
+    """Return whether two answers are mathematically equal; either may be None."""
     return str1 == str2 if str1 is None or str2 is None else is_equal(str1, str2)
 
 
@@ -172,9 +173,9 @@ def _plain(text: str) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _compare(truth: str, answer: str) -> bool:
-    """Compare, and remember the result: the trajectories of a group tend to give the same answers.
+    """Compare two answers and cache the result, because the trajectories of a group often give the same answer.
 
-    A second try changes no score, so a line in the log is enough for it. A second failure fails a trajectory, which counts.
+    A retry is only logged, because it does not change a score. A second failure fails the trajectory, and is counted.
     """
     require()
     for is_last in (False, True):

@@ -2,8 +2,8 @@ r"""The scorer of DAPO's mathematics data: the text after the last `Answer:`, no
 
     "… Answer: $\dfrac{1}{2}$ cm"  against  "\frac12"   ->  {"score": 1.0, "acc": True, "pred": "\\frac{1}{2}"}
 
-The normalisation is that of Minerva (Lewkowycz et al. 2022, appendix D): units and words go, fractions and roots get their
-braces, a number loses its thousands separators. Only the last 300 characters are searched.
+The normalisation is that of Minerva (Lewkowycz et al. 2022, appendix D): it removes units, words and thousands separators,
+and adds the braces of fractions and roots. Only the last 300 characters are searched.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compute_score(
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return an answer in the one form in which equal answers are mostly equal text."""
+    """Normalise an answer, so that equal answers mostly have equal text."""
     answer = final_answer.rsplit("=", 1)[-1]
     for old, new in (*_REPLACED, *_JOINED):
         answer = answer.replace(old, new)

@@ -1,7 +1,7 @@
-"""The comparison of answers in mathematics, in a process of its own (`rewards.processes`).
+"""Compares mathematical answers in a separate process (`rewards.processes`).
 
-It has no time limit of its own, because the library would answer "not equal" at its limit. It is killed from outside, and
-the comparison counts as late. Its memory is bounded, so that a huge number ends the comparison and not the machine.
+The time limit of the library is not used, because the library answers "not equal" at its limit. Instead, the caller kills
+this process, and the comparison counts as late. Memory is limited, so that a huge number ends only the comparison.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ MEMORY = 4 << 30
 
 
 class MathComparison:
-    """Says whether two answers are the same mathematics."""
+    """Checks whether two answers are mathematically equal."""
 
     def __init__(self) -> None:
-        """Bound the memory of this process, and load the library."""
+        """Limit the memory of this process, and load the library."""
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         import math_verify
 
@@ -23,7 +23,7 @@ class MathComparison:
         self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
     def __call__(self, truth: str, answer: str) -> bool:
-        """Compare; what the library raises on and cannot read is not the right answer."""
+        """Compare two answers; an answer on which the library raises is wrong."""
         parse, verify = self._library.parse, self._library.verify
         try:
             read = [

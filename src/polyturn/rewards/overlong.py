@@ -2,7 +2,7 @@
 
     Overlong(max_tokens=100, buffer=20, penalty=1)     80 tokens -> 0     90 -> -0.5     100 and more -> -1
 
-Separate from the reward functions, because it reads the number of tokens and not the text.
+The penalty depends only on the number of tokens, not on the text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Overlong:
             )
 
     def score(self, trajectory: Trajectory) -> float:
-        """Return 0 for a short response, and down to -penalty for one near the limit."""
+        """Return the penalty: 0 for a short response, falling to `-penalty` at the limit."""
         if not self.buffer:
             return 0.0
         assert self.max_tokens is not None

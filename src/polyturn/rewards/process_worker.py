@@ -1,7 +1,7 @@
-"""The process that calls a reward function in its main thread: keyword arguments in, (has it returned, its result) out.
+"""Calls a reward function in the main thread of a process: keyword arguments in, (whether it returned, its result) out.
 
-Run by `rewards.processes` as `python -m polyturn.rewards.process_worker`. It may be killed at any moment, and ends by itself
-when its input does. Imports resolve as in the calling process: the same path, the same stand-ins.
+`rewards.processes` runs it as `python -m polyturn.rewards.process_worker`. It may be killed at any moment, and ends when its
+input ends. Imports resolve as in the calling process, with the same path and stand-ins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from polyturn.core.plugins import import_attr, install_namespace
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer calls until the input ends."""
     connection = Connection(int(sys.argv[1]))
     path, stand_ins, name, base = connection.recv()
     sys.path[:] = path

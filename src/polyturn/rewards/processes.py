@@ -1,11 +1,11 @@
-"""Processes: a plain reward function called in the main thread of a process of its own, where signals work.
+"""Processes: calls a plain reward function in the main thread of another process, where signals work.
 
     scorer = Processes("grade.py:compute_score", num=4, timeout_s=60.0)
     scorer(solution_str="…", ground_truth="4")        in a thread; blocks until a process has answered
 
-A time-out that is built on signals, as that of math-verify, raises in every other thread; a function that takes such an
-error for a wrong answer then scores 0.0 whatever the model wrote. A call past its deadline is killed, and leaves nothing
-behind. What a function keeps in its module is kept by process: a function of this form must not count on it.
+A timeout that uses signals, like that of math-verify, raises in any other thread. A function that takes this error for a
+wrong answer would score every text 0.0. A call past its deadline is killed together with its process. The functions must not
+rely on state in their module, because each process has its own.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from polyturn.infra.deadline import Stretch
 from polyturn.infra.process import ManagedProcess
 
 END_S = 5.0
-"""Seconds that a process that hung up may take to end."""
+"""Seconds that a process may take to end after closing its output."""
 START_S = 300.0
 """Seconds that a process may take to import the function's module."""
 
 
 class LateCallError(TimeoutError):
-    """A call took longer than it may."""
+    """A call missed its deadline."""
 
 
 class EndedCallError(RewardError):
-    """A process ended while it was called."""
+    """A process ended during a call."""
 
 
 class Processes:
-    """At most `num` processes that call one function, started when they are needed and used again."""
+    """Up to `num` processes that call one function, started on demand and reused."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Processes:
         timeout_s: float,
         log: Literal["inherited", "none"] = "inherited",
     ) -> None:
-        """Name the function; nothing starts yet.
+        """Set the function; no process starts yet.
 
         Args:
             function: `file.py:name` or `pkg.mod:name`; a class makes one object in each process, which is called.
             base: The folder that a relative file path starts from.
-            num: Calls at once.
-            timeout_s: How long one call may take.
-            log: Where goes what it prints: with what this process prints, or nowhere.
+            num: The most calls at once.
+            timeout_s: Seconds that one call may take.
+            log: Whether the function's output goes to the output of this process ("inherited") or nowhere ("none").
         """
         self._function = function
         self._base = base
@@ -70,16 +70,16 @@ class Processes:
         """Call the function in one of the processes and return its result.
 
         Raises:
-            LateCallError: it takes longer than it may.
-            EndedCallError: its process ended.
-            RewardError: it raised, no process could be started, or arguments or result cannot be sent to or from a process.
+            LateCallError: the call missed its deadline.
+            EndedCallError: the process ended.
+            RewardError: the function raised, no process could be started, or arguments or result cannot be pickled.
         """
         with Stretch.paused(), self._free:
             process = self._idle.pop() if self._idle else _Process(self._function, self._base, self._log)
             try:
                 is_returned, value = process.call(arguments, timeout_s=self.timeout_s)
             except BaseException:
-                process.close()  # its answer may still come, and would be taken for that of the next call
+                process.close()  # its answer may still arrive, and would be taken for that of the next call
                 raise
             self._idle.append(process)
         if not is_returned:
@@ -87,7 +87,7 @@ class Processes:
         return value
 
     def close(self) -> None:
-        """End the processes that wait for a call."""
+        """End the idle processes."""
         while self._idle:
             self._idle.pop().close()
 
@@ -112,7 +112,7 @@ class _Process:
             raise
 
     def call(self, arguments: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:
-        """Return whether the function returned, and what; or else what it raised, as text."""
+        """Call the function; return (True, its result), or (False, its error as text)."""
         answer: tuple[bool, Any] = self._exchange(arguments, timeout_s=timeout_s)
         return answer
 
@@ -131,6 +131,6 @@ class _Process:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, even during a call."""
         self._process.end()
         self._connection.close()

@@ -1,7 +1,7 @@
 """Reward functions by name: the shipped ones, `pkg.mod:function`, `file.py:function`, or an entry point.
 
-Shipped functions score what the model wrote, never what a tool or an interaction said, and call their scorer through its
-module, so that a replaced scorer is used. Which data_source leads to which of them by itself is `default.ROUTES`.
+Built-in functions score only text of the model, never that of a tool or an interaction. They call their scorer through its
+module, so that a scorer that a user replaced there takes effect. `BUILT_IN_ROUTES` maps data_sources to them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from polyturn.rewards.default import ROUTES
 __all__ = ["BUILT_IN_ROUTES", "CHECKS", "COMPARING", "QUICK", "ground_truth", "last_answer", "rewards", "truth_of"]
 
 BUILT_IN_ROUTES: Mapping[str, str] = {**ROUTES, "env/*": "environment"}
-"""data_source, exact or as a glob, to the reward that scores it where a run says nothing else."""
+"""data_source or glob -> the reward that scores it by default."""
 
 rewards: Registry[Any] = Registry("rewards")
-"""Functions of one of the forms that `rewards.function.RewardFunction` reads."""
+"""Reward functions by name, in one of the forms that `rewards.function.RewardFunction` accepts."""
 
 
 @rewards.register("gsm8k")
@@ -95,7 +95,7 @@ COMPARING = (
 """Functions that need the task's right answer."""
 
 QUICK = (score_environment, score_gsm8k, score_gsm8k_flexible, score_exact_match, score_math_dapo, score_search_r1)
-"""Functions that take microseconds whatever the model wrote, and so are called without a thread."""
+"""Functions that take microseconds for any text, and are called without a thread."""
 
 CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], ...] = (
     (score_math, lambda kwargs: math.require()),
@@ -104,7 +104,7 @@ CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], 
     (score_code, lambda kwargs: kwargs["sandbox"].require()),
     (judge.score_conversation, judge.require),
 )
-"""Functions that need something from outside, and what checks that it is there; it is given their own arguments."""
+"""(function, check) for functions that need a library or service; the check gets the function's arguments."""
 
 
 def last_answer(trajectory: Trajectory) -> str:

@@ -1,4 +1,4 @@
-"""RewardRouter: from a finished trajectory to its reward.
+"""RewardRouter: computes the reward of a finished trajectory.
 
 outcome       the score of the function that data_source routes to; without a data_source the interaction's score;
               without an interaction the sum of the tools' rewards for the episode;
@@ -43,8 +43,8 @@ Aggregate = Literal["last", "sum", "max", "mean"]
 
 COMPONENTS = ("outcome", "tool_step", "interaction", "turns", "tool/<name>")
 EPISODE_ROUTES = ("interaction", "tools", "turns")
-"""Route targets that are not functions: the data_source is scored by the episode's interaction, by its tools, or by what the
-scheduler scored its turns with."""
+"""Route targets that are not functions: the score comes from the interaction, from the tools, or from the turn scores of the
+scheduler."""
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
     "last": lambda scores: scores[-1],
@@ -56,7 +56,7 @@ _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRef:
-    """A reward function, or the name of one, with arguments of its own."""
+    """A reward function, or its name, with further arguments."""
 
     target: Callable[..., Any] | NameOrObject
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -70,9 +70,9 @@ class Weighing:
     """The reduction of a reward's components to one number."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: DEFAULT_WEIGHTS)
-    """Component to its weight."""
+    """Component -> its weight."""
     interaction: Aggregate = "last"
-    """The reduction of the scores of an interaction's turns to one."""
+    """How the turn scores of an interaction are reduced to one score."""
     overlong: Overlong | None = None
     """The penalty for long responses."""
 
@@ -89,7 +89,7 @@ class Weighing:
 
 
 class RewardRouter:
-    """Chooses a reward function by data_source, and combines it with what the episode itself scored."""
+    """Chooses a reward function by data_source, and combines its score with the scores of the episode."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RewardRouter:
         resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
-        # What is shipped asks no service that has a rate.
+        # Built-in functions call no service with a rate limit.
         unhurried = dataclasses.replace(options, rate=CallRate())
         resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
@@ -138,7 +138,7 @@ class RewardRouter:
         """Return the scorer of a data_source: a function, "interaction", "tools" or "turns".
 
         Raises:
-            UnknownNameError: nothing does.
+            UnknownNameError: there is no scorer for it.
         """
         if (
             function := _match(self._routes, data_source) or self._function or _match(self._built_in, data_source)
@@ -150,7 +150,7 @@ class RewardRouter:
         )
 
     def check(self, tasks: Iterable[Task], *, tools: Collection[str] = (), scoring: Collection[str] | None = None) -> None:
-        """Check that every task has something that scores it, before any time is spent on them.
+        """Check before the run that every task has a scorer.
 
         Args:
             tasks: The tasks of a run.
@@ -193,9 +193,9 @@ class RewardRouter:
 
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
-            tool_rewards: What each tool's `calc_reward` returned.
-            outcome: The score and what is recorded beside it, where the episode's scheduler gave them: no reward function is
-                asked then.
+            tool_rewards: Tool name -> the result of its `calc_reward`.
+            outcome: The score and further values to record, if the episode's scheduler gave them; no reward function is
+                called then.
 
         Raises:
             RewardError: the reward function raised, was late or returned no finite number, or there is none.
@@ -237,7 +237,7 @@ class RewardRouter:
         of_tools: Mapping[str, float],
         tool_rewards: Mapping[str, float | None],
     ) -> tuple[float, Mapping[str, Any]]:
-        """Return the outcome by the task's route, and the values that are recorded beside it.
+        """Compute the outcome by the task's route; return it with further values to record.
 
         Raises:
             RewardError: nothing scores the task, or its reward function failed.
@@ -256,7 +256,7 @@ class RewardRouter:
         if isinstance(target, RewardFunction):
             return await target(trajectory, tool_rewards=tool_rewards)
         if target == "interaction":
-            # No turn was scored: a limit ended the episode before the interaction was heard, so nothing was earned.
+            # No turn was scored, because a limit ended the episode before the interaction answered: the outcome is 0.
             return (0.0 if score is None else score), {}
         if target == "turns":
             return reward, {}
@@ -273,7 +273,7 @@ class RewardRouter:
 
 
 def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return each agent's total: its own score for the outcome, plus the rest of the trajectory's reward."""
+    """Return agent -> total: the agent's score as the outcome, plus the rest of the trajectory's reward."""
     if not isinstance(scores, Mapping) or not all(
         isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
     ):

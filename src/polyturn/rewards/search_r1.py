@@ -1,4 +1,4 @@
-"""The scorer of questions over documents: the last `<answer>…</answer>` equals a right answer, written in any way.
+"""The scorer of questions over documents: compares the last `<answer>…</answer>` with the right answers.
 
     "<answer> The Beatles. </answer>"  against  {"target": ["Beatles"]}   ->  1.0
 
@@ -14,7 +14,7 @@ from typing import Any
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 MAX_TAGS = 10
-"""Tags of one kind beside which a right answer earns less: a model that writes many guesses for it."""
+"""The most tags of one kind with which a right answer earns the full score; more tags mean that the model is guessing."""
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -40,7 +40,7 @@ def compute_score(
 def compute_score_subem(
     solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for an answer that has a right one in it, `format_score` for another answer, else 0.0."""
+    """Return `score` if the answer contains a right answer, `format_score` for another answer, else 0.0."""
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
@@ -65,12 +65,12 @@ def count_answer_tags(text: str) -> tuple[int, int]:
 
 
 def em_check(prediction: str, golden_answers: Any) -> bool:
-    """Return whether a prediction is one of the right answers, up to how it is written."""
+    """Return whether a prediction equals one of the right answers after normalisation."""
     return normalize_answer(prediction) in _normalized(golden_answers)
 
 
 def subem_check(prediction: str, golden_answers: Any) -> bool:
-    """Return whether one of the right answers is a part of a prediction, up to how both are written."""
+    """Return whether a prediction contains one of the right answers after normalisation."""
     whole = normalize_answer(prediction)
     return any(answer in whole for answer in _normalized(golden_answers))
 
