@@ -230,7 +230,7 @@ def test_left_loop_over_steps_leaves_a_checkpoint(tmp_path: Path) -> None:
         if step.number == 2:
             break
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
-    with pytest.raises(polyturn.PolyturnError, match="not over"):
+    with pytest.raises(polyturn.PolyturnError, match="not finished"):
         _ = polyturn.steps(**arguments).run
     more = polyturn.train(**{**arguments, "steps": 3, "resume": True})
     assert more.metrics["step"] == [1, 2, 3]

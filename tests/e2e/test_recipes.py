@@ -196,7 +196,7 @@ def test_plan_of_a_large_model_needs_no_weights(
     given += [f"{key}.files={data['gsm8k_tool']}/test.parquet" for key in ("data.train", "evaluation.data")]
     done = call_command(main, "train", RECIPES / "gsm8k_tool.yaml", "--dry-run", *above, *given)
     assert done.code == 0 or "would not start on this machine" in done.err, done.err
-    counted = {"Qwen/Qwen2.5-7B-Instruct": "7615.62 M", "Qwen/Qwen3-8B": "8190.74 M"}[name]
+    counted = {"Qwen/Qwen2.5-7B-Instruct": "7.62 B", "Qwen/Qwen3-8B": "8.19 B"}[name]
     told = (counted, "rank 3", "server 3", "each GPU of a server: weights", said, "not measured")
     assert [words for words in told if words not in done.out] == []
     assert "gaps in the heap" not in done.out  # which a CPU has, and these name GPUs

@@ -311,7 +311,7 @@ def test_older_step_is_taken_where_the_newest_has_no_model(tmp_path: Path, caplo
         model.mkdir(parents=True)
         (model / name).touch()
     assert model_folder(tmp_path) == tmp_path / "checkpoints" / "step-000001" / "model"
-    assert re.search(r"no model in \S*step-000002; taking the older one in \S*step-000001", caplog.text)
+    assert re.search(r"no model in \S*step-000002; using the older one in \S*step-000001", caplog.text)
 
 
 def test_checkpoint_is_named_by_run_folder_or_model(trained: tuple[Path, Called], tmp_path: Path):

@@ -169,7 +169,7 @@ def test_dialect_of_a_distribution_is_trained_and_recognised(config: Path, tmp_p
     assert called.code == 0, called.err
     assert len(list((tmp_path / "runs").iterdir())) == 1
     called = call("train", told)
-    assert called.code == 2 and "is written in the keys of terse, not in polyturn's; add --terse" in called.err
+    assert called.code == 2 and "has the keys of terse, not polyturn's; add --terse" in called.err
     called = call("config", "migrate", told)
     assert called.code == 2 and "which cannot be converted; train from it directly" in called.err
     called = call("train", "--terse", "--verl", told)

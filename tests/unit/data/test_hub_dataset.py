@@ -113,8 +113,8 @@ def test_name_without_a_network_is_one_sentence(tmp_path: Path, monkeypatch: pyt
     ("given", "says"),
     [
         ({"dataset": "a/b", "files": "c.jsonl"}, "exactly one of files, dataset and generator"),
-        ({"files": "c.jsonl", "split": "test"}, "split belongs to `dataset`"),
-        ({"generator": "c.py:f", "columns": {"prompt": "q"}}, "columns belongs to `files` or `dataset`"),
+        ({"files": "c.jsonl", "split": "test"}, "split requires `dataset`"),
+        ({"generator": "c.py:f", "columns": {"prompt": "q"}}, "columns requires `files` or `dataset`"),
         ({"dataset": "a/b", "streaming": True}, "set limit"),
     ],
 )

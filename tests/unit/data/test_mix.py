@@ -79,7 +79,7 @@ def test_mix_resumes_from_a_checkpoint():
     second = mix({"a": 1, "b": 1, "c": 1}, by_success=2.0)
     second.load_state_dict(first.state_dict())
     assert steps_of(second, 4) == steps_of(first, 4)
-    with pytest.raises(CheckpointError, match="mix of tasks has seed 0 and this run has 1"):
+    with pytest.raises(CheckpointError, match="mix of tasks has seed 0, but this run has 1"):
         mix({"a": 1, "b": 1, "c": 1}, seed=1).load_state_dict(first.state_dict())
 
 

@@ -72,7 +72,7 @@ def test_final_answer_loses_its_commas_and_is_required() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda f: (f / "test.jsonl").unlink(), r"there is no .*test\.jsonl; .* it holds train\.jsonl"),
+        (lambda f: (f / "test.jsonl").unlink(), r"there is no .*test\.jsonl; .* contains train\.jsonl"),
         (lambda f: (f / "train.jsonl").write_text("{"), r"train\.jsonl, line 1: this is not JSON"),
         (lambda f: (f / "train.jsonl").write_text('\n{"question": "q"}'), r"train\.jsonl, line 2: a problem needs"),
         (

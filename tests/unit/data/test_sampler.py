@@ -61,9 +61,9 @@ def test_unshuffled_tasks_keep_their_order() -> None:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (TaskSampler(4, seed=1), "size 5 and this run has 4"),
-        (TaskSampler(5, seed=2), "seed 1 and this run has 2"),
-        (TaskSampler(5, seed=1, shuffle=False), "shuffle True and this run has False"),
+        (TaskSampler(4, seed=1), "size 5, but this run has 4"),
+        (TaskSampler(5, seed=2), "seed 1, but this run has 2"),
+        (TaskSampler(5, seed=1, shuffle=False), "shuffle True, but this run has False"),
     ],
 )
 def test_state_of_another_order_is_refused(other: TaskSampler, says: str) -> None:

@@ -226,8 +226,8 @@ def test_hanging_server_is_left_at_the_deadline(serve: Any):
     ("status", "reply", "words"),
     [
         (429, {"error": {"message": "quota is used up"}}, "429: quota is used up"),
-        (200, "no json", "no JSON"),
-        (200, "[" * 100_000, "no JSON"),
+        (200, "no json", "did not answer with JSON"),
+        (200, "[" * 100_000, "did not answer with JSON"),
         (200, {"choices": []}, "no chat completion"),
         (200, {"object": "list"}, "no chat completion"),
     ],

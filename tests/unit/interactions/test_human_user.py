@@ -72,7 +72,7 @@ async def test_person_answers_at_a_desk(tmp_path: Path, caplog: pytest.LogCaptur
     assert paper["messages"] == [{"role": "user", "content": "A table."}, {"role": "assistant", "content": "For two?"}]
     assert paper["about"] == {"conversation": "e", "goal": "Eat."}
     desk.answer(paper["ticket"], HumanReply(text="For four.", score=0.5))
-    refuses(lambda: desk.answer(paper["ticket"], HumanReply(text="For five.")), DataError, "waits")
+    refuses(lambda: desk.answer(paper["ticket"], HumanReply(text="For five.")), DataError, "no longer waiting")
     (paper,) = list(await waiting(desk))
     desk.answer(paper["ticket"], HumanReply(text="", is_end=True, score=1.0))
     found = await running

@@ -179,7 +179,7 @@ async def test_silent_server_misses_the_deadline() -> None:
 
 async def test_model_that_says_nothing_is_an_error() -> None:
     async with serve(says("<think>hm</think>")) as server:
-        await refuses_later(lambda: reply(user(server.url)), InteractionError, "3 times")
+        await refuses_later(lambda: reply(user(server.url)), InteractionError, "3 empty answers")
 
 
 async def test_concurrent_requests_at_one_host_are_bounded() -> None:

@@ -66,5 +66,5 @@ def test_what_would_be_imported_is_refused(name: str):
 
 
 def test_more_messages_than_a_context_holds_are_not_read():
-    with pytest.raises(DataError, match="there are 600 messages, more than a context of 512 tokens holds"):
+    with pytest.raises(DataError, match="the request has 600 messages, more than fit a context of 512 tokens"):
         task_of({"messages": [object()] * 600}, id="a", max_messages=512)

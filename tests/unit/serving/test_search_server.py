@@ -108,7 +108,7 @@ async def test_one_index_serves_every_episode(folder: Path):
 
 
 def test_command_refuses_an_open_address_and_a_missing_index(tmp_path: Path, folder: Path):
-    refuses(lambda: serve_search(ServeOptions(host="0.0.0.0"), folder), ConfigError, "has no token")
+    refuses(lambda: serve_search(ServeOptions(host="0.0.0.0"), folder), ConfigError, "without a token")
     refuses(lambda: serve_search(ServeOptions(), tmp_path / "missing"), ConfigError, "there is nothing at")
 
 

@@ -217,4 +217,4 @@ def test_fate_of_episodes_in_flight_is_logged_once(tmp_path: Path, caplog: pytes
             resumed.append(after.journal.read_metrics()["rollout/resumed_episodes"])
     assert resumed == [2, 1, 0]
     (said,) = [r.getMessage() for r in caplog.records if "in flight" in r.getMessage()]
-    assert "3 went on" in said
+    assert "3 continued" in said

@@ -182,7 +182,7 @@ def test_model_that_cannot_be_packed_is_trained_in_rows(name, caplog):
         policy.forward_backward(branching(8))
     assert metrics["tokens/packing_refused"].value == 1 and metrics["tokens/shared_prefix"].value == 0
     assert metrics["tokens/padding_share"].value > 0
-    assert len([r for r in caplog.records if "cannot be packed, because" in r.message]) == 1
+    assert len([r for r in caplog.records if "cannot be packed: " in r.message]) == 1
 
 
 def test_model_with_a_recurrent_state_is_not_packed():
