@@ -206,9 +206,9 @@ def test_dry_run_shows_policies_and_unused_ones(tmp_path: Path, caplog: pytest.L
     changes["policies"]["opponent"] = {"model": "opponent", "max_context": 99}
     called = call_command(main, "train", write_game(tmp_path, **changes), "--dry-run")
     assert called.code == 0, called.err
-    assert "past: a copy of the policy that is trained, taken every 7 steps; context of 448 tokens" in called.out
+    assert "past: a copy of the trained policy, made every 7 steps; context of 448 tokens" in called.out
     assert "opponent: opponent; context of 99 tokens" in called.out
-    assert "policies.opponent is loaded and not used: no seat" in caplog.text and "policies.past is" not in caplog.text
+    assert "policies.opponent is loaded but not used: no seat" in caplog.text and "policies.past is" not in caplog.text
 
 
 def test_cluster_run_refuses_further_policies(tmp_path: Path) -> None:

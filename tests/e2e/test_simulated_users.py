@@ -68,7 +68,7 @@ def test_policy_trains_with_itself_as_the_user(tmp_path: Path) -> None:
     shown = RunView(tmp_path / "runs/tiny").trajectory(trajectory.id, step=2, split="train")
     asides = [span for s in shown["segments"] if s["agent"] == "user" for span in s["spans"]]
     whys = {span["why"] for span in asides if span["source"] == "sampled"}
-    assert whys == {"sampled, not trained: an aside, of 'user', which is not a turn of the conversation"}
+    assert whys == {"sampled, not trained: an aside of 'user', which is not a turn of the conversation"}
 
 
 def test_simulated_user_example_trains(tmp_path: Path) -> None:
