@@ -135,7 +135,7 @@ def build_parts(
         if in_prompt := bool(schemas) and not template.renders_tools and _scheduler_shows_tools(source):
             template = probe_template(codec)
     template.require()
-    # Before weights are loaded, so that a misspelt parser costs no load.
+    # Before weights are loaded, so that a misspelt parser is reported at once.
     needs_calls = bool(tools.tools) and not in_prompt
     parser = build_parser(codec, rollout.parser, needs_calls=needs_calls, base=source.base)
     plugins = None if config.policies else build_plugins(source, NO_POLICIES)  # a further policy may be a copy of the model
@@ -184,7 +184,7 @@ def build_parts(
 
 
 class Plugins(NamedTuple):
-    """The user's plug-ins, made before weights are loaded, so that a mistake in a plug-in costs no load."""
+    """The user's plug-ins, made before weights are loaded, so that a mistake in a plug-in is reported at once."""
 
     scheduler: MultiTurnScheduler
     interactions: Mapping[str, Any]

@@ -59,7 +59,7 @@ async function said(answer) {
   return data;
 }
 
-// A trajectory, or the sentence that says why it cannot be read, so that it costs no other one beside it.
+// A trajectory, or the error why it cannot be read, so that the other trajectories are still shown.
 export const reading = (run, { id, step, split }) => get(`runs/${run}/trajectory`, { id, step, split }).catch((problem) => ({ id: id ?? "", step, problem: problem.message, messages: [] }));
 
 export function place() {
