@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 import uvicorn
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.retrieval.index import SearchIndex, build_index
 from polyturn.retrieval.passages import Passage
 from polyturn.retrieval.searcher import Searcher

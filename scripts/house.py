@@ -161,7 +161,7 @@ def only_compat_names_other_libraries(tree: Tree) -> Iterator[Violation]:
     for path, text in tree.texts.items():
         if path.relative_to(tree.package).parts[0] != "compat":
             for match in STOOD_IN_FOR.finditer(text):
-                sentence = f"{match[0]} is named outside compat; ask core.stand_in or config.dialect"
+                sentence = f"{match[0]} is named outside compat; ask infra.stand_in or config.dialect"
                 yield Violation(path, _line(text, match), sentence)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from polyturn import ConfigError, DataError, SchedulerError, Task
 from polyturn.core.errors import UnknownNameError, did_you_mean
-from polyturn.core.plugins import import_attr
 from polyturn.core.tagged import between
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards import exact_match, gsm8k, math
 
 Judge = Callable[[str, Any], float]

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn import ConfigError, DataError, Episode, Message, MultiTurnScheduler, OpenTurn, StopReason, Task
-from polyturn.core.aio import first_error
 from polyturn.core.errors import did_you_mean
 from polyturn.core.seeds import derive_seed
+from polyturn.infra.aio import first_error
 from polyturn.partners.judge import ConversationJudge, Verdict
 from polyturn.rollout.aside import Aside
 from polyturn.rollout.calls import keeps_deadlines

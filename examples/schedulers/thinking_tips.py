@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn import Episode, MultiTurnScheduler, OpenTurn, Task
-from polyturn.core.plugins import import_file
+from polyturn.infra.plugins import import_file
 from polyturn.rollout.schedulers.reasoning import without_reasoning
 
 judges = import_file(Path(__file__).with_name("judge.py"))

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from polyturn import ConfigError, Episode, MultiTurnScheduler, StopReason, Task, Trajectory
-from polyturn.core.aio import first_error
 from polyturn.core.generation import FinishReason
-from polyturn.core.plugins import import_file
+from polyturn.infra.aio import first_error
+from polyturn.infra.plugins import import_file
 
 judges = import_file(Path(__file__).with_name("judge.py"))
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.core.env import envs
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import SpanSource
+from polyturn.rollout.env import envs
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply

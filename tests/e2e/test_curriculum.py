@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.plugins import import_attr
 from polyturn.store.stored_run import open_store
 from support.runs import call_command
 

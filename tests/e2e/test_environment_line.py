@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.core.plugins import import_attr
 from polyturn.environments.scripted import play
+from polyturn.infra.plugins import import_attr
 from polyturn.store.stored_run import open_store
 from support.cases import needs
 from support.runs import call_command, trained_steps

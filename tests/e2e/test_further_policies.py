@@ -26,7 +26,7 @@ from support.states import tensors_in
 
 LETTERS = """
 from polyturn.environments.base import Adapter
-from polyturn.core.env import Seated
+from polyturn.rollout.env import Seated
 
 
 class Game:

@@ -11,9 +11,9 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.config.models import DataConfig, RolloutConfig
 from polyturn.core.messages import Message
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from polyturn.cli.main import main
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards import gsm8k
 from polyturn.store.stored_run import open_store
 from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyturn.cli.main import main
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.store.stored_run import open_store
 from support.runs import call_command, trained_steps
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards import search_r1
 from polyturn.tools.registry import initialize_tools_from_config
 from support.forked import run_forked

@@ -17,9 +17,9 @@ import yaml
 
 from polyturn.cli.main import main
 from polyturn.compat.verl_config.command import run_main_ppo
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory
 from polyturn.data.prepare import prepare_gsm8k
+from polyturn.infra.plugins import import_attr
 from polyturn.store.stored_run import open_store
 from support.models import write_brief_model
 from support.runs import call_command

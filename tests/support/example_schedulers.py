@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 
 FOLDER = Path(__file__).parents[2] / "examples" / "schedulers"
 

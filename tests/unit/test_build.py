@@ -21,10 +21,10 @@ from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.live import LiveObject
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.live import LiveObject
 from polyturn.rollout.limits import ContextPolicy
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tracking.jsonl import read_metrics

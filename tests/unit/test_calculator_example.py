@@ -11,8 +11,8 @@ import polyturn
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.generation import FinishReason
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import StopReason, Turn
+from polyturn.infra.plugins import import_attr
 from support.benchmark import load_benchmark
 from support.refusals import refuses
 

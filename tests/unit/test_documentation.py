@@ -28,7 +28,7 @@ from polyturn.cli.dialects import GROUP
 from polyturn.cli.main import app
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import is_model, keys_of, schema_table
-from polyturn.core.plugins import offered
+from polyturn.infra.plugins import offered
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rewards.gsm8k import compute_score
 from polyturn.rollout.pool import GroupSpec, RolloutPool

@@ -32,7 +32,7 @@ src/polyturn/rollout/a.py:1: rollout imports compat, which lies above it
 src/polyturn/rollout/a.py:2: rollout imports ray
 src/polyturn/tools/a.py:2: tools imports training, which lies above it
 src/polyturn:1: these modules import one another: polyturn.core.c <- polyturn.core.d <- polyturn.core.c
-src/polyturn/tools/a.py:4: verl is named outside compat; ask core.stand_in or config.dialect
+src/polyturn/tools/a.py:4: verl is named outside compat; ask infra.stand_in or config.dialect
 src/polyturn/core/c.py:4: src/polyturn/core/a.py has a class Twice too
 src/polyturn/__init__.py:1: A stands twice in BY_TASK
 src/polyturn/__init__.py:1: B is in only one of BY_TASK and the imports for type checkers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import polyturn
-from polyturn.core.plugins import Registry
+from polyturn.infra.plugins import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 

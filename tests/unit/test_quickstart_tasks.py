@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards import gsm8k
 from support.refusals import refuses
 

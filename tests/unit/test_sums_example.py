@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 
 FOLDER = Path(__file__).parents[2] / "examples" / "sums"
 

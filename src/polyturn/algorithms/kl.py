@@ -25,7 +25,7 @@ from torch import Tensor
 from polyturn.algorithms.losses import MAX_LOG_RATIO
 from polyturn.algorithms.options import KlOptions
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import Registry
+from polyturn.infra.plugins import Registry
 
 KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(logprobs_T, ref_logprobs_T) -> [T]."""

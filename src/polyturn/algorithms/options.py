@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.live import LiveObject, NameOrObject
+from polyturn.infra.live import LiveObject, NameOrObject
 
 Bound = Annotated[float, Field(allow_inf_nan=True)]
 """A bound; infinity means no bound."""

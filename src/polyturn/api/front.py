@@ -299,7 +299,7 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
         ConfigError: it is async, or cannot be called with a step and its metrics.
     """
     from polyturn.core.errors import TrainingError, told_in_a_sentence
-    from polyturn.core.plugin_shape import CallShape, check_function
+    from polyturn.infra.plugin_shape import CallShape, check_function
 
     if on_step is None:
         return lambda step, metrics: None

@@ -27,10 +27,10 @@ from polyturn.config.load import base_of, load_config
 from polyturn.config.models import RunConfig
 from polyturn.config.sources import merge
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.live import LiveObject, NameOrObject
-from polyturn.core.plugin_shape import required
 from polyturn.core.reward import brief
 from polyturn.data.conversations import Conversation
+from polyturn.infra.live import LiveObject, NameOrObject
+from polyturn.infra.plugin_shape import required
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.registry import check_interaction, default_name
 from polyturn.rollout.scheduler import MultiTurnScheduler

@@ -30,7 +30,6 @@ from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, later_run, name
 from polyturn.api.signals import Signals
 from polyturn.config.load import write_resolved
 from polyturn.config.models import RunConfig
-from polyturn.core.contained import contained
 from polyturn.core.errors import (
     CheckpointError,
     ConfigError,
@@ -41,6 +40,7 @@ from polyturn.core.errors import (
 )
 from polyturn.core.secrets import masked
 from polyturn.infra.console import stderr_console
+from polyturn.infra.contained import contained
 from polyturn.infra.folder_lock import hold_folder
 from polyturn.infra.loop import run_loop
 from polyturn.infra.writable import check_writable

@@ -25,10 +25,10 @@ from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
-from polyturn.core.live import NameOrObject
-from polyturn.core.plugins import Registry
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
+from polyturn.infra.live import NameOrObject
+from polyturn.infra.plugins import Registry
 
 Decode = Callable[[Ids], str]
 

@@ -8,7 +8,7 @@ from polyturn.build.model import build_codec, build_outline
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import load_plugins
+from polyturn.infra.plugins import load_plugins
 from polyturn.training.options import BACKEND
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
 from polyturn.core.generation import MAX_SUPPORT
-from polyturn.core.live import names_code
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset
+from polyturn.infra.live import names_code
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.context import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
 from polyturn.tools.toolbox import Toolbox

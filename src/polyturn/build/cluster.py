@@ -21,11 +21,11 @@ from polyturn.config.models import RunConfig
 from polyturn.config.schema import dotted
 from polyturn.config.sources import leaves
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.live import LiveObject
 from polyturn.engines.following import FollowingPool
 from polyturn.engines.options import EmbeddedOptions, ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
+from polyturn.infra.live import LiveObject
 from polyturn.infra.loop import LoopMonitor
 from polyturn.rollout.pool import RolloutPool
 

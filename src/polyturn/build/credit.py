@@ -12,8 +12,8 @@ from polyturn.build.teachers import check_teacher
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_shape import CallShape, check_function
-from polyturn.core.stand_in import as_ours
+from polyturn.infra.plugin_shape import CallShape, check_function
+from polyturn.infra.stand_in import as_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,15 +13,15 @@ from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, did_you_mean, told_in_a_sentence
 from polyturn.core.generation import SamplingParams
-from polyturn.core.live import LiveObject
-from polyturn.core.plugin_shape import takes_any_keyword
-from polyturn.core.plugins import wrong_kind
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine
 from polyturn.engines.options import OwnEngineOptions, ServerOptions
 from polyturn.engines.recovery import ServerPool
+from polyturn.infra.live import LiveObject
+from polyturn.infra.plugin_shape import takes_any_keyword
+from polyturn.infra.plugins import wrong_kind
 from polyturn.infra.writable import check_file_writable
 
 if TYPE_CHECKING:

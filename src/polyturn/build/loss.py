@@ -10,8 +10,8 @@ from polyturn.build.model import load_frozen
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_shape import CallShape, check_function, required
-from polyturn.core.stand_in import as_ours
+from polyturn.infra.plugin_shape import CallShape, check_function, required
+from polyturn.infra.stand_in import as_ours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig, TrainTokenizerConfig
 from polyturn.core.errors import ConfigError, one_line, raised_at
-from polyturn.core.live import LiveObject, NameOrObject, names_code
-from polyturn.core.plugins import import_attr
+from polyturn.infra.live import LiveObject, NameOrObject, names_code
+from polyturn.infra.plugins import import_attr
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.multimodal import MediaProcessor, load_processor
 from polyturn.tokens.templates import template_source

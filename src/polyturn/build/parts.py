@@ -22,15 +22,15 @@ from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.generation import Sampling, SamplingParams
-from polyturn.core.live import LiveObject
-from polyturn.core.plugin_shape import check_class, has_parameter, lacks
-from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.protocols import Engine
-from polyturn.core.stand_in import stand_ins
 from polyturn.engines.base import ModelFolder, ServerPlaces
 from polyturn.engines.options import EmbeddedOptions
 from polyturn.engines.update_gate import UpdateGate
+from polyturn.infra.live import LiveObject
 from polyturn.infra.loop import LoopMonitor
+from polyturn.infra.plugin_shape import check_class, has_parameter, lacks
+from polyturn.infra.plugins import import_attr, load_plugins
+from polyturn.infra.stand_in import stand_ins
 from polyturn.interactions.registry import check_interactions, initialize_interactions_from_config
 from polyturn.rewards.code import Sandbox
 from polyturn.rewards.options import DEFAULT_WEIGHTS

@@ -21,8 +21,8 @@ from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import load_plugins
 from polyturn.engines.options import ServerOptions
+from polyturn.infra.plugins import load_plugins
 from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:

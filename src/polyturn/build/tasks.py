@@ -13,8 +13,6 @@ from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TaskSourceConfig
 from polyturn.config.parts import arguments_of
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_shape import check_class, has_parameter
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset, generate_tasks
 from polyturn.data.hub_dataset import open_hub_dataset
@@ -23,6 +21,8 @@ from polyturn.data.options import MixOptions
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler
 from polyturn.data.sequences import WithInteraction, WithSystem
 from polyturn.evaluation.evaluate import EvalSet
+from polyturn.infra.plugin_shape import check_class, has_parameter
+from polyturn.infra.plugins import import_attr
 
 
 def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence[Task]:

@@ -9,10 +9,10 @@ from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.build.parts import Parts
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import names_code
-from polyturn.core.plugin_shape import CallShape, check_function
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
+from polyturn.infra.live import names_code
+from polyturn.infra.plugin_shape import CallShape, check_function
+from polyturn.infra.plugins import import_attr
 
 if TYPE_CHECKING:
     from polyturn.algorithms.teacher_advantage import AdvantageTeacher

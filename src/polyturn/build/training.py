@@ -23,17 +23,17 @@ from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.teachers import build_teacher
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TrackerConfig
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.live import LiveObject, names_code
 from polyturn.core.sample import TrainSample
-from polyturn.core.stand_in import stand_ins
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.engines.options import is_deterministic
 from polyturn.engines.recovery import Sleeper
 from polyturn.evaluation.evaluate import EvalSet
+from polyturn.infra.aio import OneThread
+from polyturn.infra.live import LiveObject, names_code
+from polyturn.infra.stand_in import stand_ins
 from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress

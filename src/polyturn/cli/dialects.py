@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.config.dialect import ConfigDialect, MigrateDialect
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.plugins import load_each, load_offered, offered, wrong_kind
+from polyturn.infra.plugins import load_each, load_offered, offered, wrong_kind
 
 if TYPE_CHECKING:
     from polyturn.config.load import Loaded

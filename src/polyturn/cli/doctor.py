@@ -23,8 +23,8 @@ from rich.table import Table
 
 from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
-from polyturn.core.plugins import NAMESPACES, offered
 from polyturn.infra.machine_memory import machine_memory
+from polyturn.infra.plugins import NAMESPACES, offered
 
 FEATURES = {
     "train": "training, the embedded engine",

@@ -21,9 +21,9 @@ from typer.core import TyperGroup
 import polyturn
 from polyturn.cli.end_process import end_process
 from polyturn.core.errors import ConfigError, PolyturnError
-from polyturn.core.plugins import NAMESPACES, offered
 from polyturn.core.printable import printable
 from polyturn.core.secrets import hide, secret_variables
+from polyturn.infra.plugins import NAMESPACES, offered
 
 COMMANDS = {
     "train": "Train: warm start if configured, evaluation, RL, evaluation.",

@@ -20,8 +20,8 @@ import typer
 
 from polyturn.cli.arguments import declare
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.plugins import install_namespace
-from polyturn.core.stand_in import StandIn, stand_ins
+from polyturn.infra.plugins import install_namespace
+from polyturn.infra.stand_in import StandIn, stand_ins
 
 STANDS_IN = "POLYTURN_RUN_AS"
 """Comma-separated names of the replaced libraries, for their shims."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from polyturn.core.aio import OneThread
+from polyturn.infra.aio import OneThread
 from polyturn.rollout.journal import JournaledEpisode
 from polyturn.training.journal_file import JournalFile, Line, is_of_training, to_line
 

@@ -3,7 +3,7 @@
     polyturn.compat.install("verl")      "import verl.interactions.base" now imports polyturn's own module
 
 A namespace is installed only if the library itself is not. If a configuration names a class whose module needs a namespace,
-this happens automatically: `core.plugins` finds the installer as an entry point of the group `polyturn.namespaces`.
+this happens automatically: `infra.plugins` finds the installer as an entry point of the group `polyturn.namespaces`.
 """
 
 from __future__ import annotations

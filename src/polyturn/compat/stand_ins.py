@@ -12,9 +12,9 @@ from typing import Any
 
 from polyturn.compat import install
 from polyturn.config.dialect import ConfigDialect
-from polyturn.core.plugin_shape import check_class, has_parameter
-from polyturn.core.stand_in import StandIn
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.plugin_shape import check_class, has_parameter
+from polyturn.infra.stand_in import StandIn
 
 _SHIMS = Path(__file__).parent / "shims"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.config.models import RunConfig
 from polyturn.config.sources import leaves
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean
-from polyturn.core.plugins import register_again, registered_by_program
+from polyturn.infra.plugins import register_again, registered_by_program
 from polyturn.models import PACKAGED, packaged
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from polyturn.config.schema import KeyPath, dotted, schema_table
 from polyturn.config.sources import Sources, leaves, merge
 from polyturn.config.unknown import unknown_keys, without_other_kinds
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.live import LiveObject, stands_for_object
-from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.secrets import masked
+from polyturn.infra.live import LiveObject, stands_for_object
+from polyturn.infra.nesting import MAX_DEPTH, is_deep
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.store.run_folders import RESOLVED_HEAD
 

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from polyturn.algorithms.options import by_name
 from polyturn.config import schema
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 
 # A section's validator is built on first use, usually as part of the whole run's, never at import.
 _COMMON = ConfigDict(

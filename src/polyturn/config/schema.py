@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 from pydantic import BaseModel, TypeAdapter
 from pydantic_core import PydanticUndefined
 
-from polyturn.core.live import LiveObject
+from polyturn.infra.live import LiveObject
 
 KeyPath = tuple[str | int, ...]
 """Path of a value: ("rewards", 0, "name")."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyturn.config.schema import KeyPath, dotted
-from polyturn.core.live import LiveObject
+from polyturn.infra.live import LiveObject
 
 
 @dataclass(slots=True)

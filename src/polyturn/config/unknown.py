@@ -29,7 +29,7 @@ from polyturn.config.schema import (
 )
 from polyturn.config.well_known import suggestion
 from polyturn.core.errors import did_you_mean
-from polyturn.core.plugins import offered
+from polyturn.infra.plugins import offered
 
 NUM_LISTED = 6
 """Largest number of a section's keys in a message."""

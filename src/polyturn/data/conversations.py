@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
-from polyturn.core.live import NameOrObject
 from polyturn.core.messages import Message
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import as_rows
 from polyturn.data.dataset import JsonlRows
 from polyturn.data.media import with_media
+from polyturn.infra.live import NameOrObject
+from polyturn.infra.plugins import import_attr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

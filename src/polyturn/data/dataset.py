@@ -25,11 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
-from polyturn.core.live import NameOrObject
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
 from polyturn.data.sequences import TaskSequence
+from polyturn.infra.live import NameOrObject
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.registry import missing_interaction_name, unknown_interaction
 
 

@@ -27,9 +27,9 @@ import numpy as np
 from polyturn.core.errors import DataError, did_you_mean
 from polyturn.core.media import KINDS, kind_of
 from polyturn.core.messages import Message
-from polyturn.core.nesting import MAX_DEPTH, is_deep
 from polyturn.core.task import NATIVE_AGENTS, InteractionRef, Task, ToolKwargs
 from polyturn.data.media import COLUMNS, with_media
+from polyturn.infra.nesting import MAX_DEPTH, is_deep
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The roles that a message of a prompt may have."""

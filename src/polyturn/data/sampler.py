@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import CheckpointError, DataError
-from polyturn.core.plugin_shape import CallShape, Shape
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.plugin_shape import CallShape, Shape
 
 
 class Visit(NamedTuple):

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
-from polyturn.core.plugins import Registry
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.launcher import StartServer
 from polyturn.engines.weight_files import WeightStore
+from polyturn.infra.plugins import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, one_line
+from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, NotReachedError
 from polyturn.infra.retries import retried
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import EngineError, one_line
+from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.process import ManagedProcess, free_port
 

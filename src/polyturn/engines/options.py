@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 
 _RETIRED = {
     "shared_memory": "folder",

@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from polyturn.core.aio import first_error
 from polyturn.core.continuation import nothing
 from polyturn.core.errors import ConfigError, EngineError, EngineGoneError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
@@ -28,6 +27,7 @@ from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, Watched, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, PoolUse, Replica, reasons
 from polyturn.engines.weight_files import ServerWeights, WeightStore
+from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.weight_transfer import TransferServer, on_all
 from polyturn.engines.weight_transport import BUCKET_BYTES, Transport, address_towards, kinds_of, untied
+from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.weight_transport import address_towards
+from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:
     import torch

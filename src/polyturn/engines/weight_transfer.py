@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from polyturn.core.aio import first_error
 from polyturn.core.errors import EngineError, one_line
 from polyturn.engines.weight_files import ServerWeights
 from polyturn.engines.weight_transport import Transport
+from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)
 

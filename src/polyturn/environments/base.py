@@ -5,7 +5,7 @@
             return MyEnv(**self.kwargs)             reset(seed=…) -> observation   step(text) -> …   close()
 
 The adapter checks before any episode that the package is installed and the id exists, and lists the tasks. `make` returns a
-`polyturn.core.env.Env`; it runs in a thread, with a deadline. Every environment is closed exactly once.
+`polyturn.rollout.env.Env`; it runs in a thread, with a deadline. Every environment is closed exactly once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, MissingModuleError, SchedulerError, UnknownNameError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.data.sequences import TaskSequence
+from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 ENV = "env"

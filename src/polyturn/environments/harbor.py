@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, DataError, SchedulerError, did_you_mean
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -27,6 +26,7 @@ from polyturn.environments.base import Adapter, env_task
 from polyturn.environments.harbor_phases import HarborPhases
 from polyturn.environments.harbor_task import HarborTask, read_tasks
 from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import Env
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler

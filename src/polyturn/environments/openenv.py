@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from polyturn.core.aio import PerLoop
-from polyturn.core.answers import whole
 from polyturn.core.errors import ConfigError, EngineError, MissingModuleError, SchedulerError, did_you_mean, one_line
 from polyturn.core.reward import as_flag, as_score, brief
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.environments.base import Adapter
 from polyturn.environments.openenv_codec import OpenEnvCodec, loads
+from polyturn.infra.aio import PerLoop
+from polyturn.infra.answers import whole
 from polyturn.rollout.calls import keeps_deadlines
 
 if TYPE_CHECKING:

@@ -26,12 +26,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError, did_you_mean
 from polyturn.core.generation import SamplingParams
-from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.messages import Message, Origin
-from polyturn.core.plugin_shape import has_parameter
-from polyturn.core.plugins import import_attr
 from polyturn.core.secrets import token_from
 from polyturn.core.seeds import derive_seed
+from polyturn.infra.live import LiveObject, NameOrObject
+from polyturn.infra.plugin_shape import has_parameter
+from polyturn.infra.plugins import import_attr
 from polyturn.partners.client import ChatClient, Endpoint
 from polyturn.partners.policy import SAMPLED_WITH, FrozenPolicy, Policies, policy_named, sampled_with
 from polyturn.rollout.calls import keeps_deadlines

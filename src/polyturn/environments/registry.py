@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import ENV, Env
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.live import LiveObject, NameOrObject
-from polyturn.core.plugin_shape import CallShape, Shape, check_class
-from polyturn.core.plugins import Registry, import_attr, wrong_kind
 from polyturn.environments.base import Adapter
+from polyturn.infra.live import LiveObject, NameOrObject
+from polyturn.infra.plugin_shape import CallShape, Shape, check_class
+from polyturn.infra.plugins import Registry, import_attr, wrong_kind
+from polyturn.rollout.env import ENV, Env
 
 adapters: Registry[type[Adapter]] = Registry("environments")
 """Prefix -> subclass of `Adapter`."""

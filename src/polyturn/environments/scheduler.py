@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.core.env import EnvStep, Seated
 from polyturn.core.errors import DataError, NoSnapshotError, SchedulerError, SnapshotError, did_you_mean
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -30,6 +29,7 @@ from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter
 from polyturn.environments.players import Leaves, MakePlayer, Named, Player, PlayerSlot, PolicyPlayer, Recalls
 from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import EnvStep, Seated
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn, Reply

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, known_id, require
+from polyturn.rollout.env import Env
 
 INSTALL = "skyrl-gym"
 

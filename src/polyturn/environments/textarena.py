@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import Seated
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.environments.base import Adapter, OwnRandom, check_kwargs, known_id, require
+from polyturn.rollout.env import Seated
 
 logger = logging.getLogger(__name__)
 

@@ -24,15 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, one_line
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.plugin_shape import takes_any_keyword
-from polyturn.core.plugins import import_attr
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, check_kwargs
+from polyturn.infra.plugin_shape import takes_any_keyword
+from polyturn.infra.plugins import import_attr
 from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.result_shape import ToolOutcome, finite, normalize

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import Env
 from polyturn.core.errors import ConfigError, DataError, SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.task import Task
 from polyturn.environments.base import ENV, Adapter, env_task
 from polyturn.environments.json_subprocess import JsonSubprocess, WorkerRefusal
+from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
 

@@ -1,1 +1,1 @@
-"""Access to everything outside the process: HTTP, retries, child processes, sockets, files, threads and the event loop."""
+"""Plumbing: finding plug-ins, HTTP, retries, child processes, sockets, files, threads and the event loop."""

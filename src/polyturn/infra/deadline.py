@@ -25,9 +25,9 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
-from polyturn.core.aio import PerLoop, loop_clock
 from polyturn.core.errors import RolloutError, one_line
 from polyturn.core.interrupts import pass_interrupt
+from polyturn.infra.aio import PerLoop, loop_clock
 from polyturn.infra.threads import DaemonThreads
 
 GRACE_S = 1.0

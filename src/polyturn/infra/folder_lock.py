@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from polyturn.core.contained import contained, read_contained
 from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.infra.contained import contained, read_contained
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.answers import LargeAnswerError, whole
 from polyturn.core.errors import one_line
 from polyturn.core.secrets import hide, is_secret_name, secrets_in_query
+from polyturn.infra.answers import LargeAnswerError, whole
 from polyturn.infra.run_sync import in_own_loop
 
 if TYPE_CHECKING:

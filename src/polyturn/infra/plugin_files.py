@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.live import LiveObject, NameOrObject
+from polyturn.infra.live import LiveObject, NameOrObject
 
 MOVED = {
     "polyturn.tools.a2a.A2ATool": "a2a_agents.py:A2ATool",

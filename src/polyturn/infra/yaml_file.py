@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.nesting import MAX_DEPTH
+from polyturn.infra.nesting import MAX_DEPTH
 
 MAX_VALUES = 1_000_000
 """The most values in a file; a value that an alias repeats counts each time."""

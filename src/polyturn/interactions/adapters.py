@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from polyturn.core.plugin_shape import num_positional
 from polyturn.core.protocols import Interaction
+from polyturn.infra.plugin_shape import num_positional
 
 
 def in_usual_form(interaction: Interaction) -> Interaction:

@@ -14,10 +14,10 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.live import LiveObject, NameOrObject
-from polyturn.core.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
-from polyturn.core.plugins import import_attr
+from polyturn.infra.live import LiveObject, NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
+from polyturn.infra.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.base import BaseInteraction, ViewInteraction
 
 _CALLS = {

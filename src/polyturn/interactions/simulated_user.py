@@ -25,9 +25,9 @@ from uuid import uuid4
 from pydantic import model_validator
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
-from polyturn.core.plugins import import_attr
 from polyturn.core.seeds import derive_seed
 from polyturn.infra.deadline import CallWithDeadline
+from polyturn.infra.plugins import import_attr
 from polyturn.infra.settings import AtLeastOne, Score, Text
 from polyturn.interactions.base import ViewInteraction
 from polyturn.interactions.context import ConversationView, SpeakOptions

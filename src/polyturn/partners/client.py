@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import ConfigError, EngineError, one_line
 from polyturn.core.secrets import bearer, hide
+from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, ask_now
 from polyturn.infra.retries import retried
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 from polyturn.infra.threads import DaemonThreads
 from polyturn.retrieval.dense import as_matrix
 from polyturn.tools.http_service import HttpService

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import RewardError
+from polyturn.infra.aio import PerLoop
 from polyturn.rewards.options import CallRate
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import to_openai
-from polyturn.core.plugin_shape import lacks, refuse_generator
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline, Stretch
+from polyturn.infra.plugin_shape import lacks, refuse_generator
 from polyturn.rewards.calls import Batch, CallRateLimit
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.processes import Processes

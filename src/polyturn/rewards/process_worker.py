@@ -10,7 +10,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from polyturn.core.errors import one_line
-from polyturn.core.plugins import import_attr, install_namespace
+from polyturn.infra.plugins import import_attr, install_namespace
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import RewardError
-from polyturn.core.plugins import NAMESPACES, offered
 from polyturn.infra.deadline import Stretch
+from polyturn.infra.plugins import NAMESPACES, offered
 from polyturn.infra.process import ManagedProcess
 
 END_S = 5.0

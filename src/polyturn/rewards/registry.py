@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polyturn.core.errors import DataError
-from polyturn.core.plugins import Registry
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.plugins import Registry
 from polyturn.partners import judge
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, math, math_dapo, search_r1
 from polyturn.rewards.default import ROUTES

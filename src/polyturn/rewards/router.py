@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyturn.core.errors import ConfigError, DataError, RewardError, UnknownNameError, did_you_mean
-from polyturn.core.live import LiveObject, NameOrObject
 from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import AGENTS, MAX_REWARD, Reward, as_score, brief
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.live import LiveObject, NameOrObject
 from polyturn.partners.judge import Judges
 from polyturn.partners.policy import Policies
 from polyturn.rewards.calls import CallRateLimit

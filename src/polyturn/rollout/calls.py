@@ -15,9 +15,9 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import PolyturnError, SchedulerError, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.infra.aio import PerLoop
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 
 MAX_THREADS = 1024

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from polyturn.core.env import Env, EnvStep, first_shown
 from polyturn.core.errors import NoSnapshotError, SnapshotError
 from polyturn.core.snapshots import SnapshotHooks
+from polyturn.rollout.env import Env, EnvStep, first_shown
 
 GRACE_S = 1.0
 """Seconds that the end of an episode waits for a busy environment. Later, its thread closes it when the method returns."""

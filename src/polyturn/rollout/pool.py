@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
-from polyturn.core.aio import first_error
 from polyturn.core.errors import RolloutError, most_common
 from polyturn.core.generation import SamplingParams
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.infra.aio import first_error
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.run_episode import run_episode

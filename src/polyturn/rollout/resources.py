@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
-from polyturn.core.aio import loop_clock
 from polyturn.core.errors import EngineError, InteractionError, SnapshotError, one_line
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import Lifecycle
 from polyturn.core.messages import Message, Origin
 from polyturn.core.task import Task
 from polyturn.core.trajectory import ToolResult
+from polyturn.infra.aio import loop_clock
 from polyturn.rollout.bridge import LoopBridge
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.history import History

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from polyturn.core.aio import finish
 from polyturn.core.errors import (
     AlignmentError,
     ConfigError,
@@ -35,6 +34,7 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.reward import MAX_REWARD, as_score, brief
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory, Turn
+from polyturn.infra.aio import finish
 from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.episode import Episode

@@ -22,11 +22,11 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from polyturn.core.aio import first_error
 from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import NATIVE_AGENTS, Task
+from polyturn.infra.aio import first_error
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import GivenReward, OpenTurn, Reply

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError
+from polyturn.infra.aio import PerLoop
 from polyturn.sandbox.base import SLEEP, BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
 from polyturn.sandbox.command import ProgramEnd, last_lines, run_at_end
 

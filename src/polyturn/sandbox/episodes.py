@@ -20,8 +20,8 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.aio import PerLoop
 from polyturn.infra.deadline import Stretch
 from polyturn.sandbox.apptainer import ApptainerSandbox, check_apptainer
 from polyturn.sandbox.base import Backend, BaseSandbox, ExecResult, SandboxError, SandboxSpec

@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from polyturn.core.aio import PerLoop
+from polyturn.infra.aio import PerLoop
 from polyturn.sandbox.base import BaseSandbox, SandboxSpec
 
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Send
 
 from polyturn.core.errors import one_line
-from polyturn.core.nesting import excess
+from polyturn.infra.nesting import excess
 
 LONG_BODY = 1 << 16
 """Bodies above this many bytes are parsed in a thread."""

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.core.aio import first_error
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.secrets import bearer
+from polyturn.infra.aio import first_error
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
+from polyturn.infra.contained import contained
 
 RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"

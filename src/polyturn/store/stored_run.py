@@ -25,11 +25,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from polyturn.core.contained import contained
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
-from polyturn.core.metrics_file import read_metrics
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.infra.contained import contained
+from polyturn.infra.metrics_file import read_metrics
 from polyturn.store.from_rows import UNREADABLE, read_rows
 from polyturn.store.parquet_store import FOLDER, list_parts
 from polyturn.store.part_file import PartFile

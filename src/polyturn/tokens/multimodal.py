@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.aio import OneThread
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
 from polyturn.core.media import KINDS, Media, a_kind, read_source, show
 from polyturn.core.messages import Message
+from polyturn.infra.aio import OneThread
 from polyturn.tokens.hub import only_cached
 
 if TYPE_CHECKING:

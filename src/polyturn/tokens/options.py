@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

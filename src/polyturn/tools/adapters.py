@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyturn.core.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.core.protocols import Tool
+from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.tools.base import BaseTool
 
 Method = Callable[..., Any]

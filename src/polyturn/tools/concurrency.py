@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError
+from polyturn.infra.aio import PerLoop
 
 
 class ConcurrencyLimits:

@@ -30,7 +30,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from polyturn.core.aio import finish, first_error
 from polyturn.core.errors import (
     LifecycleError,
     PolyturnError,
@@ -43,6 +42,7 @@ from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
+from polyturn.infra.aio import finish, first_error
 from polyturn.infra.deadline import Stretch
 from polyturn.tools import results
 from polyturn.tools.agent_data import ToolContext

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
 
 from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
-from polyturn.core.plugin_shape import refuse_generator
+from polyturn.infra.plugin_shape import refuse_generator
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.annotation import AS_WRITTEN, Types, json_type, read_argument
 from polyturn.tools.base import BaseTool

@@ -16,9 +16,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from polyturn.core.answers import LargeAnswerError
 from polyturn.core.errors import ConfigError, LifecycleError
 from polyturn.core.secrets import bearer
+from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.retries import retried
 from polyturn.tools.failures import ToolFailure

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import ConfigError, ToolError, ToolTimeoutError, one_line
+from polyturn.infra.aio import PerLoop
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.mcp_stdio import StderrTail
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.truncate import TruncateSide
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.live import NameOrObject
-from polyturn.core.plugin_shape import CallShape, Shape, check_class
-from polyturn.core.plugins import import_attr, import_file
+from polyturn.infra.live import NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
+from polyturn.infra.plugin_shape import CallShape, Shape, check_class
+from polyturn.infra.plugins import import_attr, import_file
 from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.mcp_items import build_mcp_tools

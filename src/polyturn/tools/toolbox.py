@@ -15,12 +15,12 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
 from polyturn.core.messages import Origin
-from polyturn.core.nesting import excess
 from polyturn.core.protocols import Tool
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import Task, select_tools
 from polyturn.core.trajectory import RAISED_AT, ToolResult
 from polyturn.infra.deadline import MAX_ABANDONED, CallWithDeadline
+from polyturn.infra.nesting import excess
 from polyturn.tokens.codec import Codec
 from polyturn.tools.adapters import methods_of
 from polyturn.tools.base import BaseTool, check_names

@@ -14,9 +14,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from polyturn.core.metrics_file import metric_lines
-from polyturn.core.metrics_file import parse_line as parse_line
-from polyturn.core.metrics_file import read_metrics as read_metrics
+from polyturn.infra.metrics_file import metric_lines
+from polyturn.infra.metrics_file import parse_line as parse_line
+from polyturn.infra.metrics_file import read_metrics as read_metrics
 
 
 class JsonlTracker:

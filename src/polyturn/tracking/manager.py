@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.live import NameOrObject
-from polyturn.core.plugins import Registry, wrong_kind
 from polyturn.core.protocols import Tracker
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.live import NameOrObject
+from polyturn.infra.plugins import Registry, wrong_kind
 from polyturn.tracking.base import RunInfo, RunTracker, samples
 
 logger = logging.getLogger(__name__)

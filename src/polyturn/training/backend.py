@@ -22,9 +22,9 @@ from torch import Tensor
 
 from polyturn.core.arrays import Floats
 from polyturn.core.metrics import Metrics
-from polyturn.core.plugins import Registry
 from polyturn.core.protocols import PassResult, Stored
 from polyturn.core.sample import TrainSample
+from polyturn.infra.plugins import Registry
 
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
 # megatron-core warns on import

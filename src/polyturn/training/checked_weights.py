@@ -17,10 +17,10 @@ from functools import partial
 
 from torch import Tensor
 
-from polyturn.core.aio import OneThread, first_error
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.protocols import Engine
 from polyturn.engines.weight_checksums import Checked, Composition, Folds, floating_names, fold_all
+from polyturn.infra.aio import OneThread, first_error
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pydantic_core import to_json
 
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import SnapshotError, most_common
+from polyturn.infra.aio import OneThread
 from polyturn.rollout.journal import JournaledEpisode
 
 logger = logging.getLogger(__name__)

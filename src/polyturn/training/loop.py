@@ -26,13 +26,13 @@ from typing import Any
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Taken
 from polyturn.buffer.staleness import Replay, check_staleness
-from polyturn.core.aio import Finished, first_error
 from polyturn.core.errors import CheckpointError
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
 from polyturn.evaluation.evaluate import EvalResult, EvalSet, evaluate
 from polyturn.evaluation.report import is_success, report
+from polyturn.infra.aio import Finished, first_error
 from polyturn.rollout.pool import RolloutPool
 from polyturn.training.checkpoint import Checkpoints, Saver, SavingClock
 from polyturn.training.journal_file import JournalFile

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from polyturn.algorithms.options import by_name
 from polyturn.batching.options import LayoutOptions
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 
 BACKEND = "torch"
 """The default backend."""

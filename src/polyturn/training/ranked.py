@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polyturn.batching.microbatch import LayoutSettings
-from polyturn.core.aio import OneThread
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Metrics, merge
@@ -31,6 +30,7 @@ from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.update_gate import WeightChannel
 from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, buckets
+from polyturn.infra.aio import OneThread
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA

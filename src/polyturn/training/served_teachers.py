@@ -28,7 +28,6 @@ import numpy as np
 
 from polyturn.algorithms.options import ServedTeacherOptions, ServedTeachersOptions
 from polyturn.algorithms.teacher_advantage import Score, taught, untaught
-from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import ConfigError, DataError, EngineError, EngineLostError, TrainingError, one_line
 from polyturn.core.metrics import Mean, Metrics, Sum
@@ -38,6 +37,7 @@ from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.request_limits import read_logprobs
+from polyturn.infra.aio import first_error
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
 

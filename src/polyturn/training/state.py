@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from polyturn.core.aio import OneThread
 from polyturn.core.task import Task
 from polyturn.data.sampler import TaskSampler
 from polyturn.engines.update_gate import WeightChannel
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.options import EvalOptions
+from polyturn.infra.aio import OneThread
 from polyturn.training.checkpoint import Checkpoints
 from polyturn.training.journal_file import JournalFile
 from polyturn.training.options import TrainOptions

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polyturn.core.aio import first_error
 from polyturn.core.arrays import Floats, Ids
 from polyturn.core.errors import EngineError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
@@ -25,6 +24,7 @@ from polyturn.core.media import Media, to_source
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import SampleId, TrainSample
+from polyturn.infra.aio import first_error
 from polyturn.tokens.multimodal import MediaProcessor
 
 _PROMPT_LENGTH = 16

@@ -28,7 +28,6 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from polyturn.core.aio import OneThread, first_error
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
@@ -37,6 +36,7 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PooledServer, Refilled, ServerPool, Sleeper
 from polyturn.engines.served import require_one_version
 from polyturn.engines.update_gate import WeightChannel
+from polyturn.infra.aio import OneThread, first_error
 from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
 from polyturn.training.policy import ModelPolicy

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyturn.core.contained import contained, read_contained
 from polyturn.core.errors import DataError, one_line
+from polyturn.infra.contained import contained, read_contained
 
 FILE = "labels.jsonl"
 MAX_BYTES = 8 << 20

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from polyturn.core.contained import contained
 from polyturn.core.errors import DataError
-from polyturn.core.metrics_file import MAX_BYTES, parse_lines
+from polyturn.infra.contained import contained
+from polyturn.infra.metrics_file import MAX_BYTES, parse_lines
 
 MAX_NAME = 1000
 """Largest number of characters of a metric's name in an address and on a page."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.reward import as_score
+from polyturn.infra.contained import read_contained
 from polyturn.rewards.options import DEFAULT_WEIGHTS
 
 MAX_BYTES = 1 << 20

@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from polyturn.core.contained import read_contained
 from polyturn.core.errors import DataError, did_you_mean, one_line
-from polyturn.core.metrics_file import MAX_BYTES
 from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.contained import read_contained
+from polyturn.infra.metrics_file import MAX_BYTES
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import KEY
 from polyturn.store.stored_run import StoredRun

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.contained import contained
 from polyturn.core.errors import DataError, one_line
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory
+from polyturn.infra.contained import contained
 from polyturn.store.schema import Trained
 
 logger = logging.getLogger(__name__)

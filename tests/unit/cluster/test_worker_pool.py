@@ -12,7 +12,7 @@ from polyturn.build.cluster import check_travels
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import LiveObject
+from polyturn.infra.live import LiveObject
 from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch

@@ -10,9 +10,9 @@ import pytest
 
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import InteractionRef, Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context

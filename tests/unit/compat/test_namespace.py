@@ -21,7 +21,7 @@ from polyturn.compat.namespaces import VERL
 from polyturn.compat.verl import torchrun
 from polyturn.compat.verl_config.command import tell_unread_checkout
 from polyturn.core.errors import ConfigError, MissingModuleError, UnknownNameError
-from polyturn.core.plugins import import_attr, import_file
+from polyturn.infra.plugins import import_attr, import_file
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.registry import initialize_tools_from_config
 from support.refusals import refuses

@@ -25,7 +25,7 @@ compat.install("swift")
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.schedulers import multi_turns
 from polyturn.serving.outputs import rollout_outputs
-from polyturn.core.plugins import load_plugins
+from polyturn.infra.plugins import load_plugins
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 
@@ -71,7 +71,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("file", PLUGINS, ids=lambda file: str(file.relative_to(FOLDER)))
 def test_plugin_of_ms_swift_loads(file: Path) -> None:
-    line = "import sys\nfrom polyturn.core.plugins import load_plugins\nload_plugins([sys.argv[1]])"
+    line = "import sys\nfrom polyturn.infra.plugins import load_plugins\nload_plugins([sys.argv[1]])"
     done = subprocess.run([sys.executable, "-c", line, str(file)], capture_output=True, text=True, check=False, timeout=600)
     if "No module named" in done.stderr and "No module named 'swift" not in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])

@@ -22,10 +22,10 @@ from polyturn.core.errors import ConfigError, MissingModuleError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.media import to_source
 from polyturn.core.messages import Message
-from polyturn.core.plugins import import_attr, load_plugins
 from polyturn.core.task import Task
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.engines.scripted import ScriptedEngine
+from polyturn.infra.plugins import import_attr, load_plugins
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.tokens.codec import Codec

@@ -21,7 +21,7 @@ from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_sca
 from polyturn.compat.swift.shapes import check_scheduler
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import import_attr, load_plugins
+from polyturn.infra.plugins import import_attr, load_plugins
 from polyturn.rollout.run_episode import run_episode
 from polyturn.serving.outputs import rollout_outputs
 from polyturn.serving.rollout_protocol import (

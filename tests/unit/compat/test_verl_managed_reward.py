@@ -14,8 +14,8 @@ from polyturn.compat.verl.reward_manager import NaiveRewardManager, register
 from polyturn.compat.verl_config.compose import compose_name
 from polyturn.compat.verl_config.translate import Translation, translate
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task

@@ -16,7 +16,7 @@ from polyturn.config.load import load_config, schema_table
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import keys_of, kinds_of
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 
 GUEST = {"policies": {"guest": {"model": {"path": "y"}}}}
 WRONG = [

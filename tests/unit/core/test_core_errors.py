@@ -8,8 +8,8 @@ import inspect
 import pytest
 
 from polyturn.core import errors
-from polyturn.core.aio import first_error
 from polyturn.core.errors import PolyturnError, ToolError, did_you_mean, one_line
+from polyturn.infra.aio import first_error
 
 TREE = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, PolyturnError) and e is not PolyturnError]
 

@@ -11,8 +11,8 @@ import pytest
 
 from polyturn.cli.main import app
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.plugins import import_attr
 from polyturn.data.dataset import TaskDataset
+from polyturn.infra.plugins import import_attr
 from polyturn.retrieval.index import SearchIndex
 from polyturn.retrieval.passages import Passage
 from polyturn.rewards import search_r1

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.env import Seated
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import seat_players
 from polyturn.environments.registry import find_adapter
 from polyturn.environments.scheduler import EnvScheduler, Stage
+from polyturn.rollout.env import Seated
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context

@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from polyturn.core.aio import PerLoop
 from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.lifecycle import StopReason
@@ -24,6 +23,7 @@ from polyturn.environments import find_adapter
 from polyturn.environments.openenv import MAX_MESSAGE_BYTES, OpenEnv
 from polyturn.environments.openenv_codec import MAX_VALUES, OpenEnvCodec
 from polyturn.environments.scheduler import EnvScheduler, Stage
+from polyturn.infra.aio import PerLoop
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context

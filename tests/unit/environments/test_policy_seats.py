@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.env import Seated
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
@@ -18,6 +17,7 @@ from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import PlayerSlot, Recalls, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.partners.policy import FrozenPolicy
+from polyturn.rollout.env import Seated
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
 from polyturn.tokens.delta import DeltaEncoder

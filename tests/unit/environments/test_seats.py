@@ -17,13 +17,13 @@ from aiohttp.test_utils import TestServer
 from polyturn.algorithms.advantages import assign_advantages, bind_estimator, grpo, return_to_go
 from polyturn.batching.filters import has_signal
 from polyturn.batching.samples import to_samples
-from polyturn.core.env import Seated
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.environments.base import ENV, Adapter, at_stage
 from polyturn.environments.players import moves_in, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.environments.scripted import play
+from polyturn.rollout.env import Seated
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, tiny_codec

@@ -14,8 +14,8 @@ from a2a_agent import CONVERT, served  # type: ignore[import-not-found]
 from polyturn.core.errors import ConfigError, ToolConnectionError, ToolTimeoutError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import ToolCall
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
+from polyturn.infra.plugins import import_attr
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task

@@ -7,8 +7,8 @@ import json
 import pytest
 from aiohttp import web
 
-from polyturn.core.answers import LargeAnswerError
 from polyturn.core.secrets import bearer
+from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, JsonClient, NotReachedError
 from polyturn.infra.process import free_port
 from polyturn.infra.retries import retried

@@ -16,8 +16,8 @@ import pytest
 
 import polyturn
 from polyturn.core import code_origin
-from polyturn.core.nesting import is_deep
 from polyturn.infra.loop import LoopMonitor
+from polyturn.infra.nesting import is_deep
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
 from support.parts import Says, Steps, call

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.env import envs
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.gsm8k import Gsm8kInteraction
+from polyturn.rollout.env import envs
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.scheduler import MultiTurnScheduler

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.env import envs
 from polyturn.core.errors import DataError, NoSnapshotError, SnapshotError, UnknownNameError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rewards.router import RewardRouter
+from polyturn.rollout.env import envs
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode

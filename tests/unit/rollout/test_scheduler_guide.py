@@ -17,8 +17,8 @@ from polyturn.batching.samples import to_samples
 from polyturn.build import ConfigSource, build_scheduler
 from polyturn.config.models import RolloutConfig, RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode

@@ -20,9 +20,9 @@ from polyturn.compat.swift.args.arguments import parse, read, read_value, to_nat
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
-from polyturn.core.nesting import is_deep
 from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import task_from_row
+from polyturn.infra.nesting import is_deep
 from polyturn.interactions.person import HumanQueue, HumanReply
 from support.refusals import refuses
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from polyturn.core.metrics_file import parse_line, parse_lines
 from polyturn.core.protocols import Tracker
+from polyturn.infra.metrics_file import parse_line, parse_lines
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from polyturn.algorithms.advantages import grpo
 from polyturn.algorithms.options import AlgorithmOptions, KlOptions
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import CheckpointError, EngineError, RolloutError, TrainingError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
@@ -27,6 +26,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.options import EvalOptions
 from polyturn.evaluation.report import EvalReport
+from polyturn.infra.aio import OneThread
 from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.store.schema import Trained

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polyturn.core.aio import OneThread
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.infra.aio import OneThread
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy

@@ -21,10 +21,10 @@ from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, Grou
 from polyturn.core.arrays import float_array
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, told_in_a_sentence
 from polyturn.core.messages import Message
-from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.core.reward import brief
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup, Turn
+from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
 
 
 def assign_advantages(

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.arrays import Floats
-from polyturn.core.plugins import Registry
 from polyturn.core.sample import TrainSample
+from polyturn.infra.plugins import Registry
 
 Rewards = NDArray[np.float64]
 """[G] the scalar reward of each trajectory of a group."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
-from polyturn.core.plugin_shape import has_parameter, required, takes_any_keyword
-from polyturn.core.plugins import Registry
 from polyturn.core.reward import brief
 from polyturn.core.sample import TrainSample
+from polyturn.infra.plugin_shape import has_parameter, required, takes_any_keyword
+from polyturn.infra.plugins import Registry
 
 MAX_LOG_RATIO = 20.0
 """Bound of log ratios before `exp`: tokens beyond it are clipped anyway, and exp(89) is infinite in float32."""

@@ -28,8 +28,8 @@ from polyturn.compat.swift.shapes import overrides_batches, refuse_groups
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.core.task import Task
+from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.rollout_protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 

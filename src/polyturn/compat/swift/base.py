@@ -21,7 +21,7 @@ from typing import Any
 
 from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.errors import SchedulerError, did_you_mean
-from polyturn.core.plugin_shape import num_positional
+from polyturn.infra.plugin_shape import num_positional
 from polyturn.serving.rollout_protocol import (
     MEDIA,
     ChatCompletionResponse,

@@ -36,7 +36,7 @@ from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.parts import Section, arguments_of
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.plugins import load_plugins
+from polyturn.infra.plugins import load_plugins
 
 logger = logging.getLogger(__name__)
 

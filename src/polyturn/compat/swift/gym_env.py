@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.registry import PluginDict
-from polyturn.core.plugin_shape import CallShape, Shape
+from polyturn.infra.plugin_shape import CallShape, Shape
 from polyturn.serving.rollout_protocol import Messages, RolloutInferRequest
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.plugin_shape import Shape, check_class
+from polyturn.infra.plugin_shape import Shape, check_class
 
 
 class PluginDict(dict[str, Any]):

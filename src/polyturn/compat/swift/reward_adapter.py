@@ -20,9 +20,9 @@ from typing import Any
 
 from polyturn.compat.swift.orm import orms
 from polyturn.core.errors import ConfigError, RewardError, one_line
-from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline
+from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.serving.outputs import reward_rows
 
 GYM = "gym_reward"

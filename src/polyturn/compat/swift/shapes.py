@@ -9,7 +9,7 @@ from typing import Any
 
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.plugin_shape import CallShape, Shape, check_class
+from polyturn.infra.plugin_shape import CallShape, Shape, check_class
 from polyturn.infra.run_sync import in_own_loop
 from polyturn.serving.rollout_protocol import (
     ChatCompletionResponse,

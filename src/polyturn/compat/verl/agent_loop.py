@@ -27,8 +27,8 @@ from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for n
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 from polyturn.core.messages import Message
-from polyturn.core.plugin_shape import CallShape, Shape, check_class
 from polyturn.core.task import NATIVE_AGENTS
+from polyturn.infra.plugin_shape import CallShape, Shape, check_class
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 

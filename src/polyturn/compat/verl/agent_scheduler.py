@@ -43,9 +43,9 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, UnknownNameError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.plugin_shape import check_class, has_parameter
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import NATIVE_AGENTS, Task
+from polyturn.infra.plugin_shape import check_class, has_parameter
+from polyturn.infra.plugins import import_attr
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor
 from polyturn.algorithms.advantages import BatchAdvantages, Estimator, GroupView, MemberView, declare
 from polyturn.compat.verl.code_constants import names_in
 from polyturn.core.arrays import Floats
-from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.core.sample import TrainSample
+from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
 
 AdvFn = Callable[..., tuple[Tensor, Tensor]]
 """(token_level_rewards [B, R], response_mask [B, R], …) -> (advantages [B, R], returns [B, R])."""

@@ -34,7 +34,7 @@ from polyturn.compat.verl.estimators import (
 from polyturn.compat.verl.loss_aggregation import PolicyLossFn, agg_loss, as_policy_loss
 from polyturn.compat.verl.torch_functional import masked_mean, masked_whiten
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
-from polyturn.core.plugins import is_same_source
+from polyturn.infra.plugins import is_same_source
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY", "AdvantageEstimator", "agg_loss", "as_estimator", "as_policy_loss",

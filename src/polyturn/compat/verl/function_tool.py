@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, did_you_mean
-from polyturn.core.plugins import import_file, is_same_source
+from polyturn.infra.plugins import import_file, is_same_source
 from polyturn.tools import function as native
 from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse

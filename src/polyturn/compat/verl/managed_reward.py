@@ -32,9 +32,9 @@ from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
 from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
 from polyturn.core.errors import ConfigError
-from polyturn.core.plugin_shape import lacks
-from polyturn.core.plugins import import_attr
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
+from polyturn.infra.plugin_shape import lacks
+from polyturn.infra.plugins import import_attr
 from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.processes import Processes
 

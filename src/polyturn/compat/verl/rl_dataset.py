@@ -28,11 +28,11 @@ from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for n
 from polyturn.compat.verl.tokenizer import hf_processor, hf_tokenizer
 from polyturn.compat.verl.torch_functional import compute_position_id_with_mask, postprocess_data
 from polyturn.core.errors import ConfigError, DataError, one_line
-from polyturn.core.plugin_shape import has_parameter
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.data.rows import task_from_row
 from polyturn.data.sequences import TaskSequence
+from polyturn.infra.plugin_shape import has_parameter
+from polyturn.infra.plugins import import_attr
 from polyturn.tools.registry import initialize_tools_from_config
 
 _KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}

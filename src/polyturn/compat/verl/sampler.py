@@ -28,11 +28,11 @@ from polyturn.compat.verl.agent_scheduler import row_of
 from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.core.errors import CheckpointError, ConfigError, DataError, one_line
-from polyturn.core.plugin_shape import check_class
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import CURRICULUM, Curriculum, TaskSampler, Visit, empty
+from polyturn.infra.plugin_shape import check_class
+from polyturn.infra.plugins import import_attr
 
 logger = logging.getLogger(__name__)
 

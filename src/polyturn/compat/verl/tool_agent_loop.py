@@ -21,7 +21,7 @@ from polyturn.compat.verl.function_tool import load_function_tools_from_path
 from polyturn.compat.verl.profiler import simple_timer
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, one_line
-from polyturn.core.plugin_shape import has_parameter, takes_any_keyword
+from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.adapters import methods_of
 from polyturn.tools.registry import initialize_tools_from_config

@@ -17,9 +17,9 @@ from pydantic import Field, model_validator
 
 from polyturn.config.parts import BY_NAME, OwnPart, Section
 from polyturn.core.generation import Sampling
-from polyturn.core.live import NameOrObject
 from polyturn.data.options import MixOptions
 from polyturn.evaluation.options import EvalOptions
+from polyturn.infra.live import NameOrObject
 
 
 class TaskSourceConfig(Section):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from polyturn.config.parts import Section
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 
 
 class EnvConfig(Section):

@@ -18,8 +18,8 @@ from pydantic import Field, field_validator, model_validator
 
 from polyturn.config.parts import Section
 from polyturn.core.generation import Sampling
-from polyturn.core.live import NameOrObject
 from polyturn.engines.options import AnyEngineOptions
+from polyturn.infra.live import NameOrObject
 from polyturn.training.options import LoraSettings
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from polyturn.config.parts import BY_NAME, Section
 from polyturn.core.generation import Sampling
-from polyturn.core.live import NameOrObject
+from polyturn.infra.live import NameOrObject
 from polyturn.rollout.limits import Limits
 from polyturn.tokens.options import ParserOptions
 from polyturn.tools.options import ToolsOptions

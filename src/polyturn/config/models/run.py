@@ -24,9 +24,9 @@ from polyturn.config.models.model import SELF, ModelConfig, PolicyConfig
 from polyturn.config.models.reward import RewardConfig
 from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.parts import OwnPart, Section
-from polyturn.core.live import NameOrObject
 from polyturn.data.options import MixOptions
 from polyturn.engines.options import AnyEngineOptions, EmbeddedOptions, OwnEngineOptions, is_deterministic
+from polyturn.infra.live import NameOrObject
 from polyturn.store.options import StoreSettings
 from polyturn.training.options import SftOptions, TrainOptions
 

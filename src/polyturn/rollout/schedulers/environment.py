@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.env import ENV, Env, EnvStep, envs, observed
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message, Origin
-from polyturn.core.plugin_shape import check_class
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
+from polyturn.infra.plugin_shape import check_class
 from polyturn.rollout.calls import keeps_deadlines
+from polyturn.rollout.env import ENV, Env, EnvStep, envs, observed
 from polyturn.rollout.env_session import EnvSession
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.open_turn import OpenTurn, Reply

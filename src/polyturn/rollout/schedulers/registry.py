@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from polyturn.core.errors import UnknownNameError
-from polyturn.core.plugin_shape import CallShape, Shape
-from polyturn.core.plugins import Registry
+from polyturn.infra.plugin_shape import CallShape, Shape
+from polyturn.infra.plugins import Registry
 from polyturn.rollout.scheduler import MultiTurnScheduler
 
 schedulers: Registry[Any] = Registry("schedulers")

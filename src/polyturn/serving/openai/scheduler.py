@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, UnknownNameError, did_you_mean
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
+from polyturn.infra.plugins import import_attr
 from polyturn.rollout.calls import keeps_deadlines
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
 from polyturn.sandbox import BaseSandbox, SandboxSpec, open_sandbox, read_spec

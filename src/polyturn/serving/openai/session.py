@@ -23,13 +23,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyturn.core.aio import first_error
 from polyturn.core.errors import DataError, PolyturnError, SchedulerError, TemplateError, one_line
 from polyturn.core.generation import FinishReason, SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import CUT_BY_REQUEST
+from polyturn.infra.aio import first_error
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import Mark
 from polyturn.rollout.open_turn import OpenTurn

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polyturn.core.messages import ToolCall
-from polyturn.core.plugins import Registry
+from polyturn.infra.plugins import Registry
 from polyturn.tokens.parsers.reasoning import reasoning_formats, split_reasoning
 
 Tools = Sequence[Mapping[str, Any]]

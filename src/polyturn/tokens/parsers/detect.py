@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, TemplateError
-from polyturn.core.live import NameOrObject
 from polyturn.core.messages import Message, ToolCall
+from polyturn.infra.live import NameOrObject
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.options import ParserOptions
 from polyturn.tokens.parsers.base import ParsedTurn, ToolCallParser, Tools, TurnParser, parsers

@@ -13,7 +13,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from polyturn.core.plugins import Registry
+from polyturn.infra.plugins import Registry
 
 
 @dataclass(frozen=True, slots=True)

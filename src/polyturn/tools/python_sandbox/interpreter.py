@@ -28,7 +28,7 @@ from importlib import resources
 from typing import Any
 
 from polyturn.core.errors import PolyturnError
-from polyturn.core.readable import is_readable
+from polyturn.infra.readable import is_readable
 from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
 from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Isolation, bwrap
 from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.utils.reward_score import gsm8k
 
-from polyturn.core.plugins import import_attr
+from polyturn.infra.plugins import import_attr
 
 TASKS = str(Path(__file__).parents[4] / "examples/quickstart/tasks.py")
 PriceLookup: Any = import_attr(f"{TASKS}:PriceLookup")

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from polyturn.core.plugins import import_attr
 from polyturn.core.task import Task
+from polyturn.infra.plugins import import_attr
 
 TASKS = Path(__file__).parents[4] / "examples/quickstart/tasks.py"
 tasks: Any = import_attr(f"{TASKS}:tasks")

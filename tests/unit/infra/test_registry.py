@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
-from polyturn.core.plugins import Registry, import_attr
+from polyturn.infra.plugins import Registry, import_attr
 from support.refusals import refuses
 
 PLUGIN = """

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from polyturn.core.errors import SchedulerError
 from polyturn.core.messages import Message
-from polyturn.core.plugin_shape import CallShape, Shape
-from polyturn.core.plugins import Registry
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
+from polyturn.infra.plugin_shape import CallShape, Shape
+from polyturn.infra.plugins import Registry
 
 
 @runtime_checkable

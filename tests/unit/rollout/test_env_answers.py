@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyturn.core.env import EnvStep, Seated
+from polyturn.rollout.env import EnvStep, Seated
 
 
 @pytest.mark.parametrize("is_seated", [False, True])

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.contained import contained
 from polyturn.core.errors import DataError, one_line
+from polyturn.infra.contained import contained
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from polyturn.core.errors import (
     one_line,
 )
 from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
-from polyturn.core.live import LiveObject, NameOrObject
+from polyturn.infra.live import LiveObject, NameOrObject
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from polyturn.core.plugins import NAMESPACES, load_each
 from polyturn.core.trajectory import TrajectoryGroup
+from polyturn.infra.plugins import NAMESPACES, load_each
 
 
 class AdaptScheduler(Protocol):

@@ -9,8 +9,8 @@ import pytest
 from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.core.live import LiveObject
-from polyturn.core.plugins import Registry, import_attr
+from polyturn.infra.live import LiveObject
+from polyturn.infra.plugins import Registry, import_attr
 
 
 def price(item: str) -> str:

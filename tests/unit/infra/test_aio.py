@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from polyturn.core.aio import OneThread, finish
+from polyturn.infra.aio import OneThread, finish
 from support.refusals import refuses_later
 
 

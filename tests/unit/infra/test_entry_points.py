@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from polyturn.core.errors import ConfigError, MissingAttributeError, MissingModuleError, UnknownNameError
-from polyturn.core.plugins import OWN, Registry, distribution_of, load_offered, offered
-from polyturn.core.stand_in import stand_ins
+from polyturn.infra.plugins import OWN, Registry, distribution_of, load_offered, offered
+from polyturn.infra.stand_in import stand_ins
 from support.refusals import refuses
 
 ROOT = Path(__file__).parents[3]
