@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         """Return a decorator that registers its argument under `name`; `replace` allows a name that is already taken.
 
         Raises:
-            ConfigError: the name belongs to another object. Importing the same file under a second name is no conflict.
+            ConfigError: the name belongs to another object. Importing the same file under a second name is not a conflict.
         """
 
         def add(entry: T) -> T:

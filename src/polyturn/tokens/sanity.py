@@ -93,8 +93,8 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Compare the ids of an episode with a full render of its messages.
 
-    Template text after the last turn (its end token if the completion was cut, a newline) is no difference, because it is
-    not yet encoded in the episode.
+    Template text after the last turn (its end token if the completion was cut, a newline) does not count as a difference,
+    because it is not yet encoded in the episode.
 
     Args:
         incremental_ids: [T] the ids of the episode, ending with the last completion.
