@@ -56,7 +56,7 @@ class ServerDialect(ABC):
     tested_version: ClassVar[str] = "0"
     """The oldest version tested for training."""
     transfer_package: ClassVar[str | None] = None
-    """Package that the trainer needs to send tensors to these servers; None if none."""
+    """Package that the trainer needs to send tensors to these servers over nccl or ipc; None if none."""
     routes_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a server needs to report the experts of tokens."""
     sleep_flag: ClassVar[str] = ""

@@ -74,7 +74,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     if setup.adapter is not None:
         client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
     in_folder = transport in {"folder", "adapter"}
-    if not in_folder:
+    if transport in {"nccl", "ipc"}:
         _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; create it where the servers see it too")
@@ -138,7 +138,7 @@ def _require_package(transport: Transport, setup: EngineSetup, client: type[Remo
     if package is not None and importlib.util.find_spec(package) is None:
         _refuse(
             f"engine.weights resolves to {transport}, which needs the package {package} in polyturn's environment; "
-            "install it, or send weights through a folder that the servers see too (engine.weights_folder)",
+            "install it, or set engine.weights to gloo, or to a folder that the servers see too (engine.weights_folder)",
             setup,
         )
 

@@ -24,7 +24,7 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.sglang_transfer import SglangLink
+from polyturn.engines.sglang_transfer import SglangLink, SglangMemoryLink
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_transfer import TransferServer
 from polyturn.engines.weight_transport import Transport
@@ -155,7 +155,7 @@ class SglangEngine(RemoteEngine):
     @staticmethod
     async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
         """Return the trainer's end of SGLang's weight updates."""
-        return await SglangLink.open(transport, servers)
+        return SglangMemoryLink(servers) if transport == "ipc" else await SglangLink.open(transport, servers)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post to the server and check its success; skip session calls for servers without sessions.

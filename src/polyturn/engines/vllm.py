@@ -25,9 +25,9 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine, ServedAdapter
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.vllm_transfer import VllmLink
+from polyturn.engines.vllm_transfer import GlooLink, VllmLink
 from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_transfer import TransferServer
+from polyturn.engines.weight_transfer import TransferLink, TransferServer
 from polyturn.engines.weight_transport import Transport
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
@@ -206,9 +206,9 @@ class VllmEngine(RemoteEngine):
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
-    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> TransferLink:
         """Return the trainer's end of vLLM's transfer."""
-        return await VllmLink.open(transport, servers)
+        return await (GlooLink if transport == "gloo" else VllmLink).open(transport, servers)
 
     async def _loaded(self) -> None:
         await self._forget()
