@@ -21,7 +21,7 @@ from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.ranked import GatheredWeights
 from polyturn.training.weight_probe import WeightProbe
 from polyturn.training.weight_shifts import groups_of
-from polyturn.training.weight_sync import WeightSync
+from polyturn.training.weight_sync import SharedGpus, WeightSync
 from support.refusals import refuses_later
 
 VOCAB = 64
@@ -125,6 +125,46 @@ async def test_adapter_is_proved_part_by_part():
     for part in ("q_proj.lora_A", "down_proj.lora_B"):
         with pytest.raises(EngineError, match=rf"but still has the old model\.layers\.\*\..*{part}\.default\.weight"):
             await WeightSync(WithAdapter(model, keeps=part), policy, WeightProbe(**SMALL), **options).start(0)
+
+
+class Sleepy(Leaky):
+    """A server on the trainer's GPU that loses weights in its sleep: what it is sent meanwhile, or all new ones."""
+
+    def __init__(self, policy, *, fault=""):
+        super().__init__(policy)
+        self.fault = fault
+        self.log = []
+
+    async def sleep(self):
+        self.log.append("sleep")
+
+    async def update_weights(self, version, *, weights=None):
+        wakes = self.log[-1:] == ["sleep"]
+        self.log.append("weights")
+        if wakes and self.fault == "loses the update":  # its memory was released and is empty
+            weights = {name: torch.zeros_like(value) for name, value in weights.items()}
+        elif wakes and self.fault == "keeps old weights":
+            weights = None
+        await self.engine.update_weights(version, weights=weights)
+
+
+def shared_gpus(server, policy):
+    pool = EnginePool([server])
+    return SharedGpus(WeightSync(pool, policy, WeightProbe(**SMALL)), pool, policy.backend)
+
+
+async def test_canary_wakes_servers_that_sleep():
+    policy = make_policy(tied=True)
+    report = await shared_gpus(server := Sleepy(policy), policy).start(0)
+    assert report.canary < report.smallest_effect / 4
+    assert server.log == ["weights", "sleep", "weights", "sleep", "weights"]
+
+
+@pytest.mark.parametrize("fault", ["loses the update", "keeps old weights"])
+async def test_server_that_wakes_without_new_weights_ends_the_start(fault):
+    policy = make_policy(tied=True)
+    channel = shared_gpus(Sleepy(policy, fault=fault), policy)
+    await refuses_later(lambda: channel.start(0), EngineError, "replica 0", "did not arrive", "engine.update")
 
 
 async def test_no_group_is_blamed_where_several_are_stale():
