@@ -237,7 +237,7 @@ class BaseSandbox:
             stdin: The whole standard input.
             max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
 
-            Raises:
+        Raises:
             SandboxGoneError: the sandbox has ended.
         """
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)

@@ -130,7 +130,7 @@ def run_bounded(
         max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
         stop: Kills the program from another thread.
 
-        Raises:
+    Raises:
         OSError: the program cannot be started.
         StoppedError: `stop` was set.
     """
