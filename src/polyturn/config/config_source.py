@@ -96,7 +96,12 @@ def folder_or_name(source: str, base: Path) -> str:
     local = base / Path(source).expanduser()
     if local.is_dir():
         return str(local)
-    return str(packaged(source)) if source in PACKAGED else source
+    if source not in PACKAGED:
+        return source
+    from polyturn.tracking.console import Progress
+
+    with Progress(f"prepare {source}"):
+        return str(packaged(source))
 
 
 def model_folder(path: Path | None) -> Path | None:
