@@ -233,9 +233,8 @@ class EnginePool(BaseEngine):
                     problems.append(f"{replica.name}: served other weights than it was given")
         finally:
             self._live.pop(request.request_id, None)
-        raise EngineLostError(
-            f"request {request.request_id!r} was lost {len(problems)} times: {'; '.join(sorted(set(problems)))}"
-        )
+        times = f"{len(problems)} time{'s' * (len(problems) != 1)}"
+        raise EngineLostError(f"request {request.request_id!r} was lost {times}: {'; '.join(sorted(set(problems)))}")
 
     async def abort(self, request_id: str) -> None:
         """End a request now, whether it waits or runs."""
