@@ -62,6 +62,7 @@ def check_backend(source: ConfigSource) -> None:
     config = source.config
     is_torch = config.train.backend == BACKEND
     packs_rows(config, on_gpu=False)
+    _check_offload(config)
     if is_torch and degrees_of(config) == Degrees():
         return
     backend = backends.resolve(config.train.backend, base=source.base, key="train.backend")
@@ -70,3 +71,31 @@ def check_backend(source: ConfigSource) -> None:
     if config.model.lora is not None:
         add_lora(outline, config.model.lora, seed=config.seed)
     backend.check(outline, degrees_of(config))
+
+
+def _check_offload(config: RunConfig) -> None:
+    """Raise if an optimizer is to be offloaded that cannot be, or whose state is small.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    optims = {
+        "train.optim": config.train.optim,
+        "warm_start.optim": config.warm_start.optim,
+        "algorithm.critic.optim": config.algorithm.critic.optim,
+    }
+    key = next((key for key, optim in optims.items() if optim.offload), None)
+    if key is None:
+        return
+    split = config.train.distributed
+    for is_so, why in (
+        (config.model.lora is not None, "model.lora is set, whose optimizer is small; remove one of the two"),
+        (config.model.dtype == "float32", "model.dtype is float32, which has no masters; set model.dtype: bfloat16"),
+        (
+            config.train.backend != BACKEND or split.tensor_parallel > 1,
+            f"train.backend is {config.train.backend} with tensor_parallel {split.tensor_parallel}, which sums gradients on "
+            f"the GPUs in a step; set train.backend: {BACKEND} and tensor_parallel: 1",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"{key}.offload is true and {why}")

@@ -118,6 +118,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
 
     config = source.config
     split, is_torch = degrees_of(config), config.train.backend == BACKEND
+    needs_values = traits_of(build_estimator(source)).needs_values
     # An adapter's reference is the model itself.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
     return RankLoad(
@@ -125,7 +126,8 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
         expert_parallel=split.expert_parallel if is_torch else 1,
         context_parallel=split.context_parallel,
         megatron=None if is_torch else split,
-        num_trained=1 + traits_of(build_estimator(source)).needs_values,
+        num_trained=1 + needs_values,
+        num_offloaded=config.train.optim.offload + (needs_values and config.algorithm.critic.optim.offload),
         num_frozen=has_copy + (config.algorithm.loss.distill is not None),
         tokens=tokens,
         recomputes=config.model.gradient_checkpointing,

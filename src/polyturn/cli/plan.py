@@ -44,6 +44,11 @@ def main(
         for name, num in bytes_by_part.items():
             if num:
                 line(f"  {name}", f"{num / GB:.2f} GB")
+    if demand.load.num_offloaded:  # masters, moments and summed gradients in float32
+        line(
+            "offloaded optimizers of all ranks, not on the GPUs",
+            f"{demand.load.num_offloaded * size.trained * 16 / GB:.2f} GB",
+        )
     if layout.servers:
         left = limit - demand.at_rest(layout)
         if layout.is_shared:

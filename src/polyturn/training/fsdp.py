@@ -307,7 +307,9 @@ class ShardedOptimizer(Optimizer):
             if name in self._partial and param.grad is not None:
                 dist.all_reduce(local_part(param.grad), group=self._mesh["tp"].get_group())
         dtype = torch.promote_types(params[0].dtype, torch.float32)
-        squares = torch.zeros((), dtype=dtype, device=local_part(params[0]).device)
+        # On the ranks' device, where they communicate, also if the gradients are offloaded.
+        device = local_part(self._copies[0][0] if self._copies else params[0]).device
+        squares = torch.zeros((), dtype=dtype, device=device)
         for grad in (p.grad for p in params if p.grad is not None):
             # A tensor that several ranks hold, such as one that a row does not split, counts once.
             share = num_parts(grad) / dist.get_world_size()
@@ -322,7 +324,8 @@ class ShardedOptimizer(Optimizer):
         factor = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
         for param in params:
             if param.grad is not None:
-                local_part(param.grad).mul_(factor)
+                grad = local_part(param.grad)
+                grad.mul_(factor.to(grad.device))
 
     def _skip(self, problem: str) -> None:
         """Skip the step with the reason of the first rank that has one."""

@@ -70,6 +70,9 @@ class OptimSettings:
     schedule: Annotated[ScheduleOptions, BeforeValidator(by_name)] = ScheduleOptions()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients of a larger norm are scaled down to this norm; null does not clip."""
+    offload: bool = False
+    """Keep masters, moments and summed gradients in the machine's memory, and update there: 16 bytes a parameter less on the
+    GPUs, and slower steps. For model.dtype bfloat16."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more ends the run."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyturn.api.folders import open_source
+from polyturn.build.backend import check_backend
 from polyturn.build.gpu_plan import (
     Demand,
     GpuLayout,
@@ -24,6 +25,7 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad
+from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
 GB = 10**9
@@ -53,6 +55,28 @@ def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     for words in ("2 ranks and 2 servers of 1 GPU", "float32 masters", "room for conversations", "over 50 GB/s"):
         assert words in called.out
     assert re.search(r"fits +4 of 4 GPUs of 1 GB", called.out)
+
+
+def test_offloaded_optimizer_leaves_the_gpus(tmp_path: Path) -> None:
+    called = plan(tmp_path, "model.dtype=bfloat16", "train.optim.offload=true", "--gpus", 1, "--gpu-memory", 1)
+    assert called.code == 0, called.err
+    assert "offloaded optimizers of all ranks" in called.out
+    assert "masters" not in called.out and "moments" not in called.out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.dtype=float32"],
+        ["model.dtype=bfloat16", "model.lora={rank: 4}"],
+        ["model.dtype=bfloat16", "train.distributed={ranks: 2, tensor_parallel: 2}"],
+        ["model.dtype=bfloat16", "train.backend=megatron"],
+    ],
+)
+@pytest.mark.parametrize("key", ["train.optim.offload", "warm_start.optim.offload"])
+def test_offload_that_makes_no_sense_is_refused(key: str, settings: list[str], tmp_path: Path) -> None:
+    source, _ = open_source(write_tiny_run(tmp_path), [f"{key}=true", *settings])
+    refuses(lambda: check_backend(source), ConfigError, key, settings[-1].partition("=")[0])
 
 
 def test_too_many_gpus_are_refused_with_a_layout_that_fits(tmp_path: Path) -> None:
