@@ -65,7 +65,7 @@ def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None)
     """Let a replica that was given version 3 fail and come back."""
 
     async def main() -> tuple[Replica, list[PoolWeights]]:
-        replica = Replica(engine, "replica 0", 0, 8, version=3)
+        replica = Replica(engine, "replica 0", 8, version=3)
         target = PoolWeights(3, {"w": 1})
         seen: list[PoolWeights] = []
 
@@ -162,7 +162,7 @@ async def test_cancelled_recovery_ends_where_its_cleanup_fails() -> None:
     engine.fail()
     recovery = asyncio.create_task(
         recover(
-            Replica(engine, "replica 0", 0, 8, version=3),
+            Replica(engine, "replica 0", 8, version=3),
             engine,
             served=lambda: PoolWeights(3, {"w": 1}),
             again=lambda served: contextlib.nullcontext(served.weights),
@@ -299,18 +299,6 @@ async def test_restarted_server_waits_for_the_next_weights() -> None:
     answers = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(4)))
     assert (before, pool.replicas[0].is_live) == (False, True)
     assert [answer.policy_versions[-1][1] for answer in answers] == [2] * 4
-
-
-@virtual
-async def test_joining_server_waits_for_the_next_weights() -> None:
-    pool = EnginePool([Restartable()])
-    await pool.update_weights(1)
-    late = Restartable()
-    replica = pool.join(late)
-    await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
-    before = replica.is_live
-    await pool.update_weights(2)
-    assert (before, replica.is_live, late.pushed) == (False, True, [2])
 
 
 @virtual
