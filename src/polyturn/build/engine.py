@@ -18,7 +18,7 @@ from polyturn.core.routing import RouteShape
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine
 from polyturn.engines.options import OwnEngineOptions, ServerOptions
-from polyturn.engines.recovery import ServerPool
+from polyturn.engines.pool import EnginePool
 from polyturn.infra.live import LiveObject
 from polyturn.infra.plugin_shape import takes_any_keyword
 from polyturn.infra.plugins import wrong_kind
@@ -112,7 +112,7 @@ def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOp
     with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
         # `isinstance` evaluates the properties of the protocol.
-        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, ServerPool)
+        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, EnginePool)
     if not is_engine:
         needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"
         raise wrong_kind(engines.group, options.kind, engine, where="engine.kind", needs=needs)

@@ -34,7 +34,8 @@ from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.recovery import PooledServer, Refilled, ServerPool, Sleeper
+from polyturn.engines.recovery import Sleeper
+from polyturn.engines.replica import Replica
 from polyturn.engines.served import require_one_version
 from polyturn.infra.aio import OneThread, first_error
 from polyturn.training.backend import Backend
@@ -136,7 +137,7 @@ class WeightSync:
         After the start, weights are read in `thread`, the trainer's thread, while episodes continue.
         """
         self._engine = engine
-        self._pool = engine if isinstance(engine, ServerPool) else None
+        self._pool = engine if isinstance(engine, EnginePool) else None
         self._source = source
         self._probe = probe
         self._to_checkpoint = to_checkpoint
@@ -159,8 +160,8 @@ class WeightSync:
             EngineError: a group of parameters does not arrive; the message names the group.
         """
         await self._push(version)
-        if isinstance(self._engine, EnginePool):
-            require_one_version(self._engine)
+        if self._pool is not None:
+            require_one_version(self._pool)
         # Twice: the noise is the largest difference, which too few tokens would underestimate.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
@@ -187,7 +188,7 @@ class WeightSync:
             await before_push()
         await self.publish(version)
         # Not before, because the canary's weights have the same version as the true ones.
-        if isinstance(self._pool, Refilled):
+        if self._pool is not None:
             self._pool.current = self._current
         report = SyncReport(
             noise=self.noise,
@@ -262,7 +263,7 @@ class WeightSync:
     def _limit(self) -> float:
         return PROBE_FACTOR * (self.noise or 0.0)
 
-    def _replicas(self) -> dict[str, PooledServer]:
+    def _replicas(self) -> dict[str, Replica]:
         return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
 
     def _engines(self) -> dict[str, Engine]:
@@ -322,7 +323,7 @@ class WeightSync:
         samples: dict[str, list[TrainSample]] = {}
         problems: list[EngineError] = []
 
-        async def sample(name: str, replica: PooledServer) -> None:
+        async def sample(name: str, replica: Replica) -> None:
             try:
                 samples[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
