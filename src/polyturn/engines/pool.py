@@ -36,10 +36,6 @@ WATCH_S = 5.0
 """Seconds between two checks of a server that other processes send requests to."""
 
 
-def nothing_to_tell() -> None:
-    """Ignore a change of the pool; the default of `on_change`."""
-
-
 class EnginePool(BaseEngine):
     """Several engines as one; implements `core.protocols.Engine`."""
 
@@ -92,7 +88,7 @@ class EnginePool(BaseEngine):
         """Checks that a recovered server serves the pool's weights."""
         self.current: CurrentWeights | None = None
         """Provides the trainer's weights for a recovered server, if `files` does not keep weights."""
-        self.on_change: Callable[[], object] = nothing_to_tell
+        self.on_change: Callable[[], object] = lambda: None
         """Called when a server is lost or comes back, and when an update begins or ends."""
         self.uses: dict[str, PoolUse] = {}
         """The latest report of each worker that sends requests to the servers directly, by the worker's name."""
@@ -355,7 +351,6 @@ class EnginePool(BaseEngine):
             completion = await replica.engine.generate(request)
         except EngineLostError as problem:
             self.num_lost += 1
-            replica.num_lost += 1
             if epoch == replica.epoch:
                 self._down(replica, problem)
             raise

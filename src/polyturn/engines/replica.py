@@ -57,7 +57,6 @@ class Replica:
     why: str = ""
     """Why the server is out, or why the last recovery failed."""
     num_done: int = 0
-    num_lost: int = 0
 
     @property
     def load(self) -> int:
