@@ -109,7 +109,9 @@ def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
-    with pytest.raises(ConfigError, match=r"add --gpu-memory-utilization with the free share that `polyturn plan` reports"):
+    with pytest.raises(
+        ConfigError, match=r"add --gpu-memory-utilization with the free share that `train --dry-run --gpus N`"
+    ):
         build_pool(tmp_path, *SLEEP)
 
 

@@ -158,7 +158,7 @@ def _require_sleep(setup: EngineSetup, client: type[RemoteEngine], launch: Launc
     elif not any(arg.partition("=")[0] == client.share_flag for arg in launch.args):
         _refuse(
             f"engine.update is sleep and engine.launch.args is {launch.args}, so {client.name} would use nearly all of "
-            f"the trainer's GPU; add {client.share_flag} with the free share that `polyturn plan` reports",
+            f"the trainer's GPU; add {client.share_flag} with the free share that `train --dry-run --gpus N` reports",
             setup,
         )
 

@@ -150,7 +150,7 @@ def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
         "time of a step, at most",
     ):
         assert words in called.out
-    assert re.search(r"tokens +\d+ MiB\n", called.out), "the longest name stands apart from its value"
+    assert re.search(r"tokens +[\d.]+ MB\n", called.out), "the longest name stands apart from its value"
     assert not re.search(r"(\d+ ){20}", called.out), "ids are shown when they are asked for"
     assert re.search(r"(\d+ ){20}", call("train", config, "--dry-run", "--ids").out)
     assert "clip_low" not in called.out and "null" not in called.out, "a default is not news"

@@ -1,8 +1,7 @@
-"""`polyturn plan`: what fits is shown, what does not is refused with the nearest layout that does."""
+"""`train --dry-run --gpus N`: what fits is shown, what does not is refused with the nearest layout that does."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,14 @@ EIGHT_BILLION = ModelSize(
 
 
 def plan(tmp_path: Path, *arguments: object) -> Called:
-    return call_command(main, "plan", write_tiny_run(tmp_path), *arguments)
+    return call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *arguments)
+
+
+def test_option_of_gpus_alone_is_refused(tmp_path: Path) -> None:
+    assert "--gpu-memory has no effect without --gpus" in plan(tmp_path, "--gpu-memory", 1).err
+    assert "--ids has no effect with --gpus" in plan(tmp_path, "--gpus", 1, "--ids").err
+    assert "--gpus works only with --dry-run" in call_command(main, "train", write_tiny_run(tmp_path), "--gpus", 1).err
+    assert "polyturn train CONFIG --dry-run --gpus N" in call_command(main, "plan", write_tiny_run(tmp_path)).err
 
 
 def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     assert called.code == 0, called.err
     for words in ("2 ranks and 2 servers of 1 GPU", "float32 masters", "room for conversations", "over 50 GB/s"):
         assert words in called.out
-    assert re.search(r"fits +4 of 4 GPUs of 1 GB", called.out)
+    assert "fits: 4 of 4 GPUs of 1 GB" in called.out
 
 
 def test_offloaded_optimizer_leaves_the_gpus(tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ def test_megatron_ranks_are_planned_by_their_split(tmp_path: Path) -> None:
     assert of_backend.megatron == Degrees(tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
     assert of_torch.megatron is None and of_torch.expert_parallel == of_backend.expert_parallel == 1
     small = ["--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000"]
-    called = call_command(main, "plan", config, *small, *backend)
+    called = call_command(main, "train", config, "--dry-run", *small, *backend)
     assert called.code != 0 and "raise tensor_parallel or pipeline_parallel" in called.err
 
 
@@ -141,7 +147,7 @@ SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bf
 def test_shared_gpus_are_counted_by_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
     assert called.code == 0, called.err
-    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and re.search(r"fits +2 of 2 GPUs", called.out)
+    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and "fits: 2 of 2 GPUs" in called.out
     for words in ("each GPU in rollout", "each GPU as weights arrive", "each GPU in an update", "left to a server"):
         assert words in called.out
 

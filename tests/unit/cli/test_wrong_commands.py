@@ -290,7 +290,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("report runs/none --metric reward/mean", "no folder 'runs/none'"),
         # values that do not fit
         ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),
-        ("plan c.yaml --gpus many", "--gpus': it must be a whole number"),
+        ("train c.yaml --gpus many", "--gpus': it must be a whole number"),
         # options that are given twice
         ("rollout c.yaml --tasks 3 -n 5", "--tasks is given 2 times"),
         ("train c.yaml --resume --no-resume", "--resume is given 2 times"),
@@ -369,7 +369,7 @@ THEIRS = [
 @pytest.mark.parametrize(("text", "flag"), THEIRS)
 def test_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    for words in ("train", "plan", "doctor", "config", "serve --config", "serve --openai --config"):
+    for words in ("train", "train --dry-run --gpus 8", "doctor", "config", "serve --config", "serve --openai --config"):
         assert_refused(call(*words.split(), tmp_path / "c.yaml"), f"add {flag}")
 
 
