@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _KINDS = {
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
@@ -46,3 +49,15 @@ def expected(problem: Mapping[str, Any]) -> str:
     if message.startswith("Input should be "):
         return message.replace("Input should be", "it must be", 1)
     return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+
+
+def sentences(problem: ValidationError) -> list[str]:
+    """Return a sentence for each invalid value: "max_turns is '3'; it must be a whole number"."""
+    sentences = []
+    for one in problem.errors(include_url=False):
+        name, message = ".".join(map(str, one["loc"])), expected(one)
+        if one["type"] == "missing":
+            sentences.append(f"{name} is missing")
+        else:
+            sentences.append(f"{name} is {one['input']!r:.100}; {message}" if name else message)
+    return sentences

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.reward import MAX_REWARD
-from polyturn.infra.expected import expected
+from polyturn.infra.expected import sentences
 
 
 def _not_blank(text: str) -> str:
@@ -57,13 +57,4 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(options)
         except ValidationError as problem:
-            raise ConfigError(f"{who}: {'; '.join(_sentences(problem))}") from None
-
-
-def _sentences(problem: ValidationError) -> list[str]:
-    sentences = []
-    for one in problem.errors(include_url=False):
-        message = expected(one)
-        name = ".".join(map(str, one["loc"]))
-        sentences.append(f"{name} is {one['input']!r:.100}; {message}" if name else message)
-    return sentences
+            raise ConfigError(f"{who}: {'; '.join(sentences(problem))}") from None
