@@ -111,19 +111,15 @@ def _key_of(option: str, value: str) -> str:
     return f"{key}={value}"
 
 
-def new_folder(folder: Path) -> Path:
-    """Return the output folder of a command, after checking that it can be made and written.
+def new_folder(folder: Path | None) -> Path | None:
+    """Return the output folder of a command, if given, after checking that it can be made and written.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    check_writable(folder)
+    if folder is not None:
+        check_writable(folder)
     return folder
-
-
-def new_optional_folder(folder: Path | None) -> Path | None:
-    """Check an optional output folder; see `new_folder`."""
-    return None if folder is None else new_folder(folder)
 
 
 def new_file(file: Path | None) -> Path | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import declare, new_optional_folder
+from polyturn.cli.arguments import declare, new_folder
 
 
 @declare("model")
@@ -15,7 +15,7 @@ def main(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; by default in the user's cache."),
+        typer.Option("-o", "--out", callback=new_folder, help="The new folder; by default in the user's cache."),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights in the folder.")] = "float32",
 ) -> None:
