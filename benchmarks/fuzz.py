@@ -281,10 +281,10 @@ def configs(folder: Path) -> dict[str, Case]:
     """Return the cases of configurations, in our keys and in those of two other libraries."""
     from polyturn.compat.swift.args.arguments import parse, read, rollout_to_native, to_native
     from polyturn.compat.verl_config.compose import compose_file, compose_name
-    from polyturn.compat.verl_config.paths import absolute
     from polyturn.compat.verl_config.translate import translate
     from polyturn.config.load import load_config, load_values
     from polyturn.config.models import RunConfig
+    from polyturn.config.translate.paths import absolute
 
     examples = [
         yaml.safe_load((ROOT / f"{n}/config.yaml").read_text())

@@ -47,5 +47,5 @@ RETIRED: Mapping[str, str] = {
 
 
 def successor(key: str) -> str:
-    """Return what to write in place of `key` or `key=value`; "" if it is not retired."""
+    """Return the advice for a retired `key` or `key=value`, "" for any other."""
     return next((text for pattern, text in RETIRED.items() if fnmatchcase(f".{key}", f"*.{pattern}")), "")

@@ -28,9 +28,9 @@ from polyturn.compat.swift.args.arguments import (
     to_native,
 )
 from polyturn.compat.swift.command import dispatch, read_swift, rlhf
-from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 from support.refusals import refuses
 
