@@ -16,8 +16,9 @@ import pytest
 from polyturn import compat
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.compat.swift.adapter import SwiftScheduler
-from polyturn.compat.swift.base import MultiTurnScheduler
+from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+from polyturn.compat.swift.schedulers import ThinkingModelTipsScheduler
 from polyturn.compat.swift.shapes import check_scheduler
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
@@ -289,20 +290,25 @@ class BareEngine:
 
 
 @pytest.mark.parametrize("problem", [None, ValueError("engine"), asyncio.CancelledError()])
-async def test_trajectory_end_is_called_on_every_exit_of_a_bare_engine(problem: BaseException | None) -> None:
-    ends: list[tuple[list[str], BaseException | None]] = []
+@pytest.mark.parametrize("base", [RolloutScheduler, MultiTurnScheduler, ThinkingModelTipsScheduler])
+async def test_hooks_are_called_on_every_exit_of_a_bare_engine(base: Any, problem: BaseException | None) -> None:
+    calls: list[Any] = []
 
-    class Mine(MultiTurnScheduler):
+    class Mine(base):  # type: ignore[misc]
         def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
             return {"infer_request": infer_request}
 
-        async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> None:
-            ends.append(([one.uuid for one in requests], error))
+        async def on_trajectory_start(self, requests: list[Any]) -> None:
+            calls.append([one.uuid for one in requests])
 
-    request = RolloutInferRequest(messages=[{"role": "user", "content": "2+2?"}], uuid="u")
+        async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> None:
+            calls.append(([one.uuid for one in requests], error))
+
+    prompt: Any = [{"role": "user", "content": "2+2?"}]
+    request = RolloutInferRequest(messages=prompt, data_dict={"solution": "4"}, uuid="u")
     with contextlib.suppress(ValueError, asyncio.CancelledError):
         await Mine(BareEngine(problem), 2).run(request, RequestConfig())
-    assert ends == [(["u"], problem)]
+    assert calls == [["u"], (["u"], problem)]
 
 
 def test_images_of_infos_are_handed_over_in_base64(tmp_path: Path) -> None:
