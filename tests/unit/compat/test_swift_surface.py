@@ -265,6 +265,41 @@ def test_scheduler_of_whole_groups_is_refused_before_the_run(scheduler: type[Mul
         SwiftScheduler(scheduler).check_task(task())
 
 
+class AssertsWithTokenizer(Asserts):
+    """Reads the engine's tokenizer first."""
+
+    async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+        assert self.tokenizer is not None
+        return await super().async_infer(infer_requests, request_config, **kwargs)
+
+
+class MadeWithTokenizer(Shares):
+    """Is made with the run's tokenizer, so it cannot be made before the run."""
+
+    def __init__(self, *args: Any, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(*args, tokenizer=tokenizer, **kwargs)
+
+
+@pytest.mark.parametrize("scheduler", [AssertsWithTokenizer, MadeWithTokenizer])
+async def test_scheduler_of_whole_groups_is_refused_in_its_first_run(scheduler: type[MultiTurnScheduler]) -> None:
+    driver = SwiftScheduler(scheduler)
+    driver.check_task(task())
+    with pytest.raises(ConfigError, match=rf"{scheduler.__name__}\.async_infer .* whole group"):
+        await run_episode(scripted_context(["a"], scheduler=driver), task(), id="g0/0")
+
+
+async def test_batches_that_sample_themselves_run() -> None:
+    class Samples(Wraps):
+        async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+            response = await self.infer_engine.infer_async(infer_requests[0], request_config)
+            reply = {"role": "assistant", "content": response.choices[0].message.content}
+            return [RolloutOutput(response=response, messages=[*infer_requests[0].messages, reply])]
+
+    SwiftScheduler(Samples).check_task(task())
+    trajectory = await play_swift(Samples, ["a"])
+    assert [trajectory.error, trajectory.turns[0].message.text] == [None, "a"]
+
+
 async def test_wrapper_of_single_requests_runs() -> None:
     SwiftScheduler(Wraps).check_task(task())
     trajectory = await play_swift(Wraps, ["a", "b"], max_turns=2)
