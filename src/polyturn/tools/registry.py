@@ -23,6 +23,7 @@ from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.mcp_items import build_mcp_tools
 from polyturn.tools.sandbox_tools import SandboxTools
+from polyturn.tools.schema import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema  # users import it from here too
 
 
 class ToolType(Enum):
