@@ -14,7 +14,6 @@ Row managers (`run_single`) run in an event loop of this process.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -35,6 +34,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.infra.plugin_shape import lacks
 from polyturn.infra.plugins import import_attr
+from polyturn.infra.run_sync import in_background
 from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.processes import Processes
 
@@ -88,10 +88,10 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
     async def make() -> RewardManagerBase:
         return cls(config=OmegaConf.create(config), **own)
 
-    manager = asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+    manager = in_background(make(), thread="reward-managers")
 
     def judge(trajectory: Trajectory) -> dict[str, Any]:
-        result = asyncio.run_coroutine_threadsafe(manager.run_single(as_batch(trajectory)), _loop()).result()
+        result = in_background(manager.run_single(as_batch(trajectory)), thread="reward-managers")
         return {**(result.get("reward_extra_info") or {}), "score": float(result["reward_score"])}
 
     return judge
@@ -131,14 +131,6 @@ def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
         return processes(**{**bound, **dict(zip(signature.parameters, arguments.args, strict=False)), **arguments.kwargs})
 
     return call
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of row managers, which runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-managers", daemon=True).start()
-    return loop
 
 
 def as_batch(trajectory: Trajectory) -> DataProto:
