@@ -101,7 +101,7 @@ SLEEP = (*LAUNCH, "engine.update=sleep")
 async def test_server_on_a_shared_gpu_is_started_to_sleep(
     kind: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyturn.engines.served.choose_transport", lambda *at, **options: "nccl")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
     pool = build_pool(tmp_path, *SLEEP, f"engine.kind={kind}", f"engine.launch.args={flags[1:]}")
@@ -111,7 +111,7 @@ async def test_server_on_a_shared_gpu_is_started_to_sleep(
 
 
 def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.engines.served.choose_transport", lambda *at, **options: "nccl")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
     with pytest.raises(
