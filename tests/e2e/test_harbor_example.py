@@ -17,9 +17,8 @@ from polyturn.cli.main import main
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.store.stored_run import open_store
-from polyturn.testing.tiny_models import tiny_tokenizer
 from support.invariants import Exchange, check_invariants
-from support.models import tiny_model
+from support.models import write_brief_model
 from support.runs import call_command, trained_steps
 from support.sandboxes import needs_bubblewrap
 
@@ -41,9 +40,7 @@ fails = dataclasses.replace(small, command=("sh", "-c", line, *small.command[1:]
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_model(tokenizer, hidden=16, layers=1).save_pretrained(tmp_path / "model")
+    write_brief_model(tmp_path / "model", max_positions=16384)
     return str(tmp_path / "model")
 
 
@@ -109,7 +106,7 @@ def test_command_line_agent_is_evaluated_on_exact_tokens(
     called = call_command(
         main,
         *("eval", EXAMPLE / "agent.yaml", f"out={tmp_path}", "--model", model, "--json", *SMALL, *settings),
-        *("env.kwargs.eval=tasks", "rollout.max_failed_share=0.5"),
+        *("env.kwargs.eval=tasks", "env.eval_tasks=3", "rollout.max_failed_share=0.5"),
     )
     assert called.code == 0, called.err
     found: dict[str, Any] = json.loads(called.out)
@@ -123,3 +120,5 @@ def test_command_line_agent_is_evaluated_on_exact_tokens(
         mine = [exchange for id, exchange in exchanges if id.startswith(t.id)]
         assert mine and len(mine) == len(t.turns)
         check_invariants(t, mine)
+    if agent == "mini_swe_agent":
+        assert max(len(t.turns) for t in trajectories) > 1, "it asks again for a command"

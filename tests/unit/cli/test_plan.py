@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from polyturn.api.folders import open_source
 from polyturn.build.backend import check_backend
 from polyturn.build.gpu_plan import (
+    USABLE,
     Demand,
     GpuLayout,
     demand_of,
@@ -75,14 +77,14 @@ def test_offloaded_optimizer_leaves_the_gpus(tmp_path: Path) -> None:
     [
         ["model.dtype=float32"],
         ["model.dtype=bfloat16", "model.lora={rank: 4}"],
-        ["model.dtype=bfloat16", "train.distributed={ranks: 2, tensor_parallel: 2}"],
+        ["model.dtype=bfloat16", "train.distributed.ranks=2", "train.distributed.tensor_parallel=2"],
         ["model.dtype=bfloat16", "train.backend=megatron"],
     ],
 )
 @pytest.mark.parametrize("key", ["train.optim.offload", "warm_start.optim.offload"])
 def test_offload_that_makes_no_sense_is_refused(key: str, settings: list[str], tmp_path: Path) -> None:
     source, _ = open_source(write_tiny_run(tmp_path), [f"{key}=true", *settings])
-    refuses(lambda: check_backend(source), ConfigError, key, settings[-1].partition("=")[0])
+    refuses(lambda: check_backend(source), ConfigError, key, settings[-1].partition("=")[0].rpartition(".")[2])
 
 
 def test_too_many_gpus_are_refused_with_a_layout_that_fits(tmp_path: Path) -> None:
@@ -131,6 +133,15 @@ def test_conversation_too_long_for_a_rank_is_split() -> None:
     with pytest.raises(ConfigError, match=r"8 ranks and 2 servers .* fit with train.distributed.context_parallel: 4"):
         require_fit(demand, layout, gpus=16, limit=limit)
     assert with_split_context(demand, layout, gpus=16, limit=12 * GB) is None
+
+
+def test_131k_tokens_of_8b_fit_on_eight_gpus() -> None:
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=131_072, recomputes=True), context=131_072)
+    layout, limit = GpuLayout(4, 4, 1), int(80 * GB * USABLE)
+    assert not demand.fits(layout, limit=limit) and nearest(demand, layout, gpus=8, limit=limit) is None
+    assert with_split_context(demand, layout, gpus=8, limit=limit) == (2, GpuLayout(6, 2, 1))
+    split = demand._replace(load=replace(demand.load, context_parallel=4), row=4)
+    require_fit(split, layout, gpus=8, limit=limit)
 
 
 def test_ranks_with_the_same_samples_are_added_together(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def play(agent: Callable[[Any, Any], Awaitable[None]]) -> None:
             await agent(ours, theirs)
         return 1.0
 
-    context = scripted_context([], scheduler=BlackBox(agent=call), limits=Limits(max_context=8000))
+    context = scripted_context([], scheduler=BlackBox(agent=call), limits=Limits(max_context=8000), sanity_every=0)
     context.engine = ScriptedEngine(answer)
     t = await run_episode(context, task(data_source=None), id="e")
     assert t.error is None, t.error
