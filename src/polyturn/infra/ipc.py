@@ -55,7 +55,7 @@ class Peer(asyncio.Protocol):
         """
         if self._problem is not None:
             raise self._problem
-        packed = cloudpickle.dumps(arguments)
+        packed = _pickled(arguments)
         number = next(self._numbers)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -72,7 +72,7 @@ class Peer(asyncio.Protocol):
 
     def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of the other end without waiting; its result or error is dropped, as is a call after the end."""
-        self._send((next(self._numbers), method, cloudpickle.dumps(arguments)))
+        self._send((next(self._numbers), method, _pickled(arguments)))
 
     def close(self) -> None:
         """Close the connection once everything is written."""
@@ -104,14 +104,14 @@ class Peer(asyncio.Protocol):
     async def _answer(self, number: int, method: str, packed: bytes) -> None:
         try:
             try:
-                answer = cloudpickle.dumps((await self._methods[method](*pickle.loads(packed)), None))
+                answer = _pickled((await self._methods[method](*pickle.loads(packed)), None))
             except PolyturnError as error:
-                answer = cloudpickle.dumps((None, error))
+                answer = _pickled((None, error))
                 pickle.loads(answer)  # one of a class with arguments of its own cannot be made again from its message
             self._send((number, None, answer))
         except Exception:
             problem = RuntimeError(f"in another process of the run:\n{traceback.format_exc()}")
-            self._send((number, None, cloudpickle.dumps((None, problem))))
+            self._send((number, None, _pickled((None, problem))))
 
     # asyncio.Protocol.
 
@@ -140,3 +140,12 @@ class Peer(asyncio.Protocol):
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._problem)
+
+
+def _pickled(value: object) -> bytes:
+    """Pickle a value. Only classes of the main script and local ones need cloudpickle, which takes several times as long."""
+    try:
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        return bytes(cloudpickle.dumps(value))
+    return bytes(cloudpickle.dumps(value)) if b"__main__" in data else data

@@ -117,11 +117,12 @@ class ManagedProcess:
             self._process.wait(timeout_s)
         return not self.is_alive
 
-    def end(self, *, grace_s: float = 0.0) -> None:
+    def end(self, *, grace_s: float = 0.0, asks: bool = True) -> None:
         """End the process and every process of its session; a second call does nothing.
 
         Args:
             grace_s: Seconds that it may take to end by itself after its input is closed and SIGTERM; 0 kills at once.
+            asks: Whether to send SIGTERM; if not, only its input is closed.
         """
         if self._is_over:
             return  # its id may belong to another process by now
@@ -130,7 +131,8 @@ class ManagedProcess:
             if self.stdin is not None:
                 self.stdin.close()
         if grace_s:
-            signal_session(self.pid, signal.SIGTERM)
+            if asks:
+                signal_session(self.pid, signal.SIGTERM)
             self._await_end(grace_s)
         signal_session(self.pid, signal.SIGKILL)
         self._process.wait()

@@ -148,6 +148,7 @@ async def test_close_while_starting_fails_every_waiting_request(passes: int):
 @on_one_loop
 async def test_update_sends_current_weights_and_tags_each_token(engine: ProcessEngine):
     old = model()
+    await engine.update_weights(0)
     with torch.no_grad():
         for parameter in MODEL.parameters():
             parameter.mul_(1.1)
