@@ -481,6 +481,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     import torch
     import uvicorn
 
+    from polyturn.sandbox.python.limits import RunResult
     from polyturn.serving import RolloutService
     from polyturn.serving import app as rollout_app
     from polyturn.serving import sandbox as sandbox_app
@@ -489,7 +490,6 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     from polyturn.serving.openai.endpoint import EndpointOptions
     from polyturn.serving.openai.hosted_episodes import OpenAIService
     from polyturn.testing.episodes import scripted_context
-    from polyturn.tools.python_sandbox.limits import RunResult
     from polyturn.viewer import app as viewer_app
     from polyturn.viewer.run_view import RunView
 

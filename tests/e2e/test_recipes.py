@@ -25,10 +25,10 @@ from polyturn.api.dry_run import device_plan
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.sandbox.python.isolation import Isolation, find_isolation
 from polyturn.store.stored_run import open_store
 from polyturn.testing.published import PUBLISHED
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from support.models import tiny_model
 from support.runs import call_command, trained_steps
 from support.scripted_server import scripted_server

@@ -61,10 +61,10 @@ def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
     Raises:
         ConfigError: the address would be open to others, or this machine cannot isolate code.
     """
+    from polyturn.sandbox.python.interpreter import Interpreter
+    from polyturn.sandbox.python.isolation import bare_python, interpreter_folders, require_isolation
+    from polyturn.sandbox.python.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
     from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
-    from polyturn.tools.python_sandbox.interpreter import Interpreter
-    from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_isolation
-    from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
     isolation = require_isolation(allow_unsafe=False)

@@ -22,12 +22,12 @@ from starlette.requests import Request
 
 from polyturn.core.errors import one_line
 from polyturn.infra.threads import DaemonThreads
+from polyturn.sandbox.python.fusion import reply_of
+from polyturn.sandbox.python.interpreter import Interpreter, SandboxStartError
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
 from polyturn.serving.auth import ServerRules, json_app
 from polyturn.serving.body import Body, read_body, while_wanted
-from polyturn.tools.python_sandbox.fusion import reply_of
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
-from polyturn.tools.python_sandbox.pool import WarmPool
 
 MAX_BODY_BYTES = 8 << 20
 

@@ -14,7 +14,7 @@ import pytest
 from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.rewards import code, exact_match, geo3k, math, math_dapo, search_r1
 from polyturn.rewards.default import default_compute_score
-from polyturn.tools.python_sandbox.isolation import Isolation
+from polyturn.sandbox.python.isolation import Isolation
 from support.isolated import need_isolation
 from support.refusals import refuses
 from support.scripted_server import scripted_server
@@ -312,7 +312,7 @@ def test_unreadable_tests_are_a_data_error_whatever_the_program(tests: Any, mess
 
 def test_programs_without_a_sandbox_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: code.Sandbox(url=None, python="/nowhere/python").require(), ConfigError, "'/nowhere/python'")
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.sandbox.python.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     refuses(lambda: code.Sandbox(url=None).require(), ConfigError, "reward.sandbox.url is not set", "no bubblewrap")
     refuses(
         lambda: code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None)),

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
 from polyturn.serving.sandbox import Program, SandboxService, create_app
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
 
 WITHIN_S = 60
 

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from polyturn.sandbox.python.limits import SandboxLimits
 from polyturn.serving.sandbox import SandboxService, create_app
 from polyturn.tools.http_service import ServiceReply
-from polyturn.tools.python_sandbox import SandboxLimits
 from polyturn.tools.sandbox import read_reply
 from support.isolated import need_isolation, start_sandbox
 
