@@ -283,6 +283,8 @@ async def test_event_loop_goes_on_while_long_text_is_encoded(monkeypatch: pytest
 def test_every_nth_episode_is_compared_with_a_full_render() -> None:
     context = scripted_context([], sanity_every=3)
     assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]
+    for mode in ("off", "disable"):
+        assert not scripted_context([], sanity_every=1, sanity_mode=mode).is_sanity_due()
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("strict", KINDS), ("ignore_strippable", ("other",))])
