@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from polyturn.core.code_origin import passed_an_author
 from polyturn.core.errors import ConfigError, PolyturnError, one_line, raised_at
-from polyturn.core.interrupts import ends_for_a_plugin
 from polyturn.infra.writable import check_file_writable, check_writable
 
 EMBED_TOKEN_VARIABLE = "POLYTURN_EMBED_TOKEN"
@@ -70,14 +70,15 @@ class Command(TyperCommand):
         """
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, SystemExit) as problem:
-            if ends_for_a_plugin(problem):
-                raise PolyturnError(
-                    f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which does not end the process"
-                ) from problem
-            if isinstance(problem, KeyboardInterrupt):
-                print("polyturn: interrupted", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("polyturn: interrupted", file=sys.stderr)
             raise
+        except SystemExit as problem:
+            if not passed_an_author(problem):
+                raise
+            raise PolyturnError(
+                f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which does not end the process"
+            ) from problem
 
 
 def declare(

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
 from polyturn.infra.live import LiveObject, NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
@@ -141,7 +140,6 @@ def initialize_interactions_from_config(
             more |= {"policies": policies or {}} if lacks(cls, "policies") else {}
             out[name] = cls({**entry.config, "name": name}, **more)
         except PLUGIN_RAISES as problem:
-            pass_interrupt(problem)
             raise ConfigError(f"{entry.where}: {_class_of(cls).__name__}(config) raised {one_line(problem)}") from problem
     return out
 

@@ -246,7 +246,7 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
 
     try:
         tools: list[dict[str, Any]] = in_own_loop(fetch_in_time)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         raise ConfigError(

@@ -13,8 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
 from polyturn.infra.live import NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class
@@ -171,6 +170,5 @@ def _construct(cls: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | No
     try:
         built: BaseTool = cls(config, read_schema(raw_schema))
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem
     return built

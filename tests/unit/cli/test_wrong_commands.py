@@ -125,7 +125,6 @@ MISTAKES = [
     ("plugins=[broken.py]", ["a_module_that_is_nowhere"]),
     ("reward.function=fails.py:score", ["fails.py", "line 3", "ValueError"]),
     ("plugins=[ends.py]", ["ends.py", "SystemExit: 3"]),
-    ("rollout.scheduler=interrupts.py:S", ["interrupts.py", "KeyboardInterrupt"]),
     # plug-ins of the wrong form
     ("rollout.scheduler=mine.py:Ends", ["mine.py, line 13"]),
     ("data.sampler=mine.py:Chooses", ["data.sampler", "mine.py:Chooses"]),
@@ -156,7 +155,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("broken.py", "import a_module_that_is_nowhere\n"),
         ("fails.py", "import math\n\nSIZE = math.sqrt(-1)\n"),
         ("ends.py", "import sys\n\nsys.exit(3)\n"),
-        ("interrupts.py", "raise KeyboardInterrupt\n"),
     ):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
