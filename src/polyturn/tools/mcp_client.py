@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.secrets import bearer, is_secret_name, token_from
+from polyturn.infra.plugin_files import read_resolved
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
@@ -171,25 +171,10 @@ def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}; mcp_servers_config_path is relative to the tool file's folder")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: this is not valid JSON: {one_line(problem)}") from problem
-    servers = data.get("mcpServers") if isinstance(data, Mapping) else None
+    servers = read_resolved(path).get("mcpServers")
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError(f'{path}: write the servers as {{"mcpServers": {{"name": {{"command": …}} or {{"url": …}}}}}}')
-    if "${" not in json.dumps(data):
-        return dict(servers)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
-    except OmegaConfBaseException as problem:
-        raise ConfigError(f"{path}: a reference cannot be resolved: {one_line(problem)}") from problem
-    return dict(resolved["mcpServers"])
+    return dict(servers)
 
 
 def _check_server(settings: Any, *, where: str) -> None:
