@@ -13,7 +13,6 @@ model sees tells the failures apart: the tool refused, the server is gone, or th
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,28 +20,11 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, LifecycleError, ToolConnectionError, ToolError
 from polyturn.core.messages import Origin
+from polyturn.infra.aio import Pace
 from polyturn.tools.base import BaseTool
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.mcp_content import images_of, text_of
 from polyturn.tools.schema import ToolResponse
-
-
-class Pace:
-    """Limits calls to `per_second`, evenly spaced; each call's time slot is fixed when `wait` is called."""
-
-    def __init__(self, per_second: float) -> None:
-        if per_second <= 0:
-            raise ConfigError(f"rate_limit is {per_second} calls a second; it must be positive")
-        self._gap_s = 1.0 / per_second
-        self._free_at = 0.0
-
-    async def wait(self) -> None:
-        """Wait for this call's time slot."""
-        now = asyncio.get_running_loop().time()
-        turn = max(now, self._free_at)
-        self._free_at = turn + self._gap_s
-        if turn > now:
-            await asyncio.sleep(turn - now)
 
 
 class MCPBaseTool(BaseTool):
@@ -55,7 +37,10 @@ class MCPBaseTool(BaseTool):
         self.timeout: float = config.get("timeout", 30)
         if not isinstance(self.timeout, int | float) or self.timeout <= 0:
             raise ConfigError(f"timeout is {self.timeout!r}; it must be a positive number of seconds")
-        self._pace = Pace(config.get("rate_limit", 120))
+        per_second = config.get("rate_limit", 120)
+        if per_second <= 0:
+            raise ConfigError(f"rate_limit is {per_second} calls a second; it must be positive")
+        self._pace = Pace(per_second)
         self._server: McpServer | None = None
         self._remote_name = self.name
         self._instance_dict: dict[str, dict[str, Any]] = {}
