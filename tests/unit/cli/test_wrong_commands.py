@@ -343,7 +343,7 @@ def test_key_overridden_twice_is_logged(
     assert len(lines) == bool(keys) and all(keys in line for line in lines), lines
 
 
-def test_tool_of_a_row_that_the_run_lacks_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tool_of_a_row_that_the_run_lacks_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tasks = write_tiny_run(tmp_path), tmp_path / "tasks.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
     rows[0]["extra_info"]["tools_kwargs"] = {"shuot": {"create_kwargs": {}}}
@@ -351,8 +351,8 @@ def test_tool_of_a_row_that_the_run_lacks_is_named(tmp_path: Path, caplog: pytes
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     called = call("train", config, "--dry-run")
     assert called.code == 0, called.err
-    shown = called.err + caplog.text
-    assert "2 of 6 tasks name the tool 'shuot'" in shown and "'shout'?" in shown
+    (line,) = [message for message in caplog.messages if "'shuot'" in message]
+    assert "'shout'?" in line
 
 
 THEIRS = [
