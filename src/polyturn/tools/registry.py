@@ -22,7 +22,6 @@ from polyturn.tools.base import BaseTool, check_names, read_schema
 from polyturn.tools.function import FunctionTool
 from polyturn.tools.mcp_items import build_mcp_tools
 from polyturn.tools.sandbox_tools import SandboxTools
-from polyturn.tools.schema import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema  # users import it from here too
 
 
 class ToolType(Enum):
@@ -104,25 +103,6 @@ def initialize_tools_from_config(
     tools = [tool for entry in file.entries for tool in _build(entry, base=file.base)]
     check_names(tools)
     return tools
-
-
-def load_all_tools(
-    tool_config_path: str | Path | Mapping[str, Any] | None = None, function_tool_path: str | Path | None = None
-) -> list[BaseTool]:
-    """Build the tools of a tool file and collect the decorated functions of a Python file.
-
-    Raises:
-        ConfigError: a tool is invalid, or two tools have the same name.
-    """
-    tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
-    functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
-    if both := sorted({tool.name for tool in tools} & {tool.name for tool in functions}):
-        raise ConfigError(
-            f"the function tools {both} of {str(function_tool_path)!r} collide with tools of the tool file; "
-            "the model calls tools by name, so rename one of each"
-        )
-    check_names(functions)
-    return [*tools, *functions]
 
 
 def load_function_tools(path: str | Path) -> list[FunctionTool]:

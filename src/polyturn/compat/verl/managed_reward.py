@@ -27,6 +27,7 @@ from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.compat.verl.reward_loop import RewardManagerBase
 from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
+from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
 from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
@@ -35,7 +36,6 @@ from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.infra.plugin_shape import lacks
 from polyturn.infra.plugins import import_attr
 from polyturn.infra.run_sync import in_background
-from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.processes import Processes
 
 
