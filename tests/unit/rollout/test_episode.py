@@ -287,6 +287,16 @@ def test_every_nth_episode_is_compared_with_a_full_render() -> None:
         assert not scripted_context([], sanity_every=1, sanity_mode=mode).is_sanity_due()
 
 
+def test_copied_context_shares_no_private_state() -> None:
+    context = scripted_context([])
+    context.encoder_for(task())
+    context.is_sanity_due()
+    copied = dataclasses.replace(context, sanity_every=2)
+    private = [one.name for one in dataclasses.fields(context) if not one.init]
+    assert not [name for name in private if getattr(copied, name) is getattr(context, name)]
+    assert copied.reported is context.reported and copied.running is context.running
+
+
 @pytest.mark.parametrize(("mode", "warned"), [("strict", KINDS), ("ignore_strippable", ("other",))])
 def test_strict_mode_warns_once_of_each_kind(mode: str, warned: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
     context = scripted_context([], sanity_mode=mode)
