@@ -46,7 +46,7 @@ class McpServerSettings(Settings):
     command: Text | None = None
     args: list[Any] | None = None
     env: Mapping[Any, Any] | None = None
-    cwd: str | None = None
+    cwd: str | Path | None = None
     url: Text | None = None
     auth_token: Any = None
     token_env: Any = None
