@@ -24,7 +24,7 @@ from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset
 from polyturn.infra.live import names_code
 from polyturn.infra.plugins import import_attr
-from polyturn.interactions.context import check_row, check_setup
+from polyturn.interactions.checks import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.console import Progress

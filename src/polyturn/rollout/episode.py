@@ -32,7 +32,7 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.infra.deadline import pauses_stretch
-from polyturn.interactions.context import SpeakOptions
+from polyturn.interactions.base import SpeakOptions
 from polyturn.rollout import history_edits
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.aside import Aside, EpisodeView, sampled_for
