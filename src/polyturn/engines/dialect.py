@@ -8,6 +8,7 @@ _describe, _look                                                     the server'
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,12 @@ class ServerFacts(NamedTuple):
     """Number of processes with weights, each with a share of the model."""
     version: str = ""
     """Version of the server's software."""
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version's release: "0.32.0.dev1+cpu" -> (0, 32, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 class ServerDialect(ABC):

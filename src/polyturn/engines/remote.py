@@ -32,7 +32,7 @@ from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineLoad
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.dialect import ServerDialect, ServerFacts
+from polyturn.engines.dialect import ServerDialect, ServerFacts, release
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import RunningServer
 from polyturn.engines.options import ServerOptions
@@ -426,6 +426,18 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 if self.supervisor is not None:
                     self._link.url = (await self.supervisor.start()).url
                 self._facts = await self._describe()
+                self._warn_of_version(self._facts.version)
+
+    def _warn_of_version(self, version: str) -> None:
+        is_own = self.supervisor is None and not self._follows  # the run starts servers of a checked version
+        if is_own and version and release(version) != release(self.tested_version):
+            logger.warning(
+                "the server at %s runs %s %s, and polyturn is tested with %s; if the run fails there, install that version",
+                self.url,
+                self.name,
+                version,
+                self.tested_version,
+            )
 
     async def _look_once(self) -> None:
         try:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secrets import bearer, token_from
 from polyturn.engines.base import EngineSetup
+from polyturn.engines.dialect import release
 from polyturn.engines.following import FollowingPool
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.options import LaunchOptions, ServerOptions
@@ -199,14 +199,8 @@ def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[Rem
     version = done.stdout.strip()
     if done.returncode:
         _refuse(f"engine.launch.python is {python!r}, whose environment has no {name}; {install}", setup)
-    elif _numbers(version) < _numbers(client.tested_version):
+    elif release(version) < release(client.tested_version):
         _refuse(f"engine.kind is {name}, and {name} {version} is too old to train with; {install}", setup)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version's release: "0.32.0.dev1+cpu" -> (0, 32, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _launches(

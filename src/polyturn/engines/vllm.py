@@ -75,6 +75,13 @@ class VllmEngine(RemoteEngine):
                 f"the vLLM server at {self.url} runs with --logprobs-mode {model['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
             )
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if self._transfer is not None and backend != self._transfer.transport:
+            raise EngineError(
+                f"engine.weights resolves to {self._transfer.transport}, and the vLLM server at {self.url} runs with "
+                f"{f'--weight-transfer-config.backend {backend}' if backend else 'no weight transfer'}; start it with "
+                f"--weight-transfer-config.backend {self._transfer.transport}, or set engine.weights: folder"
+            )
         self._routes.check_given(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         return ServerFacts(
             seeded=True,

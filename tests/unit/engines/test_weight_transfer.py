@@ -125,6 +125,16 @@ async def test_error_of_the_trainer_reaches_every_server(problem):
     assert results == [problem, problem]
 
 
+async def test_group_that_cannot_meet_names_the_folder_and_address():
+    async def open_link(way, servers):
+        raise EngineLostError("the gloo group with the servers broke (timed out)")
+
+    _, (problem,) = await push(WeightTransfer("gloo", open_link), {"w": 1}, [Server("http://127.0.0.1:8000")])
+    assert isinstance(problem, EngineLostError)
+    for word in ("timed out", "127.0.0.1", "engine.weights: folder"):
+        assert word in str(problem)
+
+
 class Gated(Link):
     """Sends, and closes, once its gate is open."""
 
