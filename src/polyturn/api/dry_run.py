@@ -186,7 +186,8 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     if parts.engine.capabilities.shares_weights:
         bytes_by_part["KV cache of the engine"] = _kv_bytes(parts, size, longest)
         tables["each rank"] = bytes_by_part
-    out = {"model": parameters_of(size), "layout": str(layout)} | device_plan(config) | memory_of(tables)
+    devices = device_plan(config, holds_weights=build.holds_weights(parts.source, num_ranks=ranks))
+    out = {"model": parameters_of(size), "layout": str(layout)} | devices | memory_of(tables)
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in total"
     out["tokens a step, at most"] = f"{longest * episodes}"
@@ -202,15 +203,17 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     return out, verdict
 
 
-def device_plan(config: RunConfig) -> dict[str, str]:
+def device_plan(config: RunConfig, *, holds_weights: bool = False) -> dict[str, str]:
     """Return the GPU of each rank and started server, shared GPUs, and the rollout workers.
+
+    `holds_weights` is whether the driver of a cluster loads the whole model.
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
     ranks, engine = config.train.distributed.ranks, config.engine
     launch = engine.launch if isinstance(engine, ServerOptions) else None
     if config.cluster.address is not None:
-        return cluster_plan(config)
+        return cluster_plan(config, holds_weights=holds_weights)
     workers = config.cluster.workers.count
     beside = (
         {f"{workers} rollout workers": "processes on this machine; tokenizer and config, no weights"} if workers > 1 else {}
@@ -229,16 +232,15 @@ def device_plan(config: RunConfig) -> dict[str, str]:
     return placed | ({"shared": "; ".join(shared)} if shared else {}) | beside
 
 
-def cluster_plan(config: RunConfig) -> dict[str, str]:
+def cluster_plan(config: RunConfig, *, holds_weights: bool) -> dict[str, str]:
     """Return the processes of a run on a cluster, with their resources and contents.
 
     {"driver": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes if possible; …"}
     """
     cluster, engine = config.cluster, config.engine
     apart = "on different nodes if possible"
-    plan = {
-        "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
-    }
+    weights = "one copy of the whole model" if holds_weights else "no weights"
+    plan = {"driver": f"this process: the loop, the tasks, checkpoints; {weights}"}
     if isinstance(engine, ServerOptions) and engine.urls:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"
     else:
