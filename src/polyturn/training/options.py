@@ -248,6 +248,9 @@ class TrainOptions:
     """Number of newest checkpoints to keep; the best one is always kept."""
     keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Keep the checkpoints of every so many steps forever; 0 keeps none."""
+    export: Literal["all", "best", "last"] = "all"
+    """The checkpoints that also contain the model in Hugging Face format: all; last: only the one at the run's end or
+    interruption; best: that one and the best of an evaluation. A run resumes from any of them."""
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
     """If a checkpoint cannot be written, as on a full disk. stop: the run ends with the last good checkpoint intact. warn:
     the run continues and tries again at the next checkpoint."""

@@ -320,6 +320,8 @@ def test_checkpoint_is_named_by_run_folder_or_model(trained: tuple[Path, Called]
     assert {model_folder(p) for p in (run_of(config), model.parent, model)} == {model}
     assert model_folder(None) is None
     refuses(lambda: model_folder(tmp_path), CheckpointError, "there is no model in")
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    refuses(lambda: model_folder(tmp_path), CheckpointError, "there is no model in", "train.export")
 
 
 def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.MonkeyPatch):

@@ -325,6 +325,23 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000005"]
 
 
+@pytest.mark.parametrize(("export", "exported"), [("all", [0, 1, 2, 3, 4]), ("best", [0, 2, 4]), ("last", [4])])
+def test_model_is_exported_with_the_wanted_checkpoints(tmp_path: Path, export: str, exported: list[int]):
+    rig = Rig(
+        tmp_path,
+        is_right=right_in_evaluations_of({2: 3}),
+        eval_sets=("greedy",),
+        eval_every=1,
+        checkpoint_every=1,
+        steps=4,
+        keep=9,
+        export=export,
+    ).run()
+    assert [int(p.parent.name[-6:]) for p in sorted(tmp_path.glob("step-*/model"))] == exported
+    best = rig.checkpoints.best()
+    assert best is not None and best.name == "step-000002" and len([*tmp_path.glob("step-*")]) == 5
+
+
 @pytest.mark.parametrize(("good", "best"), [({0: 3, 1: 1, 2: 1}, 0), ({0: 0, 1: 1, 2: 2}, 2)])
 def test_first_or_last_weights_may_be_the_best(tmp_path: Path, good: dict[int, int], best: int):
     rig = Rig(tmp_path, is_right=right_in_evaluations_of(good), eval_sets=("greedy",), eval_every=1, steps=2, keep=1).run()
