@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
 
 from polyturn.build.model import build_codec, build_outline
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.infra.plugins import load_plugins
-from polyturn.training.options import BACKEND
-
-if TYPE_CHECKING:
-    from polyturn.training.backend import Degrees
-
-
-def degrees_of(config: RunConfig) -> Degrees:
-    """Return the number of ranks of each kind of parallelism."""
-    from polyturn.training.backend import Degrees
-
-    split = config.train.distributed
-    return Degrees(
-        tensor_parallel=split.tensor_parallel,
-        pipeline_parallel=split.pipeline_parallel,
-        expert_parallel=split.expert_parallel,
-        context_parallel=split.context_parallel,
-        gradient_sync=split.gradient_sync,
-    )
+from polyturn.training.options import BACKEND, Degrees
 
 
 def row_width(config: RunConfig) -> int:
@@ -56,21 +38,21 @@ def check_backend(source: ConfigSource) -> None:
     Raises:
         ConfigError: the backend does not exist, is not installed, or cannot split the model.
     """
-    from polyturn.training.backend import Degrees, backends
+    from polyturn.training.backend import backends
     from polyturn.training.lora import add_lora
 
     config = source.config
     is_torch = config.train.backend == BACKEND
     packs_rows(config, on_gpu=False)
     _check_offload(config)
-    if is_torch and degrees_of(config) == Degrees():
+    degrees = config.train.distributed
+    if is_torch and dataclasses.replace(degrees, ranks=1) == Degrees():
         return
     backend = backends.resolve(config.train.backend, base=source.base, key="train.backend")
-    load_plugins(config.plugins, base=source.base)
     outline = build_outline(source, build_codec(source).tokenizer)
     if config.model.lora is not None:
         add_lora(outline, config.model.lora, seed=config.seed)
-    backend.check(outline, degrees_of(config))
+    backend.check(outline, degrees)
 
 
 def _check_offload(config: RunConfig) -> None:

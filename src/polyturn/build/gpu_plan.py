@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from polyturn.build.backend import degrees_of, row_width
+from polyturn.build.backend import row_width
 from polyturn.build.credit import build_estimator
 from polyturn.build.engine import sends_adapter
 from polyturn.build.model import build_codec, build_outline
@@ -168,7 +168,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
     from polyturn.algorithms.advantages import traits_of
 
     config = source.config
-    split, is_torch = degrees_of(config), config.train.backend == BACKEND
+    split, is_torch = config.train.distributed, config.train.backend == BACKEND
     needs_values = traits_of(build_estimator(source)).needs_values
     # An adapter's reference is the model itself.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)

@@ -37,13 +37,13 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.seeds import derive_seed
-from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import ScoringModel
 from polyturn.training.model_backend import Cut, Placement
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import other_attention
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import inside, local_part, num_parts

@@ -24,9 +24,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from polyturn.engines.weight_transport import BUCKET_BYTES
-from polyturn.training.backend import Degrees
 from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
+from polyturn.training.options import Degrees
 
 _AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
 """Parts of `rank_bytes` that a rank also holds between updates."""

@@ -172,7 +172,7 @@ class SftOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedOptions:
+class Degrees:
     """How `train.backend` distributes the trained model over devices."""
 
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -257,7 +257,7 @@ class TrainOptions:
     backend: NameOrObject = BACKEND
     """The backend of the trained model: torch (FSDP2 with several ranks), megatron (megatron-core, the extra `megatron`;
     docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
-    distributed: DistributedOptions = DistributedOptions()
+    distributed: Degrees = Degrees()
     optim: OptimSettings = OptimSettings()
 
     def __post_init__(self) -> None:

@@ -24,8 +24,8 @@ from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad
+from polyturn.training.options import Degrees
 from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
@@ -102,7 +102,7 @@ def test_megatron_ranks_are_planned_by_their_split(tmp_path: Path) -> None:
     backend = ["train.backend=megatron", "train.distributed={ranks: 4, tensor_parallel: 2, expert_parallel: 2}"]
     config = write_tiny_run(tmp_path)
     of_backend, of_torch = (load_of(open_source(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
-    assert of_backend.megatron == Degrees(tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
+    assert of_backend.megatron == Degrees(ranks=4, tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
     assert of_torch.megatron is None and of_torch.expert_parallel == of_backend.expert_parallel == 1
     small = ["--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000"]
     called = call_command(main, "train", config, "--dry-run", *small, *backend)

@@ -25,13 +25,13 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.routing import RouteShape
 from polyturn.engines.routers import LIVE, require_same_shape
-from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
 from polyturn.training.megatron.layers import make_gpt
 from polyturn.training.megatron.lora import adapter_entries, add_adapter
 from polyturn.training.megatron.weights import ShardedNames, entries, is_sparse, value_entries
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, ScoringModel, TargetScores, ValueModel
+from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import PackedView
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 

@@ -25,7 +25,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.routers import Routers
-from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import OverRanks
 from polyturn.training.lora import base_weights, plain_name
 from polyturn.training.megatron.lora import adapter_entries
@@ -33,6 +32,7 @@ from polyturn.training.megatron.model import MegatronModel, MegatronPolicy, Mega
 from polyturn.training.megatron.weights import HEAD, entries, require_split
 from polyturn.training.model import ScoringModel, ValueModel
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.part_loading import is_unread, read_weights
 from polyturn.training.shards import Origin
 
