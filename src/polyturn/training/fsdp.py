@@ -118,14 +118,28 @@ class OverRanks(Placement):
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, is_wrong = counts.tolist()
         if is_wrong:
-            reasons: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(reasons, None if problem is None else str(problem))
-            raise problem or AlignmentError(next(r for r in reasons if r is not None))
+            reason = _first_reason(None if problem is None else str(problem))
+            raise problem or AlignmentError(str(reason))
         if len(batches) == most:
             return batches
         # A rank with fewer passes would leave the others waiting in a collective forever.
         (empty,) = cut([_FILLER], [np.zeros(2)])
         return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
+
+
+class OptimizerOverRanks(Optimizer):
+    """AdamW whose steps all ranks skip alike."""
+
+    def _skip(self, problem: str) -> None:
+        """Skip the step with the reason of the first rank that has one."""
+        super()._skip(_first_reason(self._problem) or problem)
+
+
+def _first_reason(own: str | None) -> str | None:
+    """Return the reason of the first rank that has one; collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, own)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class Sharded(OverRanks):
@@ -292,7 +306,7 @@ def _cut_experts(parameter: nn.Parameter, *, parts: int) -> Shard | None:
     return Shard(parameter.ndim - 1) if count % parts else None
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerOverRanks):
     """AdamW over shards: each rank updates its shards, clipped by the norm of all shards."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings, *, mesh: DeviceMesh, partial: Sequence[str] = ()) -> None:
@@ -326,12 +340,6 @@ class ShardedOptimizer(Optimizer):
             if param.grad is not None:
                 grad = local_part(param.grad)
                 grad.mul_(factor.to(grad.device))
-
-    def _skip(self, problem: str) -> None:
-        """Skip the step with the reason of the first rank that has one."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, self._problem)
-        super()._skip(next((r for r in reasons if r is not None), problem))
 
     def _non_finite_message(self, norm: float) -> str:
         # Only this rank's shards: not every rank gets here, and gathering whole tensors is collective.
