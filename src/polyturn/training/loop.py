@@ -228,7 +228,8 @@ class Trainer:
             if cancelled is not None:
                 raise cancelled
             # Before slots are freed, so that no group of the next step starts under old weights.
-            await self._engine.channel.publish(state.step)
+            async with self._engine.closed():
+                await self._engine.channel.publish(state.step)
             await self._engine.snapshots.follow(state.step)
         finally:  # the step was taken, so it is recorded even if the run is cancelled here
             metrics["time/step_s"] = time.perf_counter() - began[0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,7 @@ class Rig:
             engine=EngineLink(
                 channel=SharedWeights(context.engine),
                 busy_s=lambda: 0.0,
+                closed=self.closed,
                 sleep=self.sleep if sleeps else None,
                 thread=thread,
             ),
@@ -203,6 +205,12 @@ class Rig:
             observer=self.observer,
             clock=clock,
         )
+
+    @contextlib.asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        self.events.append(("closed",))
+        yield
+        self.events.append(("opened",))
 
     async def sleep(self) -> None:
         self.events.append(("sleep", self.version))
@@ -230,6 +238,12 @@ def test_step_without_staleness_generates_trains_publishes(tmp_path: Path):
         assert all(s.old_logprobs is None for s in batch), "the policy is still the one that sampled: nothing to score"
     assert rig.of("score") == []
     assert [rig.observer.metrics[s]["buffer/staleness"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_requests_are_held_back_while_weights_are_published(tmp_path: Path):
+    rig = Rig(tmp_path).run()
+    order = [e[0] for e in rig.of("optim_step", "closed", "weights", "opened")]
+    assert order == ["weights", *["optim_step", "closed", "weights", "opened"] * 3]
 
 
 @pytest.mark.parametrize(("max_staleness", "begins"), [(0, True), (1, False)])
