@@ -48,6 +48,8 @@ def build_engine(
     Raises:
         ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
     """
+    from polyturn.training.lora import adapter_settings
+
     config = source.config
     build = find_engine(source)
     routes = route_shape(source, model)
@@ -67,7 +69,7 @@ def build_engine(
         model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
-        adapter=_adapter_settings(model) if sends_adapter(config) else None,
+        adapter=adapter_settings(model) if sends_adapter(config) else None,
         places=own_places,
         follows=follows,
         obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
@@ -99,12 +101,6 @@ def untrained(source: ConfigSource) -> ConfigSource:
         return source
     engine = dataclasses.replace(engine, weights="auto")
     return dataclasses.replace(source, config=source.config.model_copy(update={"engine": engine}))
-
-
-def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    from polyturn.training.lora import adapter_settings
-
-    return adapter_settings(model)
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:

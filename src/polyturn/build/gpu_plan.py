@@ -14,8 +14,7 @@ from typing import NamedTuple
 from polyturn.build.backend import row_width
 from polyturn.build.credit import build_estimator
 from polyturn.build.engine import sends_adapter
-from polyturn.build.model import build_codec, build_outline
-from polyturn.build.parts import max_context_of
+from polyturn.build.model import build_codec, build_outline, max_context_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -160,7 +159,7 @@ def demand_of(source: ConfigSource) -> Demand:
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = load_of(source, tokens=config.train.max_tokens_per_batch)
-    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model), row_width(config))
+    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits.max_context, model), row_width(config))
 
 
 def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:

@@ -18,7 +18,7 @@ from polyturn.build.credit import (
 )
 from polyturn.build.engine import sends_adapter
 from polyturn.build.loss import build_correction
-from polyturn.build.parts import Parts
+from polyturn.build.parts import Parts, rollout_pool
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.teachers import build_teacher
@@ -36,7 +36,6 @@ from polyturn.evaluation.evaluate import EvalSet
 from polyturn.infra.aio import OneThread
 from polyturn.infra.live import LiveObject, names_code
 from polyturn.infra.stand_in import stand_ins
-from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 from polyturn.training.options import OptimSettings
@@ -96,12 +95,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     if parts.pool is not None:
         parts.pool.keep_in(journal)
     observer.watch(parts.context.running)
-    pool = parts.pool or RolloutPool(
-        dataclasses.replace(parts.context, journal=journal),
-        max_concurrent=config.rollout.max_concurrent,
-        min_concurrent=config.rollout.min_concurrent,
-        max_failed_share=config.rollout.max_failed_share,
-    )
+    pool = parts.pool or rollout_pool(source, dataclasses.replace(parts.context, journal=journal))
     return Trainer(
         LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,
