@@ -30,6 +30,7 @@ MARKS ?= engines containers cluster browser kill clock learns chance slow
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing polyturn and its tools into $(VENV): 2.3 GB, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	touch $@

@@ -191,7 +191,10 @@ with Signals():
     logging.warning("first")
     assert done.wait(60)
 """
-    assert run_program(code).out == "1 first\n1 interrupted; a checkpoint is being written\n"
+    assert (
+        run_program(code).out
+        == "1 first\n1 interrupted; a checkpoint is being written (interrupt again to stop without it)\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])

@@ -53,5 +53,6 @@ class Signals:
         """Record a signal."""
         self.received.append(number)
         # From a thread, because this code may interrupt a write to the same file, which is not reentrant.
-        _thread.start_new_thread(logger.warning, ("interrupted; a checkpoint is being written",))
+        message = "interrupted; a checkpoint is being written (interrupt again to stop without it)"
+        _thread.start_new_thread(logger.warning, (message,))
         self.on_signal()

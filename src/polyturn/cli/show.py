@@ -49,6 +49,7 @@ def main(
     trajectory: Annotated[str | None, typer.Argument(help="Id of a trajectory, as the list shows it.")] = None,
     named: Annotated[str | None, typer.Option("--trajectory", help="The same as the second argument.")] = None,
     split: Annotated[str | None, typer.Option(help="Only this split: train, or eval/NAME.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step; evaluations of several steps use the same ids.")] = None,
     where: Annotated[
         str | None, typer.Option(help="Only trajectories that match an SQL condition: reward < 1 and num_turns > 2.")
     ] = None,
@@ -68,9 +69,9 @@ def main(
         stored = stored.filter(where)
     try:
         if trajectory is not None:
-            _one(out, stored, folder, trajectory, split=split, tokens=tokens)
+            _one(out, stored, folder, trajectory, split=split, step=step, tokens=tokens)
             return
-        rows = [r for r in stored.table().to_pylist() if split is None or r["split"] == split]
+        rows = [r for r in stored.table().to_pylist() if split in (None, r["split"]) and step in (None, r["step"])]
         if not rows:
             raise DataError(_nothing(folder, stored, split=split, where=where))
         list_rows(out, folder, rows, limit=limit)
@@ -161,10 +162,15 @@ def _span(
     console.print(line, soft_wrap=True)
 
 
-def _one(out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split: str | None, tokens: bool) -> None:
-    record = stored.record(trajectory, split=split)
+def _one(
+    out: Output, stored: StoredRun, folder: Path, trajectory: str, *, split: str | None, step: int | None, tokens: bool
+) -> None:
+    record = stored.record(trajectory, split=split, step=step)
     location = f"{record.split}, step {record.step}, group {record.group}"
     out.text(f"{record.trajectory.id}  {location}", style="bold")
+    same = stored.select(id=trajectory, split=record.split).table()["step"].to_pylist()
+    if others := sorted(set(same) - {record.step}):
+        out.text(f"the same id at other steps: {', '.join(map(str, others))} (--step)", style="dim")
     if tokens:
         show_tokens(out.console, record, TokenTexts(folder))
         return

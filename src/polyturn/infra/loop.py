@@ -92,6 +92,8 @@ def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
     """End the tasks of a loop, in a thread. Errors that plug-ins raise now do not affect the run."""
     try:
         loop.run_until_complete(_end_tasks(loop))
+    except KeyboardInterrupt:
+        logger.warning("interrupted again while the tasks of the run were being cancelled; they are abandoned")
     except BaseException as problem:
         logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
     ended.set()

@@ -144,9 +144,10 @@ def initialize_interactions_from_config(
 
 def unknown_interaction(name: str, known: Collection[str]) -> str:
     """Return the error message for an unknown interaction name. Users match on its beginning."""
+    hint = did_you_mean(name, known) if known else " Name the YAML of your interactions in rollout.interactions."
     return (
         f"Interaction {name!r} not found in interaction_map. Available interactions: {sorted(known)}."
-        f"{did_you_mean(name, known) if known else ' Name the YAML of your interactions in rollout.interactions.'}"
+        f"{'' if hint.startswith(' Known') else hint}"
     )
 
 

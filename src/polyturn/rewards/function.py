@@ -24,11 +24,11 @@ from polyturn.core.errors import PLUGIN_RAISES, ConfigError, RewardError, one_li
 from polyturn.core.messages import to_openai
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
-from polyturn.infra.deadline import CallWithDeadline, Stretch
+from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 from polyturn.infra.plugin_shape import lacks, refuse_generator
 from polyturn.rewards.calls import Batch, CallRateLimit
 from polyturn.rewards.options import CallOptions
-from polyturn.rewards.processes import Processes
+from polyturn.rewards.processes import LateCallError, Processes
 from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
 from polyturn.tools.result_shape import finite
 
@@ -141,6 +141,8 @@ class RewardFunction:
             return _score_of(returned)
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
+        except (DeadlineError, LateCallError) as problem:
+            raise RewardError(f"{where}: {problem}; raise reward.timeout_s or make it quicker") from problem
         except PLUGIN_RAISES as problem:  # what is returned may be of an author's class
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 

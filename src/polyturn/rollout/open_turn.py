@@ -70,8 +70,8 @@ class Reply:
     """Named scores of the turn, added to `turn.scores`."""
 
     @classmethod
-    def of(cls, value: Any) -> Reply:
-        """Convert the result of a `step` to a reply.
+    def of(cls, value: Any, *, source: str = "step") -> Reply:
+        """Convert the result of a `step` to a reply; `source` names the method in an error.
 
         Raises:
             SchedulerError: the result has an unsupported type.
@@ -88,7 +88,9 @@ class Reply:
             return cls(messages=(Message.from_openai(value),))
         if isinstance(value, Sequence):
             return cls(messages=tuple(Message.from_openai(m) for m in value))
-        raise SchedulerError(f"step returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply")
+        raise SchedulerError(
+            f"{source} returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

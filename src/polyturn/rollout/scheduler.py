@@ -113,7 +113,7 @@ class MultiTurnScheduler:
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         answer = episode.guarded(self, self.step)(episode, turn)
-        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer)
+        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer, source=f"{type(self).__name__}.step")
         episode.record(turn, reply)
         if reply.is_done:
             return StopReason.ENV_DONE

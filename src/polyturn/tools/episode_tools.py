@@ -257,8 +257,8 @@ class EpisodeTools:
             raise
         except PLUGIN_RAISES as problem:
             raise ToolStartError(
-                f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; check the row's "
-                f"tools_kwargs[{name!r}]['create_kwargs']"
+                f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; its arguments "
+                f"come from the row's tools_kwargs[{name!r}]['create_kwargs']"
             ) from problem
         return None if response.is_empty() else ToolResult(call_id="", name=name, content=content)
 

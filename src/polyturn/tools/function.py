@@ -91,8 +91,7 @@ class FunctionTool(BaseTool):
         for parameter, is_required in self._hidden.items():
             if is_required and parameter not in kwargs:
                 raise DataError(
-                    f"tool {self.name!r}: its parameter {parameter!r} comes from the task, and the task has none; put it "
-                    f"into the row's tools_kwargs[{self.name!r}]['create_kwargs']"
+                    f"tool {self.name!r}: its parameter {parameter!r} comes from the task, and the task has none"
                 )
         chosen, response = await super().create(instance_id)
         self._given[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}

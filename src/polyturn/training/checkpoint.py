@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from polyturn.core.errors import CheckpointError, one_line
 from polyturn.core.protocols import Stored
@@ -123,13 +122,14 @@ class Checkpoints:
         """Remove a draft that cannot be written, and add the free space to the error, which torch's error lacks."""
         try:
             yield
-        except (OSError, RuntimeError, SafetensorError) as problem:
+        except Exception as problem:  # the tokenizers library raises Exception itself if the disk is full
             free = f"; {shutil.disk_usage(self.folder).free / 1e6:.0f} MB are free there" if self.folder.is_dir() else ""
             shutil.rmtree(draft, ignore_errors=True)
             last = self.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}{free}); "
-                f"the last good one is {last if last else 'none'}"
+                f"the last good one is {last if last else 'none'}. Free space and resume, or set "
+                "train.on_checkpoint_error to warn"
             ) from problem
 
     def mark_best(self, step: int) -> None:

@@ -221,6 +221,10 @@ def test_show_lists_trajectories_and_shows_one(trained: tuple[Path, Called]):
     assert re.search(r"task mouse-\d  of tiny .*interaction coach", one.out)
     assert re.search(r"stopped \w+  (a completion was cut|no turn is left|the model finished)", one.out)
     assert re.search(r"trained with advantage|not trained: every member of its group had the same reward", one.out)
+    repeated = call("show", run_of(config), "eval-greedy-0/0")
+    first, *others = map(int, re.findall(r"\d+", re.search(r"step \d+, group.*\n.*other steps: .*", repeated.out)[0]))
+    again = call("show", run_of(config), "eval-greedy-0/0", "--step", others[-1])
+    assert f"step {others[-1]}, group" in again.out and first not in others
     no_split = call("show", run_of(config), "--split", "eval")
     assert "no trajectories of the split 'eval'. Known: 'eval/greedy', 'train'." in no_split.err
     unknown = call("show", run_of(config), "g0/9")

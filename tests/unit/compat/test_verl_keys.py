@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from polyturn.compat.verl_config.command import advice_in_verls_keys
 from polyturn.compat.verl_config.compose import compose_file, compose_name
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.table import table
@@ -364,3 +365,20 @@ algorithm: {adv_estimator: grpo, rollout_correction: {rollout_is: null, bypass_m
     assert made.native["reward"]["function"]["name"] == "r.py:mine", "an override counts above a file"
     assert made.native["train"]["optim"]["max_grad_norm"] == 0.5
     load_values(RunConfig, made.native, origin=made.origin)
+
+
+@pytest.mark.parametrize(
+    ("message", "more"),
+    [
+        ("set train.on_checkpoint_error", "train.on_checkpoint_error is +polyturn.train.on_checkpoint_error"),
+        (
+            "rollout.limits.max_prompt_tokens allows 20, and data.train_files has longer prompts",
+            "rollout.limits.max_prompt_tokens is data.max_prompt_length or +polyturn.rollout.limits.max_prompt_tokens",
+        ),
+        ("data.train_files is missing", ""),
+    ],
+)
+def test_advice_names_the_keys_of_the_config(message: str, more: str) -> None:
+    with pytest.raises(ConfigError) as caught, advice_in_verls_keys():
+        raise ConfigError(message)
+    assert str(caught.value) == message + (f" (in this config: {more})" if more else "")

@@ -6,13 +6,16 @@ Heavy imports happen only after the whole config has been checked, so that mista
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
 from polyturn.compat.verl_config.compose import BASE, base_folder, compose_file, compose_name
+from polyturn.compat.verl_config.table import table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
@@ -51,7 +54,8 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
         dry_run: Whether to check and show everything without training.
     """
     translation = translate(tree)
-    loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
+    with advice_in_verls_keys():
+        loaded = load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
     for notice in translation.notices():
         logger.info("%s", notice)
     tell_unread_checkout()
@@ -69,7 +73,33 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
         renamed = [] if name == loaded.config.name else [f"+polyturn.name={name}"]
         return [*command, *renamed, "trainer.resume_mode=auto"]
 
-    native.train(source, loaded.resolved, again=again, resume=when, dry_run=dry_run)
+    with advice_in_verls_keys():
+        native.train(source, loaded.resolved, again=again, resume=when, dry_run=dry_run)
+
+
+_DOTTED = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+
+
+@contextmanager
+def advice_in_verls_keys() -> Iterator[None]:
+    """Add to an error how the native keys that it names are written in a config of verl.
+
+    Raises:
+        ConfigError: the same error, with that sentence.
+    """
+    try:
+        yield
+    except ConfigError as problem:
+        text, rules = str(problem), table()
+        spelled: dict[str, str] = {}
+        for key in _DOTTED.findall(text):
+            if key.partition(".")[0] in RunConfig.model_fields and not rules.knows(key):
+                own = [row.key for row in rules.exact.values() if row.to == (key,)]
+                spelled[key] = " or ".join([*own[:1], f"+polyturn.{key}"])
+        if not spelled:
+            raise
+        listed = ", ".join(f"{key} is {own}" for key, own in spelled.items())
+        raise ConfigError(f"{text} (in this config: {listed})") from problem
 
 
 def tell_unread_checkout() -> None:

@@ -208,7 +208,7 @@ def turns(s: Source) -> None:
     key = f"{MULTI_TURN}.enable"
     if not s.switch(key):
         if partners and key in s.written:
-            s.refuse(key, f"and {MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
+            s.refuse(key, f"{MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
         if not partners and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
             s.put("rollout.limits.max_turns", 1, by=key)
             return
