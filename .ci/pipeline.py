@@ -10,7 +10,7 @@
 The environments of the second tier are built in the background, at low priority, while the first tier runs.
 
 A failed test runs once more, alone. If it fails again, it has failed. If it passes, it is reported as FLAKY and added to
-.ci/flaky.tsv: three entries of one test within thirty days are a defect of that test.
+flaky.tsv in the user's cache, which clean clones share: three entries of one test within thirty days are a defect.
 
 Every process of a run inherits POLYTURN_CI, so that nothing outlives the run: not even a grandchild in a session of its own.
 """
@@ -36,8 +36,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".ci" / "state"
 """Logs and JUnit files of the last run."""
-FLAKY = ROOT / ".ci" / "flaky.tsv"
-PASSED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyturn" / "ci" / "passed"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyturn" / "ci"
+FLAKY = CACHE / "flaky.tsv"
+PASSED = CACHE / "passed"
 """The commits that passed, one per line."""
 PYTHON = ROOT / ".venv" / "bin" / "python"
 MIN_PASSED = 5000
@@ -250,6 +251,7 @@ def note_flaky(tests: Sequence[str], commit: str) -> list[str]:
     new = [[today.isoformat(), commit[:8], test] for test in tests]
     if new:
         header = "date\tcommit\ttest\n" if not FLAKY.exists() else ""
+        FLAKY.parent.mkdir(parents=True, exist_ok=True)
         with FLAKY.open("a") as file:
             file.write(header + "".join("\t".join(row) + "\n" for row in new))
     since = (today - datetime.timedelta(days=30)).isoformat()
