@@ -32,3 +32,14 @@ def test_third_flaky_run_in_thirty_days_is_a_defect(ci: ModuleType, tmp_path: Pa
         file.write(f"{old}\t22222222\tb\n")
     assert ci.note_flaky(["a", "b"], "3" * 40) == []
     assert ci.note_flaky(["a"], "4" * 40) == ["a"]
+
+
+@pytest.mark.parametrize(("stage", "is_red"), [("tests", True), ("engines", True), ("kill", True), ("clock", False)])
+@pytest.mark.parametrize("problem", [True, False], ids=["not finished", "failed"])
+def test_blocking_stage_that_fails_or_does_not_finish_is_red(
+    ci: ModuleType, stage: str, is_red: bool, problem: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ci.Outcome(stage=stage, passed=9000, **({"problem": "left out"} if problem else {"failed": ["a.py::b"]}))
+    outcomes = [wrong] if stage == "tests" else [ci.Outcome(stage="tests", passed=9000), wrong]
+    assert ci.report(ci.Run(), outcomes, []) is not is_red
+    assert (f"NOT FINISHED {stage}: left out" if problem else f"FAILED {stage}: a.py::b") in capsys.readouterr().out
