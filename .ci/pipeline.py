@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -217,11 +218,26 @@ def clean() -> None:
         if not pids:
             break
         time.sleep(0.2)
+    remove_ray_sessions(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray"))
     for folder in Path("/dev/shm").glob("polyturn-*"):
         owner = folder / "owner"
         pid = owner.read_text().split()[0] if owner.is_file() and owner.read_text().split() else ""
         if pid.isdigit() and not Path("/proc", pid).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_ray_sessions(folder: Path) -> None:
+    """Remove the folders of Ray's sessions that no living process started or names in its arguments."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(file.read_bytes())
+    for session in folder.glob("session_*_*"):  # session_DATE_TIME_PID, with the id of the process that started it
+        is_used = Path("/proc", session.name.rpartition("_")[2]).exists() or any(
+            session.name.encode() in command for command in commands
+        )
+        if not is_used and not session.is_symlink():
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def number_of_processes() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,3 +45,19 @@ def test_blocking_stage_that_fails_or_does_not_finish_is_red(
     outcomes = [wrong] if stage == "tests" else [ci.Outcome(stage="tests", passed=9000), wrong]
     assert ci.report(ci.Run(), outcomes, []) is not is_red
     assert (f"NOT FINISHED {stage}: left out" if problem else f"FAILED {stage}: a.py::b") in capsys.readouterr().out
+
+
+def test_ray_sessions_without_a_process_are_removed(ci: ModuleType, tmp_path: Path) -> None:
+    """A session has a process that started it, or one with the session in its arguments, or none."""
+    with subprocess.Popen(["sleep", "0"]) as ended:
+        ended.wait()
+    own, used, left = (f"session_2026-01-01_00-00-00_{n}_{pid}" for n, pid in enumerate((os.getpid(), ended.pid, ended.pid)))
+    for name in (own, used, left):
+        (tmp_path / name / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(tmp_path / own)
+    program = [sys.executable, "-c", "print(flush=True); input()", f"--session-dir={tmp_path / used}"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None and raylet.stdout.readline()
+        ci.remove_ray_sessions(tmp_path)
+        raylet.communicate(b"\n")
+    assert {path.name for path in tmp_path.iterdir()} == {own, used, "session_latest"}
