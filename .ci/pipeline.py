@@ -81,6 +81,7 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     flaky: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
+    warnings: int = 0
     problem: str = ""
     """Why the stage did not finish; empty if it did."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
@@ -172,13 +173,16 @@ class Run:
 
     def _pytest(self, outcome: Outcome, arguments: Sequence[str], *, timeout_s: float) -> tuple[int | None, list[str]]:
         junit = STATE / f"{outcome.stage}.xml"
-        last_failed = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
-        for file in (junit, last_failed):
+        cache = ROOT / ".pytest_cache" / "v"
+        last_failed, warnings = cache / "cache" / "lastfailed", cache / "polyturn" / "warnings"  # of tests/conftest.py
+        for file in (junit, last_failed, warnings):
             file.unlink(missing_ok=True)
         command = [str(PYTHON), "-m", "pytest", *arguments, f"--junitxml={junit}", "--tb=short", "-o", "junit_family=xunit1"]
         status = self.run(command, timeout_s=timeout_s)
         if junit.exists():
             _read_junit(junit, outcome)
+        if warnings.exists():
+            outcome.warnings = json.loads(warnings.read_text())
         return status, list(json.loads(last_failed.read_text())) if last_failed.exists() else []
 
 
@@ -308,8 +312,11 @@ def report(run: Run, outcomes: Sequence[Outcome], often_flaky: Sequence[str]) ->
         red = True
     for test in often_flaky:
         print(f"DEFECT: {test} was flaky three times within thirty days")
-    passed, failed = (sum(n) for n in zip(*((o.passed, len(o.failed)) for o in outcomes), strict=True))
-    print(f"{passed} passed, {failed} failed in {time.monotonic() - run.start:.0f} s: CI {'failed' if red else 'passed'}")
+    passed, failed, warnings = (
+        sum(numbers) for numbers in zip(*((o.passed, len(o.failed), o.warnings) for o in outcomes), strict=True)
+    )
+    seconds = time.monotonic() - run.start
+    print(f"{passed} passed, {failed} failed, {warnings} warnings in {seconds:.0f} s: CI {'failed' if red else 'passed'}")
     return not red
 
 

@@ -41,10 +41,12 @@ def test_third_flaky_run_in_thirty_days_is_a_defect(ci: ModuleType, tmp_path: Pa
 def test_blocking_stage_that_fails_or_does_not_finish_is_red(
     ci: ModuleType, stage: str, is_red: bool, problem: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ci.Outcome(stage=stage, passed=9000, **({"problem": "left out"} if problem else {"failed": ["a.py::b"]}))
+    wrong = ci.Outcome(stage=stage, passed=9000, warnings=7)
+    wrong.problem, wrong.failed = ("left out", []) if problem else ("", ["a.py::b"])
     outcomes = [wrong] if stage == "tests" else [ci.Outcome(stage="tests", passed=9000), wrong]
     assert ci.report(ci.Run(), outcomes, []) is not is_red
-    assert (f"NOT FINISHED {stage}: left out" if problem else f"FAILED {stage}: a.py::b") in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert (f"NOT FINISHED {stage}: left out" if problem else f"FAILED {stage}: a.py::b") in text and "7 warnings" in text
 
 
 def test_ray_sessions_without_a_process_are_removed(ci: ModuleType, tmp_path: Path) -> None:
