@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,8 @@ from polyturn.cli.main import main
 from polyturn.training.hf import save_model
 from support.forked import Forked, run_forked
 from support.runs import call_command
+from support.sandboxes import wait_until
+from support.tools_parts import is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -189,17 +190,6 @@ def newest(checkpoints):
 def kill_rank(rank, *, of):
     (pid,) = [pid for pid in children_of(of) if rank_of(pid) == rank]
     os.kill(pid, signal.SIGKILL)
-
-
-def wait_until(is_so):
-    while not is_so():
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    """Whether a process runs; one that ended and that nobody asked about does not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def children_of(pid):
