@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec
 
 import polyturn
+from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -36,6 +37,16 @@ def virtual(test: Callable[Args, Coroutine[Any, Any, None]]) -> Callable[Args, N
 def call(name: str, **arguments: Any) -> str:
     """Return a completion that calls a tool, as Hermes models write it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def seen_script(says: Sequence[str], seen: list[GenerateRequest]) -> Callable[[GenerateRequest], str]:
+    """Return a script that keeps the requests in `seen`, and repeats its last answer."""
+
+    def answer(request: GenerateRequest) -> str:
+        seen.append(request)
+        return says[min(len(seen), len(says)) - 1]
+
+    return answer
 
 
 @polyturn.tool

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,7 @@ from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from support.echo_server import EchoEngine
 from support.refusals import refuses, refuses_later
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+from support.services import Handler, serving
 
 
 class Echo(EchoEngine):
@@ -64,9 +51,6 @@ class Echo(EchoEngine):
 
     async def _loaded(self) -> None:
         await self._post("/loaded")
-
-    async def _named(self) -> str:
-        return str((await self._link.get("/named"))["tag"])
 
     async def _forget(self) -> None:
         await self._post("/forget")
