@@ -15,6 +15,8 @@ from polyturn.core.errors import ConfigError
 from polyturn.infra.live import LiveObject
 from support.refusals import refuses
 
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
+
 
 def test_unreachable_cluster_is_refused() -> None:
     placement = pytest.importorskip("polyturn.cluster.placement")
@@ -51,9 +53,6 @@ def test_request_beyond_one_node_is_told_from_a_full_cluster() -> None:
 
 
 # --- Requirements of rollout workers, before any of them is started
-
-
-pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
 
 def test_object_that_cannot_travel_is_refused() -> None:
