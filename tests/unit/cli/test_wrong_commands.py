@@ -126,7 +126,6 @@ MISTAKES = [
     ("data.train.files=task.jsonl", ["task.jsonl", "'tasks.jsonl'"]),
     # rows of data
     ("data.train.files=shoot.jsonl", ["'mouse-1'", "'shoot'", "'shout'"]),
-    ("data.train.files=long.jsonl", ["'mouse-1'", "447"]),
     ("evaluation.data.files=tinny.jsonl", ["'tinny'", "'tiny'"]),
     ("warm_start={steps: 3, conversations: shwn.jsonl}", ["warm_start.conversations", "'shwn.jsonl'"]),
     ("warm_start={steps: 3, conversations: null}", ["warm_start.conversations"]),
@@ -178,7 +177,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = write_tiny_run(tmp_path)
     kwargs = {"need_tools_kwargs": True, "tools_kwargs": {"shoot": {"create_kwargs": {}}}}
     change_row(tmp_path, "shoot.jsonl", extra_info=kwargs)
-    change_row(tmp_path, "long.jsonl", prompt=[{"role": "user", "content": "How loud is it? " * 80}])
     change_row(tmp_path, "tinny.jsonl", data_source="tinny")
     return config
 
@@ -190,6 +188,12 @@ def test_mistake_ends_train_before_weights_are_loaded(config: Path, override: st
     lines = [line for line in called.err.splitlines() if not line.startswith("tiny: checking the configuration")]
     assert lines[0].startswith("polyturn: ") and lines[1:] == []
     assert not (config.parent / "runs").exists()
+
+
+def test_prompt_longer_than_the_context_ends_train(tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path)
+    change_row(tmp_path, "tasks.jsonl", prompt=[{"role": "user", "content": "How loud is it? " * 80}])
+    assert_refused(call("train", config), "'mouse-1'", "447")
 
 
 def test_resume_with_other_groups_is_refused_before_weights_are_loaded(

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
-from polyturn.core.errors import AlignmentError, ConfigError, EngineError
+from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
 from polyturn.engines import serve_commands
@@ -22,7 +23,7 @@ from polyturn.engines.served_routes import FLAG, ServedRoutes
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from support.refusals import refuses, refuses_later
-from support.services import serve
+from support.services import serving
 
 # The first of three layers is dense: servers give it rows of zeros.
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8, layers=(1, 2), num_hidden_layers=3)
@@ -70,15 +71,36 @@ def sglang_reply(routes: str | None) -> dict[str, Any]:
     return {"output_ids": [7, 8], "meta_info": meta if routes is None else meta | {"routed_experts": routes}}
 
 
+FACTS = {
+    "/server_info": {
+        "vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
+            "aux_output_config": {"enable_return_routed_experts": True},
+        },
+        "enable_return_routed_experts": True,
+    },
+    "/get_world_size": {"world_size": 1},
+    "/version": {"version": "1"},
+}
+"""What servers of both kinds say of themselves."""
+
+
 async def sample(
     client: Any, reply: Any, *, routes: RouteShape | None = SHAPE, routed_from: int = 0
 ) -> tuple[Completion, dict[str, Any]]:
     """Return the completion that a client reads from a reply, and the body of its request."""
-    async with serve(lambda body, number: reply) as server:
-        engine = client(server.url.rstrip("/"), ServedModel(vocab_size=16, routes=routes))
+    bodies = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.method == "POST":
+            bodies.append(await request.json())
+        return web.json_response(FACTS.get(request.path, reply))
+
+    async with serving(handle) as url:
+        engine = client(url, ServedModel(vocab_size=16, routes=routes))
         assert engine.capabilities.routes == (routes is not None)
         try:
-            return await engine.generate(ask(routed_from)), server.asked[0]
+            return await engine.generate(ask(routed_from)), bodies[0]
         finally:
             await engine.close()
 
@@ -112,7 +134,7 @@ async def test_missing_or_misshapen_routes_are_refused() -> None:
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
     refuses(lambda: ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@"), ValueError, "Only base64")
     other = vllm_reply(npy(np.zeros((4, 5, 2), np.uint8)))
-    await refuses_later(lambda: sample(VllmEngine, other), AlignmentError, "2 layers with experts")
+    await refuses_later(lambda: sample(VllmEngine, other), EngineError, "AlignmentError", "2 layers with experts")
 
 
 @pytest.mark.parametrize("client", [VllmEngine, SglangEngine])
