@@ -307,6 +307,18 @@ def test_i3_i4_each_sampled_token_is_owned_once(episode: Episode) -> None:
         assert (segment.versions[~segment.sampled_mask] == -1).all()
 
 
+@given(episodes())
+def test_branch_shares_its_first_tokens_with_its_parent(episode: Episode) -> None:
+    built = episode.builder.build()
+    for index, segment in enumerate(built):
+        if segment.parent is None:
+            continue
+        parent, length = segment.parent
+        assert parent < index
+        assert length > 0
+        assert segment.token_ids[:length].tolist() == built[parent].token_ids[:length].tolist()
+
+
 @given(prompts=st.lists(ids, min_size=1, max_size=5), new=ids)
 def test_rewrite_extends_or_branches_the_best_segment(prompts: list[list[int]], new: list[int]) -> None:
     builder = TrajectoryBuilder()

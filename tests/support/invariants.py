@@ -64,7 +64,6 @@ def check_segments(t: Trajectory, *, is_all_trained: bool = True) -> None:
         assert not (weighed & ~segment.sampled_mask).any(), "I3: only sampled tokens have a weight"
         assert not is_all_trained or np.array_equal(weighed, segment.sampled_mask), "I3: all sampled tokens have one"
         if segment.parent is not None:
-            assert t.segments[segment.parent.segment] is not segment and segment.parent.length > 0
             shared = t.segments[segment.parent.segment].token_ids[: segment.parent.length]
             assert np.array_equal(segment.token_ids[: len(shared)], shared)
     refs = [ref for turn in t.turns for ref in turn.spans]

@@ -165,7 +165,7 @@ async def test_later_turn_with_another_image_prefills_what_is_new(make: Callable
 async def test_gradients_of_images_reach_the_encoder() -> None:
     seer = llava_seer()
     ids, media = seer.shown(picture("red"), picture("blue"), "Which?")
-    ones = np.ones(len(ids), np.float32)
+    ones = np.concatenate([[0], np.ones(len(ids) - 1)]).astype(np.float32)
     sample = sample_of(("g", "t", 0), ids, ones, advantages=ones, media=media)
     policy = local_policy(seer.model, optim=OptimSettings(), media=seer.media)
     policy.forward_backward([sample, sample.replace(media=media[::-1])])
