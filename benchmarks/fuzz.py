@@ -281,10 +281,10 @@ def configs(folder: Path) -> dict[str, Case]:
     """Return the cases of configurations, in our keys and in those of two other libraries."""
     from polyturn.compat.swift.args.arguments import parse, read, rollout_to_native, to_native
     from polyturn.compat.verl_config.compose import compose_file, compose_name
-    from polyturn.compat.verl_config.paths import absolute
     from polyturn.compat.verl_config.translate import translate
     from polyturn.config.load import load_config, load_values
     from polyturn.config.models import RunConfig
+    from polyturn.config.translate.paths import absolute
 
     examples = [
         yaml.safe_load((ROOT / f"{n}/config.yaml").read_text())
@@ -481,6 +481,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     import torch
     import uvicorn
 
+    from polyturn.sandbox.python.limits import RunResult
     from polyturn.serving import RolloutService
     from polyturn.serving import app as rollout_app
     from polyturn.serving import sandbox as sandbox_app
@@ -489,7 +490,6 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     from polyturn.serving.openai.endpoint import EndpointOptions
     from polyturn.serving.openai.hosted_episodes import OpenAIService
     from polyturn.testing.episodes import scripted_context
-    from polyturn.tools.python_sandbox.limits import RunResult
     from polyturn.viewer import app as viewer_app
     from polyturn.viewer.run_view import RunView
 

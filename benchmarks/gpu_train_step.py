@@ -1,11 +1,12 @@
-"""Measures the model FLOPs utilisation of an optimizer step on one GPU, for a dense bfloat16 model. Prints one JSON line.
+"""Measures the model FLOPs utilisation of an optimizer step on one GPU, for a bfloat16 model. Prints one JSON line.
 
-    python benchmarks/gpu_train_step.py --model 0.5b|1.5b [--tokens 32768] [--length 2048] [--checkpointing] [--steps 5]
+    python benchmarks/gpu_train_step.py --model 0.5b|1.5b|moe [--tokens 32768] [--length 2048] [--checkpointing] [--steps 5]
     python benchmarks/gpu_train_step.py --tiny                  the same steps with a tiny model, also without a GPU
 
 Weights are random, which does not change the time. A step is `ModelPolicy.forward_backward` and `optim_step` as in training.
-FLOPs are those of the model, without recomputation: 6 per weight of the layers and token, 6 per weight of the output
-embedding and target, and 6 * length^2 * width per layer and sample for attention.
+FLOPs are those of the model, without recomputation: 6 per weight of the layers and token (of the experts, only those that
+the token takes), 6 per weight of the output embedding and target, and 6 * length^2 * width per layer and sample for
+attention.
 """
 
 from __future__ import annotations
@@ -44,6 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "vocab_size": 151936,
     },
+    "moe": {  # 2.5 B parameters, of which a token takes 0.5 B
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 151936,
+    },
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -53,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 512,
     },
 }
+MODELS["tiny-moe"] = {**MODELS["moe"], **MODELS["tiny"], "head_dim": 16, "moe_intermediate_size": 32}
 TARGET = 0.4
 
 
@@ -81,7 +96,9 @@ def make_samples(*, tokens: int, length: int, vocab: int, trained: float, seed: 
 def model_flops(model: torch.nn.Module, samples: list[TrainSample], config: dict[str, Any]) -> float:
     """Return the FLOPs of one forward and backward pass."""
     embedding = config["vocab_size"] * config["hidden_size"]
-    in_layers = count_parameters(model) - embedding
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = experts * (1 - config["num_experts_per_tok"] / config["num_experts"]) if experts else 0
+    in_layers = count_parameters(model) - embedding - idle
     lengths = np.array([len(s) for s in samples], np.float64)
     attention = 6 * config["num_hidden_layers"] * config["hidden_size"] * float((lengths**2).sum())
     return 6 * in_layers * lengths.sum() + 6 * embedding * sum(s.num_weighted for s in samples) + attention
@@ -141,7 +158,7 @@ def _wait(device: torch.device) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["0.5b", "1.5b"], default="0.5b")
+    parser.add_argument("--model", choices=["0.5b", "1.5b", "moe"], default="0.5b")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--trained", type=float, default=0.5)
@@ -154,7 +171,7 @@ def main() -> None:
     if is_tiny:
         args.tokens, args.length, args.steps, args.warm_up = 512, 64, 2, 1
     result = measure(
-        "tiny" if is_tiny else args.model,
+        {"moe": "tiny-moe"}.get(args.model, "tiny") if is_tiny else args.model,
         tokens=args.tokens,
         length=args.length,
         trained=args.trained,

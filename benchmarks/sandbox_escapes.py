@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from polyturn.tools.python_sandbox.interpreter import Interpreter
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_isolation
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
-from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.sandbox.python.interpreter import Interpreter
+from polyturn.sandbox.python.isolation import Isolation, bare_python, find_isolation
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
 
 LIMITS = SandboxLimits(timeout_s=2.0, memory_mb=192, processes=24, disk_mb=16, output_bytes=20_000, flood_bytes=4 << 20)
 SECRET = "POLYTURN_SECRET_4711"

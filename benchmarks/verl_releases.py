@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from polyturn.compat.verl_config.command import HydraArguments, config_path, parse_arguments
-from polyturn.compat.verl_config.compose import BASE_NAMES, OF_VERL, Unresolved, compose_name
-from polyturn.compat.verl_config.overrides import leaves
-from polyturn.compat.verl_config.paths import absolute
+from polyturn.compat.verl_config.compose import BASE_NAMES, OF_VERL, compose_name
 from polyturn.compat.verl_config.table import NULL, OTHER, kind_of, table
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values, read_yaml
 from polyturn.config.models import RunConfig
+from polyturn.config.translate.paths import absolute
+from polyturn.config.translate.tree import Unresolved, leaves
 from polyturn.core.errors import PolyturnError
 
 MARKS = ("<!-- releases of verl: begin -->", "<!-- releases of verl: end -->")

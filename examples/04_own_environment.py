@@ -19,7 +19,7 @@ class Game:
         """Apply the model's text; return the observation, the reward, whether the episode is over, and further info."""
         found = re.search(r"\d+", action)
         if found is None:
-            return "That is no number.", 0.0, False, {}
+            return "That is not a number.", 0.0, False, {}
         guess = int(found[0])
         return "lower" if guess > self.number else "higher", float(guess == self.number), guess == self.number, {}
 

@@ -33,7 +33,9 @@ HEAVY = {"torch", "transformers"}
 STOOD_IN_FOR = re.compile(r"\b(verl|ms-swift|swift)\b", re.IGNORECASE)
 """Libraries that only `compat` may name; other packages reach them by entry points."""
 
-PHRASES = re.compile(r"\b([Rr]eturn what|Return how|Return where|[Ww]hoever|[Nn]obody|[Ss]omebody)\b")
+PHRASES = re.compile(
+    r"\b([Rr]eturn what|Return how|Return where|[Ww]hoever|[Nn]obody|[Ss]omebody)\b|(?<![Tt]here )\bis no (?!longer|\w+er\b)"
+)
 """Phrases that the style guide replaces by the name of the thing."""
 VAGUE = {"found", "said", "told", "given", "held", "made", "asked", "shown", "place", "way"}
 """Variable names that do not describe the content."""

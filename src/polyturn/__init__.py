@@ -55,8 +55,8 @@ BY_TASK: Mapping[str, Mapping[str, str]] = {
     "Write an interaction": {
         "BaseInteraction": "polyturn.interactions.base",
         "ViewInteraction": "polyturn.interactions.base",
-        "ConversationView": "polyturn.interactions.context",
-        "SpeakOptions": "polyturn.interactions.context",
+        "ConversationView": "polyturn.interactions.base",
+        "SpeakOptions": "polyturn.interactions.base",
     },
     "Write a scheduler or an environment": {
         "MultiTurnScheduler": "polyturn.rollout.scheduler",
@@ -195,8 +195,12 @@ if TYPE_CHECKING:  # each with an alias of its own name, which says to type chec
     from polyturn.data.sampler import Curriculum as Curriculum
     from polyturn.engines.embedded import EmbeddedEngine as EmbeddedEngine
     from polyturn.environments.base import Adapter as Adapter
-    from polyturn.interactions.base import BaseInteraction as BaseInteraction, ViewInteraction as ViewInteraction
-    from polyturn.interactions.context import ConversationView as ConversationView, SpeakOptions as SpeakOptions
+    from polyturn.interactions.base import (
+        BaseInteraction as BaseInteraction,
+        ConversationView as ConversationView,
+        SpeakOptions as SpeakOptions,
+        ViewInteraction as ViewInteraction,
+    )
     from polyturn.rewards.router import RewardRouter as RewardRouter
     from polyturn.rollout.context import RolloutContext as RolloutContext
     from polyturn.rollout.episode import Episode as Episode

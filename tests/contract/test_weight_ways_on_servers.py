@@ -1,14 +1,12 @@
 """New weights reach the real servers through a folder and by their own transfer, every group of parameters of a tied model;
 and a single bit that changes on the way is found by the checksums."""
 
-import asyncio
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from engine_servers import CLIENTS, ROOT, interpreter, on_servers
+from engine_servers import CLIENTS, on_servers
 from transfer_checks import CHECKS, small_buckets
 
 from polyturn.core.errors import EngineError
@@ -34,19 +32,8 @@ def client(address, model_folder):
 @pytest.mark.parametrize("check", CHECKS)
 async def test_transfer_of_tensors(address, check, model_folder, monkeypatch):
     kind, url = address
-    if kind == "sglang":
-        monkeypatch.setattr("polyturn.engines.sglang_transfer.buckets", small_buckets)
-        await CHECKS[check](kind, url, model_folder)
-        return
-    paths = os.pathsep.join(str(ROOT / part) for part in ("src", "tests", "tests/contract"))
-    trainer = await asyncio.create_subprocess_exec(
-        *(str(interpreter(kind)), str(Path(__file__).with_name("transfer_checks.py")), kind, url, str(model_folder), check),
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    said, _ = await trainer.communicate()
-    assert trainer.returncode == 0, said.decode()[-4000:]
+    monkeypatch.setattr("polyturn.engines.weight_group.buckets", small_buckets)
+    await CHECKS[check](kind, url, model_folder)
 
 
 async def test_folder_unseen_by_the_server_is_refused(address, model_folder):

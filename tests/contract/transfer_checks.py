@@ -1,17 +1,11 @@
-"""What holds of a server's own transfer of tensors, gloo between processors. vLLM's needs the trainer's side of its package,
-so that its checks run in its environment, where there is no pytest:
-
-    python transfer_checks.py vllm http://127.0.0.1:8000 MODEL_FOLDER arrives
-"""
+"""What holds of a transfer of tensors to a real server, gloo between processors."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import torch
 
 from polyturn.core.errors import EngineError, EngineLostError
-from polyturn.engines import sglang_transfer, weight_transport
+from polyturn.engines import weight_transport
 from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
@@ -98,9 +92,3 @@ CHECKS = {check.__name__: check for check in (arrives, breaks_off, second_client
 
 def small_buckets(weights):
     return weight_transport.buckets(weights, limit=20_000)
-
-
-if __name__ == "__main__":
-    kind, url, folder, check = sys.argv[1:]
-    sglang_transfer.buckets = small_buckets
-    asyncio.run(CHECKS[check](kind, url, Path(folder)))

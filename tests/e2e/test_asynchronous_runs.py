@@ -54,7 +54,7 @@ def test_oversampling_cuts_off_and_counts(tmp_path: Path):
         ([f"{MIX}1}}}}", "train.epochs=2"], "the sampler mix has no epochs; set train"),
         (
             [MIX.replace("tiny", "tini") + "1}}"],
-            "the mix has a weight for 'tini', which is no task's data_source. Did you mean 'tiny'?",
+            "the mix has a weight for 'tini', which no task has as its data_source. Did you mean 'tiny'?",
         ),
     ],
 )

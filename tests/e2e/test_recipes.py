@@ -25,10 +25,10 @@ from polyturn.api.dry_run import device_plan
 from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
+from polyturn.sandbox.python.isolation import Isolation, find_isolation
 from polyturn.store.stored_run import open_store
 from polyturn.testing.published import PUBLISHED
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from support.models import tiny_model
 from support.runs import call_command, trained_steps
 from support.scripted_server import scripted_server
@@ -177,15 +177,17 @@ def test_ranks_and_servers_have_a_gpu_each(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "said"),
+    ("name", "layout", "line"),
     [
-        pytest.param("Qwen/Qwen2.5-7B-Instruct", "eight_gpus", "GPU 7", marks=pytest.mark.slow),
+        pytest.param(
+            "Qwen/Qwen2.5-7B-Instruct", "eight_gpus", "each GPU of a server, at least: weights", marks=pytest.mark.slow
+        ),
         pytest.param("Qwen/Qwen3-8B", "eight_gpus", "GPU 7", marks=pytest.mark.slow),
-        ("Qwen/Qwen3-8B", "eight_gpus_shared", "each GPU in an update"),
+        ("Qwen/Qwen3-8B", "eight_gpus_shared", "each GPU in an update: total"),
     ],
 )
 def test_plan_of_a_large_model_needs_no_weights(
-    name: str, layout: str, said: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
+    name: str, layout: str, line: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
     """Nor the servers: there is no file of weights in the folder, and vLLM may not be installed."""
     config = AutoConfig.for_model(**PUBLISHED[name])
@@ -197,8 +199,8 @@ def test_plan_of_a_large_model_needs_no_weights(
     done = call_command(main, "train", RECIPES / "gsm8k_tool.yaml", "--dry-run", *above, *given)
     assert done.code == 0 or "would not start on this machine" in done.err, done.err
     counted = {"Qwen/Qwen2.5-7B-Instruct": "7.62 B", "Qwen/Qwen3-8B": "8.19 B"}[name]
-    told = (counted, "rank 3", "server 3", "each GPU of a server: weights", said, "not measured")
-    assert [words for words in told if words not in done.out] == []
+    lines = (counted, "rank 3", "server 3", line, "not measured")
+    assert [words for words in lines if words not in done.out] == []
     assert "gaps in the heap" not in done.out  # which a CPU has, and these name GPUs
 
 

@@ -15,8 +15,8 @@ import yaml
 from polyturn.cli.main import main
 from polyturn.infra.plugins import import_attr
 from polyturn.rewards import gsm8k
+from polyturn.sandbox.python.isolation import Isolation, find_isolation
 from polyturn.store.stored_run import open_store
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.registry import initialize_tools_from_config
 from support.runs import call_command
 

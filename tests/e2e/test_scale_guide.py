@@ -78,18 +78,22 @@ def test_each_config_dry_runs(step, tmp_path):
     assert "episodes" in done.out
 
 
-SIZES = {"Qwen/Qwen3-8B": (4096, 12288, 36, 32), "Qwen/Qwen3-32B": (5120, 25600, 64, 64)}
-"""Hidden width, that of the feed-forward layers, layers and heads, as their configs on the hub have them."""
-PLANS = re.findall(r"```console\n\$ polyturn (plan .*)\n([^`]*)```", GUIDE.read_text())
+SIZES = {
+    "Qwen/Qwen3-8B": (4096, 12288, 36, 32, 151936),
+    "Qwen/Qwen3-32B": (5120, 25600, 64, 64, 151936),
+    "meta-llama/Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 128256),
+}
+"""Hidden width, that of the feed-forward layers, layers, heads and vocabulary, as their configs on the hub have them."""
+PLANS = re.findall(r"```console\n\$ polyturn (train .*--dry-run.*)\n([^`]*)```", GUIDE.read_text())
 """Commands and their output; the guide leaves out lines of two of them."""
 
 
-@pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 shared GPUs", "32 GPUs", "8 GPUs"])
+@pytest.mark.parametrize(("command", "printed"), PLANS, ids=["8 shared GPUs", "long", "32 GPUs", "8 GPUs"])
 def test_plans_print_the_lines_of_the_guide(command, printed, tmp_path, monkeypatch):
     (name,) = re.findall(r"model\.path=(\S+)", command)
-    width, inner, layers, heads = SIZES[name]
+    width, inner, layers, heads, vocab = SIZES[name]
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
-    same = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+    same = {"vocab_size": vocab, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072}
     Qwen3Config(**sizes, **same, tie_word_embeddings=False).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     monkeypatch.chdir(GUIDE.parents[2] / "examples" / "recipes")

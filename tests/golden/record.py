@@ -108,6 +108,7 @@ LEFT_OUT: dict[str, str] = {
     "metrics: rollout/loop_blocked": "whether this machine was busy",
     "rows: entropies": "came later than the fixtures, and tests of its own look at it",
     "rows: messages.written": "came later than the fixtures, and tests of its own look at it",
+    "rows: messages.own": "came later than the fixtures, and tests of its own look at it",
     "rows: generate_s": "how long it took",
     "rows: tools_s": "how long it took",
     "rows: interaction_s": "how long it took",
@@ -333,7 +334,7 @@ def _opened(value: Any) -> Any:
         return [_opened(one) for one in value]
     if isinstance(value, str) and value[:1] in {"{", "["}:
         with contextlib.suppress(ValueError):
-            return json.loads(value, object_hook=lambda one: {k: v for k, v in one.items() if k != "written"})
+            return json.loads(value, object_hook=lambda one: {k: v for k, v in one.items() if k not in {"written", "own"}})
     return value
 
 

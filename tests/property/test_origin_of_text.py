@@ -21,6 +21,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from polyturn.cli.markers import template_markers
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -35,7 +36,6 @@ from polyturn.rollout.stop_strings import Stopped
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.frames import ROLES
-from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import PlainParser
 from support.tokenizers import TOKENIZERS, tokenizer_of
 

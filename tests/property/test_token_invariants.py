@@ -18,7 +18,8 @@ from polyturn.core.messages import Message, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.sanity import KINDS, check
+from polyturn.tokens.sanity import KINDS
+from support.differences import check
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TOOLS = [

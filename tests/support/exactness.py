@@ -20,9 +20,9 @@ from polyturn.core.errors import TemplateError, one_line
 from polyturn.core.messages import Message, ToolCall
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.sanity import check
 from support.dialogue_runner import RecordedDialogue
 from support.dialogues import Dialogue
+from support.differences import check
 from support.oracle import Oracle, RefusedError, tame
 from support.template_case import TemplateCase
 

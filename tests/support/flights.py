@@ -76,6 +76,7 @@ async def check_like_whole(folder: Path, says: Sequence[str], options: Callable[
     assert all(s.same_as(o) for s, o in zip(whole.segments, parts.segments, strict=True))
     for field in ("message", "observation", "scores", "info", "spans"):
         assert [getattr(turn, field) for turn in parts.turns] == [getattr(turn, field) for turn in whole.turns]
+    assert [turn.message.own for turn in parts.turns] == [turn.message.own for turn in whole.turns]
     assert parts.reward == whole.reward
     assert parts.stop_reason is whole.stop_reason
     again, (asked, counts) = await lives(folder / "parts", says, **options())

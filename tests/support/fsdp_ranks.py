@@ -22,10 +22,10 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import checkpoint_activations, load_unread
 from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
+from polyturn.training.options import Degrees
 from polyturn.training.part_loading import read_weights
 from polyturn.training.policy import ModelPolicy, policy_backend
 from polyturn.training.process_group import ProcessRankGroup, follow

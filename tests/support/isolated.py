@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from polyturn.tools.python_sandbox import SandboxLimits
-from polyturn.tools.python_sandbox.interpreter import Interpreter
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, find_isolation
+from polyturn.sandbox.python.interpreter import Interpreter
+from polyturn.sandbox.python.isolation import Isolation, bare_python, find_isolation
+from polyturn.sandbox.python.limits import SandboxLimits
 
 
 def need_isolation() -> Isolation:

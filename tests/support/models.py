@@ -125,13 +125,13 @@ def in_float64(model: Any) -> Any:
     return model.double()
 
 
-def write_brief_model(folder: Path) -> None:
+def write_brief_model(folder: Path, *, max_positions: int = 2048) -> None:
     """Write a tokenizer and a model of which every sixth token or so ends the turn, so that conversations have several."""
     import torch
 
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
-    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=2048)
+    model = tiny_model(tokenizer, hidden=16, layers=1, max_positions=max_positions)
     with torch.no_grad():
         weight: Any = model.get_input_embeddings().weight
         weight[:, 0] += 1.0

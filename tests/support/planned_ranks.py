@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from polyturn.batching.layout import LayoutSettings
-from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import load_model, load_unread
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
-from polyturn.training.options import OptimSettings
+from polyturn.training.options import Degrees, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
 from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker

@@ -33,12 +33,11 @@ from polyturn.core.messages import Message
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from polyturn.training import fsdp
-from polyturn.training.backend import Degrees
 from polyturn.training.critic import Critic, CriticSettings, critic_backend, value_coefs
 from polyturn.training.hf import checkpoint_activations, load_unread
 from polyturn.training.lora import adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
-from polyturn.training.options import LoraSettings, OptimSettings
+from polyturn.training.options import Degrees, LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, policy_backend
 from support.megatron_cpu import pretend
 from support.models import in_float64, tiny_model

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
+from polyturn.sandbox.python.isolation import Isolation, find_isolation
 
 ISOLATION, WHY_NOT = find_isolation()
 needs_bubblewrap = pytest.mark.skipif(ISOLATION is Isolation.NONE, reason=WHY_NOT)

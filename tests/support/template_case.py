@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyturn.cli.markers import add_template_markers, template_markers
 from polyturn.core.messages import Message
 from polyturn.tokens.codec import Codec
-from polyturn.tokens.markers import add_template_markers, template_markers
 from support.dialogue_runner import Runner
 from support.dialogues import KINDS, MARKERS, TOOL_KINDS, Dialogue, dialogue
 from support.oracle import Oracle, RefusedError

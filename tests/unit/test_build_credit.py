@@ -80,10 +80,12 @@ def test_absurd_number_is_refused(tmp_path: Path, key: str) -> None:
 
 def test_estimator_gets_its_options(tmp_path: Path) -> None:
     gae = ("algorithm.advantage=gae", "algorithm.advantage.lam=0.9")
-    assert options(tmp_path, *gae, "algorithm.advantage={gamma: 0.8}") == {"lam": 0.9, "gamma": 0.8}
+    expected = {"lam": 0.9, "gamma": 0.8, "whiten_batch": True}
+    assert options(tmp_path, *gae, "algorithm.advantage={gamma: 0.8}") == expected
     assert options(tmp_path, "algorithm.advantage=gdpo", "algorithm.advantage.norm_by_std=false") == {
         "norm_by_std": False,
         "weights": {"outcome": 1.0, "tool_step": 1.0},
+        "whiten_batch": True,
     }
 
 

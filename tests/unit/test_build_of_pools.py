@@ -60,9 +60,14 @@ async def test_rollout_worker_asks_the_servers_of_the_controller(tmp_path: Path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
-def test_tensors_to_vllm_need_its_package(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resolves to gloo.*the package vllm.*install it, or .*engine\.weights_folder"):
-        build_pool(tmp_path, *LAUNCH[:2], "engine.urls=[http://192.0.2.7:1]")
+async def test_only_nccl_to_vllm_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = (*LAUNCH[:2], "engine.urls=[http://192.0.2.7:1]")
+    await build_pool(tmp_path / "gloo", *far).close()
+    monkeypatch.setattr("polyturn.engines.served.choose_transport", lambda *at, **options: "nccl")
+    with pytest.raises(
+        ConfigError, match=r"resolves to nccl.*the package vllm.*engine\.weights to gloo.*engine\.weights_folder"
+    ):
+        build_pool(tmp_path / "nccl", *far)
 
 
 async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
@@ -109,7 +114,9 @@ def test_server_that_takes_a_whole_shared_gpu_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(parts, "on_gpu", lambda model: model)
-    with pytest.raises(ConfigError, match=r"add --gpu-memory-utilization with the free share that `polyturn plan` reports"):
+    with pytest.raises(
+        ConfigError, match=r"add --gpu-memory-utilization with the free share that `train --dry-run --gpus N`"
+    ):
         build_pool(tmp_path, *SLEEP)
 
 

@@ -88,6 +88,19 @@ def test_steps_raise_the_likelihood_of_rewarded_samples(dtype):
     assert sum(float(scores.sum()) for scores in trained.score(good)) > before + 10
 
 
+def test_offloaded_optimizer_takes_nearly_the_same_steps():
+    weights = []
+    for offload in (False, True):
+        trained = local_policy(
+            model(torch.bfloat16).to(DEVICE), optim=OptimSettings(lr=1e-3, offload=offload), layout=PACKED
+        )
+        for _ in range(3):
+            trained.forward_backward(samples())
+            trained.optim_step()
+        weights.append({name: weight.float().cpu() for name, weight in trained.weights().items()})
+    assert largest_difference(*weights) < 1e-2
+
+
 async def test_engine_is_greedy_as_generate_is():
     lm = model().to(DEVICE)
     prompts = [np.random.default_rng(n).integers(0, VOCAB, 20 + n).tolist() for n in range(4)]

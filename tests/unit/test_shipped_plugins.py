@@ -18,8 +18,8 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.data.rows import task_from_row
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.rollout.run_episode import run_episode
+from polyturn.sandbox.python.isolation import Isolation, find_isolation
 from polyturn.testing.episodes import scripted_context
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation
 from polyturn.tools.registry import initialize_tools_from_config
 from support.services import serve
 

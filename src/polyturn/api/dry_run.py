@@ -16,7 +16,7 @@ import yaml
 
 from polyturn import build
 from polyturn.build.backend import row_width
-from polyturn.build.gpu_plan import Demand, layout_of, load_of, parameters_of
+from polyturn.build.gpu_plan import Demand, columns, layout_of, load_of, memory_of, parameters_of
 from polyturn.build.memory_check import MemoryVerdict, verdict_of
 from polyturn.config.load import load_config
 from polyturn.config.models import PolicyConfig, RunConfig
@@ -76,7 +76,6 @@ class DryRunReport:
 
     def text(self, *, with_ids: bool = False) -> str:
         """Return the report as lines; `with_ids` adds the ids of the first prompt's tokens."""
-        width = max(map(len, self.estimates)) + 2
         lines = [
             "settings       those that differ from the defaults; `polyturn config CONFIG` prints all of them\n",
             yaml.safe_dump(dict(self.settings), sort_keys=False, allow_unicode=True),
@@ -86,8 +85,7 @@ class DryRunReport:
             "",
             *self.facts,
             "",
-            *(f"{name:<{width}}{value}" for name, value in self.estimates.items()),
-            *([] if self.verdict is None else [f"{'memory':<{width}}{self.verdict}"]),
+            columns({**self.estimates, **({} if self.verdict is None else {"memory": str(self.verdict)})}),
         ]
         return "\n".join(lines)
 
@@ -184,18 +182,12 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     load = load_of(parts.source, tokens=tokens, on_gpu=names_gpus or torch.cuda.is_available())
     size = ModelSize.of(parts.model)
     demand = Demand(size, load, parts.max_context, row_width(config))
-    bytes_by_part = demand.rank(ranks)
-    bytes_by_part["KV cache of the engine"] = (
-        _kv_bytes(parts, size, longest) if parts.engine.capabilities.shares_weights else 0
-    )
-    out = {"model": parameters_of(size)}
-    out |= device_plan(config)
-    out |= {f"each rank: {name}": _mib(num) for name, num in bytes_by_part.items() if num}
-    out["each rank: total, at most"] = f"{_mib(sum(bytes_by_part.values()))} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
-    if layout.servers:
-        out |= {f"each GPU of a server: {name}, at least": _mib(num) for name, num in demand.server(layout.width).items()}
-    if layout.is_shared:
-        out |= {title: _mib(sum(parts_of_one.values())) for title, parts_of_one in demand.tables(layout).items()}
+    bytes_by_part, tables = demand.rank(ranks), demand.tables(layout)
+    if parts.engine.capabilities.shares_weights:
+        bytes_by_part["KV cache of the engine"] = _kv_bytes(parts, size, longest)
+        tables["each rank"] = bytes_by_part
+    devices = device_plan(config, holds_weights=build.holds_weights(parts.source, num_ranks=ranks))
+    out = {"model": parameters_of(size), "layout": str(layout)} | devices | memory_of(tables)
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in total"
     out["tokens a step, at most"] = f"{longest * episodes}"
@@ -211,15 +203,17 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     return out, verdict
 
 
-def device_plan(config: RunConfig) -> dict[str, str]:
+def device_plan(config: RunConfig, *, holds_weights: bool = False) -> dict[str, str]:
     """Return the GPU of each rank and started server, shared GPUs, and the rollout workers.
+
+    `holds_weights` is whether the driver of a cluster loads the whole model.
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
     ranks, engine = config.train.distributed.ranks, config.engine
     launch = engine.launch if isinstance(engine, ServerOptions) else None
     if config.cluster.address is not None:
-        return cluster_plan(config)
+        return cluster_plan(config, holds_weights=holds_weights)
     workers = config.cluster.workers.count
     beside = (
         {f"{workers} rollout workers": "processes on this machine; tokenizer and config, no weights"} if workers > 1 else {}
@@ -238,16 +232,15 @@ def device_plan(config: RunConfig) -> dict[str, str]:
     return placed | ({"shared": "; ".join(shared)} if shared else {}) | beside
 
 
-def cluster_plan(config: RunConfig) -> dict[str, str]:
+def cluster_plan(config: RunConfig, *, holds_weights: bool) -> dict[str, str]:
     """Return the processes of a run on a cluster, with their resources and contents.
 
     {"driver": "…", "4 servers (vllm)": "{'GPU': 2} each, on different nodes if possible; …"}
     """
     cluster, engine = config.cluster, config.engine
     apart = "on different nodes if possible"
-    plan = {
-        "driver": "this process: the loop, the tasks, checkpoints; one copy of the whole model",
-    }
+    weights = "one copy of the whole model" if holds_weights else "no weights"
+    plan = {"driver": f"this process: the loop, the tasks, checkpoints; {weights}"}
     if isinstance(engine, ServerOptions) and engine.urls:
         plan["servers"] = f"running already: {', '.join(engine.urls)}"
     else:
@@ -293,10 +286,6 @@ def _wait(total: torch.Tensor) -> None:
     total.detach().item()
     if total.device.type == "cuda":
         torch.cuda.synchronize(total.device)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:

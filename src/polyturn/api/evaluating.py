@@ -77,16 +77,11 @@ def evaluate_endpoint(source: build.ConfigSource, resolved: Mapping[str, Any], e
     check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
     context, engine = build.build_endpoint_context(source, endpoint)
     build.check_endpoint_run(context, sets[0].tasks, name="evaluation.data")
-    folder, rollout = _new_folder(source, resolved), source.config.rollout
+    folder = _new_folder(source, resolved)
     context.codec.tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "endpoint.json").write_text(json.dumps({"url": endpoint.url, "model": endpoint.model}, indent=2) + "\n")
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        pool = RolloutPool(
-            context,
-            max_concurrent=rollout.max_concurrent,
-            min_concurrent=rollout.min_concurrent,
-            max_failed_share=rollout.max_failed_share,
-        )
+        pool = build.rollout_pool(source, context)
         running = evaluate_all(pool, source.config.seed, sets, observer, finish=engine.finish)
         evaluated = run_loop(running)
     return _reported(folder, evaluated)

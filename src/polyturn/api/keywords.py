@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from polyturn.config.models import RunConfig
+from polyturn.config.retired import RETIRED
 from polyturn.config.schema import schema_table
 from polyturn.config.unknown import CLOSE, nearest_keys
 from polyturn.config.well_known import WELL_KNOWN, call_for
@@ -80,6 +81,8 @@ def path_of(name: str, value: Any = None) -> list[str]:
         raise ConfigError(f"the keyword {name!r} may mean {', '.join(theirs.keys)}; write one of them: {candidates}")
     if not keys and theirs is not None:
         raise ConfigError(f"there is no keyword {name!r}; write {call_for(name, value, keyword_of=_keyword_of)}")
+    if not keys and (retired := [text for key, text in RETIRED.items() if key.endswith(f".{name}")]):
+        raise ConfigError(f"there is no longer a keyword {name!r}; {retired[0]}")
     if not keys:
         raise ConfigError(
             f"there is no keyword {name!r}.{_near(name, value)} A keyword is one of "

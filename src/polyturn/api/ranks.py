@@ -58,10 +58,6 @@ def tell_start(name: str) -> None:
 
 def keep_serving() -> None:
     """Ignore signals: the leader handles them, needs this rank for its last checkpoint, and then ends it."""
-    for number in (signal.SIGINT, signal.SIGTERM) if _may_set_signals() else ():
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _may_set_signals() -> bool:
-    """Return whether this is the main thread; in another one, as with `polyturn.steps`, the program handles signals."""
-    return threading.current_thread() is threading.main_thread()
+    if threading.current_thread() is threading.main_thread():  # in another one, as with `polyturn.steps`, the program does
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)

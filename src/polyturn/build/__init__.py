@@ -18,16 +18,15 @@ from polyturn.build.checks import (
 )
 from polyturn.build.cluster import check_cluster, check_workers, cluster_parts, pool_of, start_ranks, with_workers
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
-from polyturn.build.engine import build_engine, sends_adapter, untrained
-from polyturn.build.model import build_codec, build_media, build_model
-from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, build_tools, check_plugins
-from polyturn.build.policies import FurtherPolicies, build_policies
+from polyturn.build.engine import sends_adapter, untrained
+from polyturn.build.model import build_codec, build_model
+from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, check_plugins, rollout_pool
+from polyturn.build.policies import build_policies
 from polyturn.build.ranks import check_ranks, follow_leader, holds_weights, lead
 from polyturn.build.tasks import (
     RunTasks,
     build_eval_sets,
     build_run_tasks,
-    build_sampler,
     build_tasks,
     build_train_tasks,
 )
@@ -44,12 +43,11 @@ from polyturn.build.trial import try_credit
 from polyturn.config.config_source import ConfigSource, model_folder
 
 __all__ = [
-    "ConfigSource", "FurtherPolicies", "Parts", "RunTasks", "build_codec", "build_endpoint_context", "build_engine",
-    "build_estimator", "build_eval_sets", "build_media", "build_model", "build_parts", "build_policies", "build_policy",
-    "build_records", "build_rewarder", "build_run_tasks", "build_sampler", "build_scheduler", "build_tasks", "build_tools",
-    "build_train_tasks", "build_trainer", "check_before_weights", "check_cluster", "check_endpoint_run",
-    "check_first_tasks", "check_plugins", "check_ranks", "check_run", "check_training", "check_warm_start", "check_workers",
-    "cluster_parts", "exporter", "fitting", "follow_leader", "for_endpoint",
-    "holds_weights", "lead", "model_folder", "pool_of", "sends_adapter", "settle", "start_ranks", "stored_exporter",
-    "try_credit", "untrained", "warm_start_samples", "with_workers",
+    "ConfigSource", "Parts", "RunTasks", "build_codec", "build_endpoint_context", "build_estimator", "build_eval_sets",
+    "build_model", "build_parts", "build_policies", "build_policy", "build_records", "build_rewarder",
+    "build_run_tasks", "build_scheduler", "build_tasks", "build_train_tasks", "build_trainer", "check_before_weights",
+    "check_cluster", "check_endpoint_run", "check_first_tasks", "check_plugins", "check_ranks", "check_run",
+    "check_training", "check_warm_start", "check_workers", "cluster_parts", "exporter", "fitting", "follow_leader",
+    "for_endpoint", "holds_weights", "lead", "model_folder", "pool_of", "rollout_pool", "sends_adapter", "settle",
+    "start_ranks", "stored_exporter", "try_credit", "untrained", "warm_start_samples", "with_workers",
 ]  # fmt: skip

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
 
 from polyturn.build.model import build_codec, build_outline
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.infra.plugins import load_plugins
-from polyturn.training.options import BACKEND
-
-if TYPE_CHECKING:
-    from polyturn.training.backend import Degrees
-
-
-def degrees_of(config: RunConfig) -> Degrees:
-    """Return the number of ranks of each kind of parallelism."""
-    from polyturn.training.backend import Degrees
-
-    split = config.train.distributed
-    return Degrees(
-        tensor_parallel=split.tensor_parallel,
-        pipeline_parallel=split.pipeline_parallel,
-        expert_parallel=split.expert_parallel,
-        context_parallel=split.context_parallel,
-        gradient_sync=split.gradient_sync,
-    )
+from polyturn.training.options import BACKEND, Degrees
 
 
 def row_width(config: RunConfig) -> int:
@@ -56,17 +38,46 @@ def check_backend(source: ConfigSource) -> None:
     Raises:
         ConfigError: the backend does not exist, is not installed, or cannot split the model.
     """
-    from polyturn.training.backend import Degrees, backends
+    from polyturn.training.backend import backends
     from polyturn.training.lora import add_lora
 
     config = source.config
     is_torch = config.train.backend == BACKEND
     packs_rows(config, on_gpu=False)
-    if is_torch and degrees_of(config) == Degrees():
+    _check_offload(config)
+    degrees = config.train.distributed
+    if is_torch and dataclasses.replace(degrees, ranks=1) == Degrees():
         return
     backend = backends.resolve(config.train.backend, base=source.base, key="train.backend")
-    load_plugins(config.plugins, base=source.base)
     outline = build_outline(source, build_codec(source).tokenizer)
     if config.model.lora is not None:
         add_lora(outline, config.model.lora, seed=config.seed)
-    backend.check(outline, degrees_of(config))
+    backend.check(outline, degrees)
+
+
+def _check_offload(config: RunConfig) -> None:
+    """Raise if an optimizer is to be offloaded that cannot be, or whose state is small.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    optims = {
+        "train.optim": config.train.optim,
+        "warm_start.optim": config.warm_start.optim,
+        "algorithm.critic.optim": config.algorithm.critic.optim,
+    }
+    key = next((key for key, optim in optims.items() if optim.offload), None)
+    if key is None:
+        return
+    split = config.train.distributed
+    for is_so, why in (
+        (config.model.lora is not None, "model.lora is set, whose optimizer is small; remove one of the two"),
+        (config.model.dtype == "float32", "model.dtype is float32, which has no masters; set model.dtype: bfloat16"),
+        (
+            config.train.backend != BACKEND or split.tensor_parallel > 1,
+            f"train.backend is {config.train.backend} with tensor_parallel {split.tensor_parallel}, which sums gradients on "
+            f"the GPUs in a step; set train.backend: {BACKEND} and tensor_parallel: 1",
+        ),
+    ):
+        if is_so:
+            raise ConfigError(f"{key}.offload is true and {why}")

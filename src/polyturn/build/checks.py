@@ -24,7 +24,7 @@ from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset
 from polyturn.infra.live import names_code
 from polyturn.infra.plugins import import_attr
-from polyturn.interactions.context import check_row, check_setup
+from polyturn.interactions.checks import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.console import Progress
@@ -289,13 +289,6 @@ def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) 
     """Raise if no task uses the run's interactions, or its tools: the run would silently be single-turn."""
     check_setup(context.interactions)
     _tell_of_shared_tools(context)
-    for part, summary in summaries.items():
-        for name, num in summary.unknown_tools.items():
-            logger.warning(
-                "%s: %d of %d tasks name the tool %r (tools_kwargs, tool_selection), which the run does not have: "
-                    "they run without it.%s",
-                part, num, summary.num_tasks, name, did_you_mean(name, context.tools.tools) if context.tools.tools else "",
-            )  # fmt: skip
     _refuse_unused(context.interactions, context.tools.tools, summaries)
 
 

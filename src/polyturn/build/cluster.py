@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.build.backend import row_width
-from polyturn.build.parts import Parts, build_parts
+from polyturn.build.parts import Parts, build_parts, rollout_pool
 from polyturn.build.ranks import check_ranks, holds_weights, model_of, rank_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
@@ -135,13 +135,7 @@ def with_workers(parts: Parts) -> Parts:
 
 def pool_of(parts: Parts) -> RolloutPool:
     """Return the pool that runs the episodes of a run without training: the workers, or this process."""
-    rollout = parts.source.config.rollout
-    return parts.pool or RolloutPool(
-        parts.context,
-        max_concurrent=rollout.max_concurrent,
-        min_concurrent=rollout.min_concurrent,
-        max_failed_share=rollout.max_failed_share,
-    )
+    return parts.pool or rollout_pool(parts.source, parts.context)
 
 
 def _with_pool(parts: Parts, workers: Sequence[RemoteWorker], *, engines: EnginePool | None = None) -> Parts:

@@ -18,7 +18,7 @@ from polyturn.core.routing import RouteShape
 from polyturn.engines.base import EngineSetup, ModelFolder, ServerPlaces, engines
 from polyturn.engines.foreign import ForeignEngine
 from polyturn.engines.options import OwnEngineOptions, ServerOptions
-from polyturn.engines.recovery import ServerPool
+from polyturn.engines.pool import EnginePool
 from polyturn.infra.live import LiveObject
 from polyturn.infra.plugin_shape import takes_any_keyword
 from polyturn.infra.plugins import wrong_kind
@@ -48,6 +48,8 @@ def build_engine(
     Raises:
         ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
     """
+    from polyturn.training.lora import adapter_settings
+
     config = source.config
     build = find_engine(source)
     routes = route_shape(source, model)
@@ -67,7 +69,7 @@ def build_engine(
         model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
-        adapter=_adapter_settings(model) if sends_adapter(config) else None,
+        adapter=adapter_settings(model) if sends_adapter(config) else None,
         places=own_places,
         follows=follows,
         obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
@@ -101,18 +103,12 @@ def untrained(source: ConfigSource) -> ConfigSource:
     return dataclasses.replace(source, config=source.config.model_copy(update={"engine": engine}))
 
 
-def _adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    from polyturn.training.lora import adapter_settings
-
-    return adapter_settings(model)
-
-
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
     """Make a user's engine and wrap it to contain its failures; the servers of a pool are called directly."""
     with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
         # `isinstance` evaluates the properties of the protocol.
-        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, ServerPool)
+        is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, EnginePool)
     if not is_engine:
         needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"
         raise wrong_kind(engines.group, options.kind, engine, where="engine.kind", needs=needs)

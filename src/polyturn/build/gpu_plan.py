@@ -2,24 +2,25 @@
 
     demand_of(source).tables(layout_of(config))  ->  {"each of 4 ranks": {"parameters": …, …}, …}
 
-Used by `polyturn plan`, the dry run, and the check before a run starts.
+Used by the dry run, on this machine or on GPUs that it need not have (`--gpus`), and by the check before a run starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from polyturn.build.backend import degrees_of, row_width
+from polyturn.build.backend import row_width
 from polyturn.build.credit import build_estimator
-from polyturn.build.model import build_codec, build_outline
-from polyturn.build.parts import max_context_of
+from polyturn.build.engine import sends_adapter
+from polyturn.build.model import build_codec, build_outline, max_context_of
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.engines.options import ServerOptions
 from polyturn.training import lora
-from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes
+from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes, sync_seconds
 from polyturn.training.options import BACKEND
 
 GB = 10**9
@@ -86,9 +87,9 @@ class Demand(NamedTuple):
             load = replace(self.load, ranks=layout.ranks)
             phases = shared_bytes(self.size, load, tensor_parallel=layout.width, tokens=self.context)
             return {f"each GPU {phase}": bytes_by_part for phase, bytes_by_part in phases.items()}
-        tables = {f"each of {layout.ranks} ranks": self.rank(layout.ranks)}
+        tables = {"each rank": self.rank(layout.ranks)}
         if layout.servers:
-            tables[f"each GPU of {layout.servers} servers, at least"] = self.server(layout.width)
+            tables["each GPU of a server, at least"] = self.server(layout.width)
         return tables
 
     def fits(self, layout: GpuLayout, *, limit: int) -> bool:
@@ -102,6 +103,55 @@ class Demand(NamedTuple):
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
 
 
+def memory_of(tables: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+    """Return the parts and the total of each process as text: {"each rank: gradients": "12.29 GB"}."""
+    lines: dict[str, str] = {}
+    for title, bytes_by_part in tables.items():
+        lines |= {f"{title}: {name}": _amount(num) for name, num in bytes_by_part.items() if num}
+        lines[f"{title}: total"] = _amount(sum(bytes_by_part.values()))
+    return lines
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB // 10 else f"{num_bytes / 10**6:.2f} MB"
+
+
+def columns(lines: Mapping[str, str]) -> str:
+    """Return names and values as lines in two columns."""
+    width = max(map(len, lines)) + 2
+    return "\n".join(f"{name:<{width}}{value}" for name, value in lines.items())
+
+
+class Gpus(NamedTuple):
+    """The kind of GPUs that a run is planned for."""
+
+    memory: float
+    """GB of each."""
+    link: float
+    """GB/s from the ranks to a server."""
+
+    @property
+    def limit(self) -> int:
+        """Usable bytes of each."""
+        return int(self.memory * GB * USABLE)
+
+    def estimates(self, config: RunConfig, demand: Demand, layout: GpuLayout) -> dict[str, str]:
+        """Return the memory of each process of a run, the room of its servers and the time of a weight sync, as text."""
+        lines = {"model": parameters_of(demand.size), "layout": str(layout)} | memory_of(demand.tables(layout))
+        if num_offloaded := demand.load.num_offloaded:  # masters, moments and summed gradients in float32
+            lines["offloaded optimizers of all ranks, not on the GPUs"] = _amount(num_offloaded * demand.size.trained * 16)
+        if layout.servers:
+            left = self.limit - demand.at_rest(layout)
+            if layout.is_shared:
+                lines["share of a GPU that is left to a server"] = f"{max(0.0, left / (self.memory * GB)):.2f}"
+            room = (left - demand.server(layout.width)["weights"]) * layout.width
+            tokens = room // max(1, server_bytes(demand.size, tokens=1)["KV cache"])
+            lines["room for conversations of a server"] = f"{max(0, tokens)} tokens"
+            seconds = sync_seconds(demand.size, link=self.link * GB, adapter_only=sends_adapter(config))
+            lines["new weights to all servers"] = f"{seconds:.2f} s over {self.link:g} GB/s"
+        return lines
+
+
 def demand_of(source: ConfigSource) -> Demand:
     """Return a run's demands, without reading weights."""
     config = source.config
@@ -109,7 +159,7 @@ def demand_of(source: ConfigSource) -> Demand:
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = load_of(source, tokens=config.train.max_tokens_per_batch)
-    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits, model), row_width(config))
+    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits.max_context, model), row_width(config))
 
 
 def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:
@@ -117,7 +167,8 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
     from polyturn.algorithms.advantages import traits_of
 
     config = source.config
-    split, is_torch = degrees_of(config), config.train.backend == BACKEND
+    split, is_torch = config.train.distributed, config.train.backend == BACKEND
+    needs_values = traits_of(build_estimator(source)).needs_values
     # An adapter's reference is the model itself.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
     return RankLoad(
@@ -125,7 +176,8 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
         expert_parallel=split.expert_parallel if is_torch else 1,
         context_parallel=split.context_parallel,
         megatron=None if is_torch else split,
-        num_trained=1 + traits_of(build_estimator(source)).needs_values,
+        num_trained=1 + needs_values,
+        num_offloaded=config.train.optim.offload + (needs_values and config.algorithm.critic.optim.offload),
         num_frozen=has_copy + (config.algorithm.loss.distill is not None),
         tokens=tokens,
         recomputes=config.model.gradient_checkpointing,

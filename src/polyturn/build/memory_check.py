@@ -82,7 +82,7 @@ def verdict_of(
         return None
     if torch.cuda.is_available():
         if layout.is_shared:
-            return None  # `polyturn plan` shows the memory of each phase
+            return None  # `--dry-run --gpus` shows the memory of each phase
         return _verdict(bytes_by_part, available=torch.cuda.get_device_properties(0).total_memory, where="a GPU")
     if launch is not None and launch.devices:
         return None

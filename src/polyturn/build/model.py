@@ -202,6 +202,21 @@ def _base_model(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> Pre
     return load(folder_or_name(model.path, source.base), dtype=dtype, revision=model.revision)
 
 
+def max_context_of(
+    wanted: int | None, model: PreTrainedModel, *, default: int = 4096, key: str = "rollout.limits.max_context"
+) -> int:
+    """Return the largest length of a conversation, in tokens.
+
+    Raises:
+        ConfigError: `wanted`, from `key`, is more than the model has positions.
+    """
+    own = int(model.config.get_text_config().max_position_embeddings)
+    length = wanted or min(own, default)
+    if length > own:
+        raise ConfigError(f"{key} is {length} and the model has {own} positions; lower it")
+    return length
+
+
 def build_media(config_source: ConfigSource, codec: Codec, model: PreTrainedModel) -> MediaProcessor | None:
     """Make the processor of a model that reads more than text; None for a text model.
 

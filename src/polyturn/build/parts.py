@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from polyturn.algorithms.options import RoutingOptions
 from polyturn.build.engine import build_engine, check_engine, route_shape
 from polyturn.build.environments import build_env_scheduler, build_env_tools
-from polyturn.build.model import build_codec, build_media, build_model, build_outline, on_gpu, set_up_torch
+from polyturn.build.model import build_codec, build_media, build_model, build_outline, max_context_of, on_gpu, set_up_torch
 from polyturn.build.policies import FurtherPolicies, build_policies
 from polyturn.config.config_source import ConfigSource, check_model_name
 from polyturn.config.models import RewardFunctionConfig
@@ -38,6 +38,7 @@ from polyturn.rewards.overlong import Overlong
 from polyturn.rewards.router import RewardRef, RewardRouter, Weighing
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.pool import RolloutPool
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.rollout.schedulers import schedulers
 from polyturn.rollout.schedulers.registry import SCHEDULER, refuse_moved
@@ -148,7 +149,7 @@ def build_parts(
     make = functools.partial(build_model, checkpoint=checkpoint) if has_weights else build_outline
     with Progress("load the model"):
         model = on_gpu(make(source, codec.tokenizer))
-    max_context = max_context_of(rollout.limits, model)
+    max_context = max_context_of(rollout.limits.max_context, model)
     limits = dataclasses.replace(rollout.limits, max_context=max_context)
     limits.warn_of_no_room()
     media = build_media(source, codec, model)
@@ -379,14 +380,17 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
     return scheduler
 
 
+def rollout_pool(source: ConfigSource, context: RolloutContext) -> RolloutPool:
+    """Make the pool that runs episodes in this process."""
+    rollout = source.config.rollout
+    return RolloutPool(
+        context,
+        max_concurrent=rollout.max_concurrent,
+        min_concurrent=rollout.min_concurrent,
+        max_failed_share=rollout.max_failed_share,
+    )
+
+
 def sampling_params(sampling: Sampling, limits: Limits) -> SamplingParams:
     """Return the sampling parameters of one completion."""
     return SamplingParams.of(sampling, max_tokens=limits.max_tokens_per_turn or 1 << 20)
-
-
-def max_context_of(limits: Limits, model: PreTrainedModel) -> int:
-    own = int(model.config.get_text_config().max_position_embeddings)
-    wanted = limits.max_context or min(own, 4096)
-    if wanted > own:
-        raise ConfigError(f"rollout.limits.max_context is {wanted} and the model has {own} positions; lower it")
-    return wanted

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.algorithms.options import RoutingOptions
 from polyturn.build.engine import build_engine
-from polyturn.build.model import build_codec, build_model
+from polyturn.build.model import build_codec, build_model, max_context_of
 from polyturn.config.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
 from polyturn.config.models.model import SELF, AnyModelConfig
@@ -88,7 +88,7 @@ def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
     own = _own_place(one, source, _model_config(one, source, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
-    max_context = _max_context(one, model, default=4096)
+    max_context = max_context_of(one.max_context, model, key="max_context")
     engine = build_engine(own, model, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=checkpoint)
     return _policy(name, one, source, engine=engine, codec=codec, parser=build_parser(codec), max_context=max_context)
 
@@ -100,7 +100,8 @@ def _snapshot(
     from polyturn.training.policy_snapshots import PolicySnapshot
 
     copied = frozen_copy(model)
-    max_context = _max_context(one, copied, default=source.config.rollout.limits.max_context or 4096)
+    default = source.config.rollout.limits.max_context or 4096
+    max_context = max_context_of(one.max_context, copied, default=default, key="max_context")
     own = _own_place(one, source, source.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
     snapshot = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
@@ -164,11 +165,3 @@ def _model_config(one: PolicyConfig, source: ConfigSource, checkpoint: Path | No
     if (checkpoint / "config.json").is_file():
         return ModelConfig(path=str(checkpoint), dtype=own.dtype, template_kwargs=own.template_kwargs)
     return own
-
-
-def _max_context(one: PolicyConfig, model: PreTrainedModel, *, default: int) -> int:
-    own = int(model.config.get_text_config().max_position_embeddings)
-    wanted = one.max_context or min(own, default)
-    if wanted > own:
-        raise ConfigError(f"max_context is {wanted} and the model has {own} positions; lower it")
-    return wanted

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyturn.build.backend import degrees_of, packs_rows, row_width
+from polyturn.build.backend import packs_rows, row_width
 from polyturn.build.credit import critic_model, critic_options
 from polyturn.build.loss import build_loss, build_reference, build_teacher
 from polyturn.build.model import build_codec, build_media, build_model, build_outline, set_up_torch
@@ -179,7 +179,7 @@ def rank_of(
     from polyturn.training.policy import policy_backend
     from polyturn.training.rank_group import RankWorker
 
-    source, degrees = dataclasses.replace(source, reads_parts=True), degrees_of(source.config)
+    source, degrees = dataclasses.replace(source, reads_parts=True), source.config.train.distributed
 
     def placement(start: Mapping[str, torch.Tensor] | None) -> Placement:
         kind = backends.resolve(source.config.train.backend, base=source.base, key="train.backend")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from polyturn.build.credit import (
 )
 from polyturn.build.engine import sends_adapter
 from polyturn.build.loss import build_correction
-from polyturn.build.parts import Parts
+from polyturn.build.parts import Parts, rollout_pool
 from polyturn.build.ranks import PolicySpec, policy_options
 from polyturn.build.tasks import RunTasks, build_sampler
 from polyturn.build.teachers import build_teacher
@@ -30,22 +31,22 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.conversations import generate_conversations, read_conversations
 from polyturn.engines.options import is_deterministic
 from polyturn.engines.recovery import Sleeper
+from polyturn.engines.update_gate import UpdateGate
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.infra.aio import OneThread
 from polyturn.infra.live import LiveObject, names_code
 from polyturn.infra.stand_in import stand_ins
-from polyturn.rollout.pool import RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.tracking.console import Progress
 from polyturn.training.options import OptimSettings
 
 if TYPE_CHECKING:
-    from polyturn.engines.update_gate import WeightChannel
     from polyturn.tracking.manager import TrackerSpec
     from polyturn.training.loop import Trainer
     from polyturn.training.observer import AlsoRecord
     from polyturn.training.observer_base import Observer
     from polyturn.training.policy import ModelPolicy
+    from polyturn.training.state import WeightChannel
     from polyturn.training.update import Update
 
 
@@ -88,18 +89,13 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     # An engine that samples from the trained parameters on the event loop must not see half an update.
     computes_here = parts.rank_group is None or not parts.rank_group.is_elsewhere
     thread = None if parts.engine.capabilities.shares_loop and computes_here else OneThread("polyturn-update")
-    channel = _gated(parts, _channel(parts, policy, thread))
+    channel, gate = _channel(parts, policy, thread), parts.context.engine
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
     if parts.pool is not None:
         parts.pool.keep_in(journal)
     observer.watch(parts.context.running)
-    pool = parts.pool or RolloutPool(
-        dataclasses.replace(parts.context, journal=journal),
-        max_concurrent=config.rollout.max_concurrent,
-        min_concurrent=config.rollout.min_concurrent,
-        max_failed_share=config.rollout.max_failed_share,
-    )
+    pool = parts.pool or rollout_pool(source, dataclasses.replace(parts.context, journal=journal))
     return Trainer(
         LoopSettings(train=train, evaluation=config.evaluation, seed=config.seed),
         update=update,
@@ -107,6 +103,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
         data=Data(tasks.train, tasks.eval_sets, build_sampler(source, tasks.train)),
         engine=EngineLink(
             channel=channel,
+            closed=gate.closed if isinstance(gate, UpdateGate) else contextlib.nullcontext,
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.snapshots, weights=policy.weights),
@@ -193,14 +190,6 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
         assert isinstance(parts.engine, Sleeper)  # as every pool of servers is
         return SharedGpus(sync, parts.engine, backend)
     return sync
-
-
-def _gated(parts: Parts, channel: WeightChannel) -> WeightChannel:
-    """Return the channel, wrapped to close the gate between episodes and engine, if there is a gate."""
-    from polyturn.engines.update_gate import GatedChannel, UpdateGate
-
-    gate = parts.context.engine
-    return GatedChannel(channel, gate) if isinstance(gate, UpdateGate) else channel
 
 
 def exporter(parts: Parts, *, adapter_only: bool = False) -> Callable[..., Path]:

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from polyturn.core.code_origin import passed_an_author
 from polyturn.core.errors import ConfigError, PolyturnError, one_line, raised_at
-from polyturn.core.interrupts import ends_for_a_plugin
 from polyturn.infra.writable import check_file_writable, check_writable
 
 EMBED_TOKEN_VARIABLE = "POLYTURN_EMBED_TOKEN"
@@ -70,14 +70,15 @@ class Command(TyperCommand):
         """
         try:
             return super().invoke(ctx)
-        except (KeyboardInterrupt, SystemExit) as problem:
-            if ends_for_a_plugin(problem):
-                raise PolyturnError(
-                    f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which does not end the process"
-                ) from problem
-            if isinstance(problem, KeyboardInterrupt):
-                print("polyturn: interrupted", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("polyturn: interrupted", file=sys.stderr)
             raise
+        except SystemExit as problem:
+            if not passed_an_author(problem):
+                raise
+            raise PolyturnError(
+                f"code of a plug-in raised {one_line(problem)}{raised_at(problem)}, which does not end the process"
+            ) from problem
 
 
 def declare(
@@ -111,19 +112,15 @@ def _key_of(option: str, value: str) -> str:
     return f"{key}={value}"
 
 
-def new_folder(folder: Path) -> Path:
-    """Return the output folder of a command, after checking that it can be made and written.
+def new_folder(folder: Path | None) -> Path | None:
+    """Return the output folder of a command, if given, after checking that it can be made and written.
 
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    check_writable(folder)
+    if folder is not None:
+        check_writable(folder)
     return folder
-
-
-def new_optional_folder(folder: Path | None) -> Path | None:
-    """Check an optional output folder; see `new_folder`."""
-    return None if folder is None else new_folder(folder)
 
 
 def new_file(file: Path | None) -> Path | None:

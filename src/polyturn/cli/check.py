@@ -14,11 +14,11 @@ from rich.table import Table
 from polyturn.api.console import quiet_transformers
 from polyturn.cli.arguments import JsonFlag, declare
 from polyturn.cli.console import Output
+from polyturn.cli.markers import add_template_markers
 from polyturn.cli.template_report import TemplateReport, report_template
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.models import PACKAGED, packaged
 from polyturn.tokens.codec import Codec, load_codec
-from polyturn.tokens.markers import add_template_markers
 from polyturn.tokens.templates import template_source
 
 _LABELS = {

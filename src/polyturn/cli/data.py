@@ -20,6 +20,9 @@ from polyturn.core.errors import ConfigError
 if TYPE_CHECKING:
     from polyturn.environments.harbor_task import HarborTask
 
+TasksFolder = Annotated[
+    Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
+]
 app = typer.Typer(name="data", no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
 
@@ -50,9 +53,7 @@ def _print(paths: Iterable[Path]) -> None:
 
 @app.command(cls=Command)
 def gsm8k(
-    out: Annotated[
-        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
-    ],
+    out: TasksFolder,
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with train.jsonl and test.jsonl; without it, the hub's openai/gsm8k."),
@@ -77,9 +78,7 @@ def gsm8k(
 
 @app.command(cls=Command)
 def geo3k(
-    out: Annotated[
-        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
-    ],
+    out: TasksFolder,
     source: Annotated[
         Path | None,
         typer.Option("--from", help="Folder with the dataset's parquet files; without it, the hub's hiyouga/geometry3k."),
@@ -95,9 +94,7 @@ def geo3k(
 
 @app.command(cls=Command)
 def search(
-    out: Annotated[
-        Path, typer.Option("-o", "--out", callback=new_folder, help="Folder for train.parquet and test.parquet.")
-    ],
+    out: TasksFolder,
     source: Annotated[
         Path | None,
         typer.Option(

@@ -72,7 +72,7 @@ def main(
     console.fact("model", f"{out} ({_dtype_of(out) or 'of several dtypes'})")
     console.fact("from", model.parent if model.name == MODEL else model)
     best = Checkpoints(source / "checkpoints").best()
-    if best is not None and best / MODEL != model:
+    if best is not None and (best / MODEL).is_dir() and best / MODEL != model:
         console.fact("best", f"another checkpoint did better in evaluation: {command('export', best, '-o', f'{out}-best')}")
     if hub is not None and push_to is not None:
         console.fact("on the hub", _push(hub, out, push_to))

@@ -10,9 +10,10 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,26 +123,40 @@ def needing(extra: str, *, what: str) -> Iterator[None]:
         ) from None
 
 
-def listen(app: Any, options: ServeOptions, rules: ServerRules, *, what: str, path: str, more: str = "") -> None:
+async def listen(
+    app: Any,
+    options: ServeOptions,
+    rules: ServerRules,
+    *,
+    what: str,
+    path: str = "",
+    more: str = "",
+    stop: Callable[[float], Coroutine[Any, Any, None]] | None = None,
+) -> None:
     """Serve an application to programs until a signal.
 
     Args:
-        app: The application; access rules are added.
+        app: The application, behind its access rules.
         options: Options of the server.
         rules: The access rules.
         what: Name of the service in the log.
         path: Path for requests, for the log.
         more: Text for the log after the address.
+        stop: Ends the work behind the requests in so many seconds; started at the signal.
     """
-    import uvicorn
-
-    from polyturn.serving.listen import http_config
+    from polyturn.serving.listen import serve_until_signal
 
     bound = options.bind()
     host, port = bound.getsockname()[:2]
-    logger.info("%s on http://%s:%d%s%s", what, host, port, path, more)
-    config = http_config(app, rules, lifespan="on", timeout_graceful_shutdown=int(options.grace_s))
-    run_loop(uvicorn.Server(config).serve(sockets=[bound]))
+    logger.info("%s: listening on http://%s:%d%s%s", what, host, port, path, more)
+    await serve_until_signal(
+        app,
+        rules,
+        bound,
+        stop=None if stop is None else partial(stop, options.grace_s),
+        lifespan="on",
+        timeout_graceful_shutdown=int(options.grace_s) + (0 if stop is None else 5),
+    )
 
 
 def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, label: str, max_body_bytes: int) -> None:
@@ -156,10 +171,8 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     Raises:
         ConfigError: the address cannot be used.
     """
-    import uvicorn
-
     from polyturn.serving.auth import is_loopback
-    from polyturn.serving.listen import http_config
+    from polyturn.serving.listen import serve_until_signal
 
     token = None if options.token_file is None else read_token(options.token_file)
     if not is_loopback(options.host) and token is None:
@@ -170,4 +183,4 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     name, port = bound.getsockname()[:2]
     link = f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
     Output().fact(label, link)
-    run_loop(uvicorn.Server(http_config(app, rules)).serve(sockets=[bound]))
+    run_loop(serve_until_signal(app, rules, bound))

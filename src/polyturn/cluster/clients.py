@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ class RayRankGroup:
             PolyturnError: a rank raised it.
         """
         with self._lock:  # another thread queries checkpoints, and all ranks must receive commands in the same order
-            refs = [rank.handle.run.remote(command, share) for rank, share in zip(self._ranks, shares, strict=True)]
+            pairs = zip(self._ranks, _stored(shares), strict=True)
+            refs = [rank.handle.run.remote(command, share) for rank, share in pairs]
         waiting, values = list(refs), {}
         while waiting:  # in order of completion, because ranks that wait for a dead one never complete
             (done, *_), waiting = ray.wait(waiting, num_returns=1)
@@ -69,6 +71,13 @@ class RayRankGroup:
         for rank in self._ranks:
             ray.kill(rank.handle)
         self._on_close()
+
+
+def _stored(shares: Sequence[Any]) -> list[Any]:
+    """Return the shares to send: a share for several ranks, such as those of a row, is put into Ray's object store once."""
+    counts = Counter(map(id, shares))
+    stored = {key: ray.put(share) for key, share in {id(one): one for one in shares}.items() if counts[key] > 1}
+    return [stored.get(id(share), share) for share in shares]
 
 
 class PushedWeights:

@@ -112,17 +112,11 @@ class _LogToLeader(logging.Handler):
         super().__init__(logging.INFO)
         self._leader = leader
         self._loop = asyncio.get_running_loop()
-        self._saying: set[asyncio.Task[Any]] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record; called from any thread."""
         message = self.format(record)
-        self._loop.call_soon_threadsafe(self._say, record.name, record.levelno, message)
-
-    def _say(self, *what: Any) -> None:
-        task = self._loop.create_task(self._leader.call("log", *what))
-        self._saying.add(task)
-        task.add_done_callback(self._saying.discard)
+        self._loop.call_soon_threadsafe(self._leader.notify, "log", record.name, record.levelno, message)
 
 
 def main() -> None:

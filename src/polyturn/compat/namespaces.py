@@ -15,9 +15,6 @@ _NATIVE = {
     "verl.interactions.gsm8k_interaction": "polyturn.interactions.gsm8k",
     "verl.interactions.weather_interaction": "polyturn.interactions.weather",
     "verl.interactions.utils.interaction_registry": "polyturn.interactions.registry",
-    "verl.tools.schemas": "polyturn.tools.schema",
-    "verl.tools.tool_registry": "polyturn.tools.registry",
-    "verl.tools.utils.tool_registry": "polyturn.tools.registry",
     "verl.tools.gsm8k_tool": "polyturn.tools.gsm8k",
     "verl.tools.geo3k_tool": "polyturn.tools.geo3k",
     "verl.tools.search_tool": "polyturn.tools.search",
@@ -26,9 +23,6 @@ _NATIVE = {
     "verl.tools.image_zoom_in_tool": "polyturn.tools.zoom",
     "verl.utils.reward_score.gsm8k": "polyturn.rewards.gsm8k",
     "verl.utils.reward_score.geo3k": "polyturn.rewards.geo3k",
-    "verl.utils.reward_score.math": "polyturn.rewards.math",
-    "verl.utils.reward_score.math_reward": "polyturn.rewards.math",
-    "verl.utils.reward_score.search_r1_like_qa_em": "polyturn.rewards.search_r1",
 }
 """Modules of verl -> native modules of polyturn."""
 
@@ -87,6 +81,23 @@ _HERE = {
 }
 """Modules of verl -> modules of this package, which only code written for verl needs."""
 
+_BESIDE = {
+    "verl.tools.schemas": ("polyturn.tools.schema", "polyturn.compat.verl.tool_schemas"),
+    **dict.fromkeys(
+        ("verl.tools.tool_registry", "verl.tools.utils.tool_registry"),
+        ("polyturn.tools.registry", "polyturn.compat.verl.tool_registry"),
+    ),
+    **dict.fromkeys(
+        ("verl.utils.reward_score.math", "verl.utils.reward_score.math_reward"),
+        ("polyturn.rewards.math", "polyturn.compat.verl.math_reward"),
+    ),
+    "verl.utils.reward_score.search_r1_like_qa_em": (
+        "polyturn.rewards.search_r1",
+        "polyturn.compat.verl.search_r1_like_qa_em",
+    ),
+}
+"""Modules of verl -> the native module, and the module of this package with the names that only verl's code needs."""
+
 _SFT = "Supervised training is `polyturn sft CONFIG`."
 _GENERATION = (
     "`polyturn rollout CONFIG` writes completions, `polyturn eval` scores them, `polyturn rescore` with another reward."
@@ -107,6 +118,7 @@ VERL = Namespace(
     root="verl",
     modules={**_NATIVE, **_HERE},
     packages={
+        **_BESIDE,
         "verl": ("polyturn.compat.verl.dataproto",),
         "verl.utils": ("polyturn.compat.verl.tokenizer",),
         "verl.utils.profiler": ("polyturn.compat.verl.profiler",),
@@ -120,7 +132,7 @@ VERL = Namespace(
         "verl.workers.config": ("polyturn.compat.verl.configs",),
         "verl.utils.reward_score.sandbox_fusion": ("polyturn.compat.verl.code_scorers",),
         "verl.utils.reward_score.prime_code": ("polyturn.compat.verl.prime_code",),
-        "verl.utils.reward_score": ("polyturn.rewards.default", "polyturn.compat.verl.reward_score"),
+        "verl.utils.reward_score": ("polyturn.compat.verl.reward_score",),
         "verl.experimental.agent_loop": tuple(
             f"polyturn.compat.verl.{name}" for name in ("agent_loop", "single_turn_agent_loop", "tool_agent_loop")
         ),

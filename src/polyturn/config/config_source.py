@@ -96,7 +96,12 @@ def folder_or_name(source: str, base: Path) -> str:
     local = base / Path(source).expanduser()
     if local.is_dir():
         return str(local)
-    return str(packaged(source)) if source in PACKAGED else source
+    if source not in PACKAGED:
+        return source
+    from polyturn.tracking.console import Progress
+
+    with Progress(f"prepare {source}"):
+        return str(packaged(source))
 
 
 def model_folder(path: Path | None) -> Path | None:
@@ -115,11 +120,11 @@ def model_folder(path: Path | None) -> Path | None:
                 logger.warning("there is no model in %s; using the older one in %s", steps[0], candidate.parent)
             return candidate
     inner = [str(f) for f in sorted(path.glob("*")) if f.is_dir() and _holds_model(f)][:3]
-    hint = (
-        f"did you mean {' or '.join(map(repr, inner))}?"
-        if inner
-        else "give a folder with config.json, a checkpoint or a run"
-    )
+    hint = "give a folder with config.json, a checkpoint or a run"
+    if steps or _is_checkpoint(path):
+        hint = "train.export leaves it out of checkpoints before the run's end; resume the run, which writes it at its end"
+    elif inner:
+        hint = f"did you mean {' or '.join(map(repr, inner))}?"
     raise CheckpointError(f"there is no model in {path}; {hint}")
 
 

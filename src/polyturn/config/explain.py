@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from polyturn.config import schema
 from polyturn.config.references import secrets_in, value_at
+from polyturn.config.retired import successor
 from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources
 from polyturn.infra.expected import expected
@@ -69,7 +70,9 @@ def explain(
             continue  # it is a section or a list, and the errors inside are reported
         problem_text = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")
         value = value_at(values, path)
-        if problem_text == "it must be a text" and isinstance(value, bool | int | float):
+        if retired := successor(f"{dotted(path)}={value}"):
+            problem_text = f"it is no longer supported; {retired}"
+        elif problem_text == "it must be a text" and isinstance(value, bool | int | float):
             problem_text = "it must be a text; write it in quotes"
             problem_text += ", because YAML reads on and yes as true, off and no as false" if isinstance(value, bool) else ""
         value_text = as_shown(value, path, raw_env)

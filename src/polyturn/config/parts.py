@@ -10,7 +10,6 @@ string under a field describes the key in the reference, in `polyturn config` an
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -62,11 +61,9 @@ BY_NAME = ByName()
 
 def arguments_of(part: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
     """Return the arguments of a part: its options that are set, except those in `but`."""
+    arguments = {name: getattr(part, name) for name in schema.keys_of(cast(Any, type(part)))}
     if isinstance(part, OwnPart):
-        arguments = {name: getattr(part, name) for name in type(part).model_fields if name != "name"} | (
-            part.model_extra or {}
-        )
+        arguments |= part.model_extra or {}
     else:
-        arguments = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "name"}
         arguments = {name: value for name, value in arguments.items() if value is not None}
-    return {name: value for name, value in arguments.items() if name not in but}
+    return {name: value for name, value in arguments.items() if name not in ("name", *but)}

@@ -2,18 +2,19 @@
 
     {"path": "${oc.env:MODEL,tiny}"}  ->  {"path": "tiny"},  {("path",): "${oc.env:MODEL,tiny}"}
 
-Values are resolved twice, the second time with a mark in place of environment variables. A value that contains the mark
-depends on the environment, directly or not, and is written as the configured expression.
+A value during whose resolution an environment variable is read depends on the environment, directly or not, and is written
+as the configured expression.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
@@ -22,9 +23,7 @@ from polyturn.config.schema import KeyPath, dotted
 from polyturn.config.sources import Sources, merge
 from polyturn.core.errors import ConfigError
 
-_ENV = re.compile(r"\$\{\s*oc\.env\s*:")
-_MARK = "\u27e6environment\u27e7"
-"""Replaces environment variables; a resolved value that contains it depends on the environment."""
+_READ: ContextVar[list[str]] = ContextVar("names of the environment variables that were read")
 
 
 def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -33,37 +32,51 @@ def resolve(model: type[BaseModel], sources: Sources) -> tuple[dict[str, Any], d
     Returns:
         The resolved values, without the model's defaults, and path -> expression for values that depend on the environment.
     """
+    raw_env: dict[KeyPath, str] = {}
     if not _refers(sources.values):
-        return _mask(sources.values), {}  # nothing to resolve: return a copy
+        values: dict[str, Any] = {}
+        merge(values, sources.values)  # nothing to resolve: return a copy
+        return values, raw_env
     tree = schema.default_tree(model)
     merge(tree, sources.values)
-    real = OmegaConf.create(tree, flags={"allow_objects": True})
-    masked = OmegaConf.create(_mask(tree), flags={"allow_objects": True})
-    raw_env: dict[KeyPath, str] = {}
+    OmegaConf.register_new_resolver("oc.env", _recorded, replace=True)
+    read: list[str] = []
 
-    def walk(raw: Any, node: Any, hidden: Any, path: KeyPath) -> Any:
-        if isinstance(raw, dict):
-            return {k: one(raw[k], node, hidden, k, path) for k in raw}
-        return [one(v, node, hidden, i, path) for i, v in enumerate(raw)]
-
-    def one(raw: Any, node: Any, hidden: Any, key: Any, above: KeyPath) -> Any:
+    def resolved(raw: Any, node: Any, key: Any, above: KeyPath) -> Any:
         path = (*above, key)
         if isinstance(raw, dict | list):
-            return walk(raw, node[key], hidden[key], path)
+            inner = node[key]
+            if isinstance(raw, dict):
+                return {k: resolved(v, inner, k, path) for k, v in raw.items()}
+            return [resolved(v, inner, i, path) for i, v in enumerate(raw)]
         if not isinstance(raw, str) or "${" not in raw:
             return raw
-        if _depends_on_environment(hidden, key):
-            raw_env[path] = raw
+        read.clear()
         try:
-            return _plain(node[key])
+            value = node[key]
+            value = OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
         except (OmegaConfBaseException, RecursionError) as error:
             why = "it refers to itself" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
             raise ConfigError(
                 f"{dotted(path)} is {raw!r}{sources.of(path)}, which cannot be resolved: {why}; correct the reference, or "
                 "add a fallback as in ${oc.env:NAME,fallback}"
             ) from error
+        if read:
+            raw_env[path] = raw
+        return value
 
-    return walk(sources.values, real, masked, ()), raw_env
+    root, token = OmegaConf.create(tree, flags={"allow_objects": True}), _READ.set(read)
+    try:
+        return {key: resolved(raw, root, key, ()) for key, raw in sources.values.items()}, raw_env
+    finally:
+        _READ.reset(token)
+
+
+def _recorded(name: str, *default: Any) -> Any:
+    """Return an environment variable, like OmegaConf's own resolver, and record that it was read."""
+    if (read := _READ.get(None)) is not None:
+        read.append(name)
+    return oc.env(name, *default)
 
 
 def _refers(value: Any) -> bool:
@@ -71,26 +84,6 @@ def _refers(value: Any) -> bool:
     if isinstance(value, dict | list):
         return any(map(_refers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and "${" in value
-
-
-def _mask(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _mask(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_mask(v) for v in value]
-    return _MARK if isinstance(value, str) and _ENV.search(value) else value
-
-
-def _depends_on_environment(node: Any, key: Any) -> bool:
-    """Return whether the value contains the mark, or cannot be resolved with the mark."""
-    try:
-        return _MARK in str(_plain(node[key]))
-    except (OmegaConfBaseException, RecursionError):
-        return True  # treated as a secret: writing the expression is always safe
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
 
 def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from polyturn.config.retired import successor
 from polyturn.config.schema import (
     KeyPath,
     child,
@@ -58,7 +59,9 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: Callable[[]
         known = keys_of(of) if is_model(of) else None
         for key, inner in value.items():
             if known is not None and key not in known:
-                if not takes_more(of):
+                if retired := successor(dotted((*path, key))):
+                    yield Unknown((*path, key), inner, f" It is no longer a key; {retired}.")
+                elif not takes_more(of):
                     hint = _of_another_kind(annotation, of, str(key), value, path)
                     yield Unknown((*path, key), inner, hint or _nearest(str(key), inner, known, path, everywhere))
             else:

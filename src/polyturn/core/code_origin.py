@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,11 @@ def is_stdlib(filename: str) -> bool:
 def is_an_authors(filename: str) -> bool:
     """Return whether a source file belongs to a plug-in author: not to polyturn, Python or an installed package."""
     return not is_stdlib(filename) and not filename.startswith((OURS, *PACKAGES))
+
+
+def passed_an_author(problem: BaseException) -> bool:
+    """Return whether an exception passed through a plug-in author's code on its way here."""
+    return any(is_an_authors(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(problem.__traceback__))
 
 
 def place_of(frames: list[FrameType]) -> str:

@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 from polyturn.core.code_origin import is_an_authors
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.printable import printable
 from polyturn.core.secrets import scrubbed
+
+PLUGIN_RAISES = (Exception, SystemExit)
+"""The exceptions to catch around a plug-in's code. A KeyboardInterrupt always ends the run: it is the user's Ctrl-C."""
 
 
 class PolyturnError(Exception):
@@ -194,7 +196,6 @@ def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
     except PolyturnError:
         raise
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         raise error(f"{what} raised {one_line(problem)}{raised_at(problem)}") from problem
 
 
@@ -211,6 +212,8 @@ def one_line(error: BaseException) -> str:
     """Return an exception as one short line: its type, then its message without secrets and control characters."""
     try:
         whole = str(error)
+    except KeyboardInterrupt:
+        raise
     except BaseException as odd:  # `__str__` of the exception may be a user's code
         whole = f"(its message cannot be read: {type(odd).__name__})"
     text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # hides secrets first: the cut may split one

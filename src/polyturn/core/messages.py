@@ -44,6 +44,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnText:
+    """The model's own part of a message that went on after a text of others, such as a tool's answer or a tip."""
+
+    text: str
+    """The part without reasoning and calls."""
+    written: str
+    """The part exactly as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
 
@@ -61,7 +71,10 @@ class Message:
     comparison of messages ignores it."""
     written: str | None = field(default=None, compare=False)
     """The exact text of the model, with all tags and calls in order, but without the token that ends the turn and without
-    the text of the generation prompt. None for a message that no model of this run wrote."""
+    the text of the generation prompt. If the message went on after a text of others, that text is included. None for a
+    message that no model of this run wrote."""
+    own: OwnText | None = field(default=None, compare=False)
+    """The model's own part of `text` and `written`; None if all of it is the model's."""
 
     def __post_init__(self) -> None:
         # Convert media to sources, so that messages can be compared, pickled and written as JSON.

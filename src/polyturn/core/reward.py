@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.interrupts import pass_interrupt
-
 MAX_REWARD = 1e15
 """The largest absolute value of a reward or score: the sum of their squares over a batch is still finite in float32."""
 AGENTS = "agents"
@@ -27,8 +25,9 @@ def as_score(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except BaseException as problem:  # a tensor of two numbers raises RuntimeError, and an author's class may raise anything
-        pass_interrupt(problem)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a tensor of two numbers raises RuntimeError, and an author's class may raise anything
         return None
     return number if abs(number) <= MAX_REWARD else None  # NaN compares as false
 
@@ -39,8 +38,9 @@ def as_flag(value: Any) -> bool | None:
         return None
     try:
         return bool(value)
-    except BaseException as problem:  # an array of several values raises, and an author's class may raise anything
-        pass_interrupt(problem)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # an array of several values raises, and an author's class may raise anything
         return None
 
 
@@ -48,8 +48,9 @@ def brief(value: Any, max_chars: int = 100) -> str:
     """Return an invalid value as one line of at most `max_chars` for an error message."""
     try:
         return " ".join(repr(value).split())[:max_chars]
-    except BaseException as problem:  # too many digits, nested too deeply, or an author's class that raises anything
-        pass_interrupt(problem)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # too many digits, nested too deeply, or an author's class that raises anything
         return f"a {type(value).__name__} that cannot be written out"
 
 

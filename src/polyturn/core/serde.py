@@ -23,8 +23,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from polyturn.core.errors import one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, one_line
 
 _T = TypeVar("_T")
 
@@ -86,7 +85,6 @@ def _as_text(value: Any) -> str:
     try:
         return repr(value)
     except PLUGIN_RAISES as problem:  # an author's class may raise anything
-        pass_interrupt(problem)
         return f"a {type(value).__name__}, which cannot be written out: {one_line(problem)}"
 
 

@@ -275,7 +275,8 @@ class Trajectory(Record):
             DataError: the exact text of a turn with reasoning or calls is not recorded, as in stores of older versions.
         """
         if which == "answer":
-            return self.turns[-1].message.text if self.turns else ""
+            last = self.turns[-1].message if self.turns else Message(role="assistant")
+            return last.text if last.own is None else last.own.text
         turns = [turn for turn in self.turns if not turn.is_continued] if which == "turns" else self.turns[-1:]
         if lost := next(
             (t for t in turns if t.message.written is None and (t.message.reasoning or t.message.tool_calls)), None
@@ -284,7 +285,7 @@ class Trajectory(Record):
                 f"turn {lost.index} of trajectory {self.id!r} has reasoning or calls and no record of the model's own text; "
                 "set reward.text to 'answer'"
             )
-        return "\n".join(t.message.text if t.message.written is None else t.message.written for t in turns)
+        return "\n".join(_written(t.message) for t in turns)
 
     @property
     def turn_scores(self) -> tuple[float | None, ...]:
@@ -308,6 +309,13 @@ class Trajectory(Record):
     def num_sampled_tokens(self) -> int:
         """Number of tokens that the model wrote."""
         return sum(len(s) for seg in self.segments for s in seg.spans if s.source is SpanSource.SAMPLED)
+
+
+def _written(message: Message) -> str:
+    """Return the model's own text of a message, with tags and calls."""
+    if message.own is not None:
+        return message.own.written
+    return message.text if message.written is None else message.written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -75,7 +75,8 @@ class TaskMix(TaskSampler):
         for name in settings.points:
             if name not in self._sources:
                 raise ConfigError(
-                    f"the mix has a weight for {name!r}, which is no task's data_source.{did_you_mean(name, self._sources)}"
+                    f"the mix has a weight for {name!r}, which no task has as its data_source."
+                    f"{did_you_mean(name, self._sources)}"
                 )
         for name, rows in self._sources.items():
             if name not in settings.points:

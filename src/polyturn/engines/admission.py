@@ -10,6 +10,7 @@ The pool itself sends the requests and tracks the health of its servers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from polyturn.core.errors import EngineLostError
 from polyturn.engines.base import MeanOverTime
@@ -19,11 +20,11 @@ from polyturn.engines.replica import FIRST_RETRY_S, PooledRequest, Replica, reas
 class Admission:
     """The queue of a pool."""
 
-    def __init__(self, replicas: list[Replica], *, patience_s: float) -> None:
+    def __init__(self, replicas: Sequence[Replica], *, patience_s: float) -> None:
         """Start with an empty queue.
 
         Args:
-            replicas: The pool's servers, a live list: servers join and leave.
+            replicas: The pool's servers.
             patience_s: Seconds that a request waits while no server is up.
         """
         self.num_moved = 0
@@ -94,12 +95,6 @@ class Admission:
     def forget(self, session_id: str) -> Replica | None:
         """Forget and return the server of an episode; None without one."""
         return self._homes.pop(session_id, None)
-
-    def remove(self, replica: Replica) -> None:
-        """Send no more requests to a server; running ones finish there."""
-        if replica in self._replicas:
-            self._replicas.remove(replica)
-        self._homes = {session: home for session, home in self._homes.items() if home is not replica}
 
     def close(self) -> None:
         """Stop the timer."""

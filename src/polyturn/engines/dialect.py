@@ -8,6 +8,7 @@ _describe, _look                                                     the server'
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,12 @@ class ServerFacts(NamedTuple):
     """Version of the server's software."""
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version's release: "0.32.0.dev1+cpu" -> (0, 32, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
 class ServerDialect(ABC):
     """Translates for one kind of server."""
 
@@ -56,7 +63,7 @@ class ServerDialect(ABC):
     tested_version: ClassVar[str] = "0"
     """The oldest version tested for training."""
     transfer_package: ClassVar[str | None] = None
-    """Package that the trainer needs to send tensors to these servers; None if none."""
+    """Package that the trainer needs to send tensors to these servers over nccl or ipc; None if none."""
     routes_env: ClassVar[Mapping[str, str]] = {}
     """Environment variables that a server needs to report the experts of tokens."""
     sleep_flag: ClassVar[str] = ""

@@ -15,24 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError
 from polyturn.infra.live import NameOrObject
-
-_RETIRED = {
-    "shared_memory": "folder",
-    "disk": "folder, with engine.weights_folder",
-    "http": "gloo (or nccl between GPUs), the server's own transfer",
-    "group": "nccl between GPUs, or gloo",
-}
-
-
-def _not_retired(weights: Any) -> Any:
-    """Raise for a removed value of `engine.weights`, with its replacement."""
-    if weights in _RETIRED:
-        raise ValueError(f"{weights} is no longer supported; use {_RETIRED[weights]}")
-    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +120,7 @@ class ServerOptions(AskedOptions):
     """Seconds that a request waits while no server is up."""
     max_tries: Annotated[int, Field(ge=1)] = 8
     """Number of tries of a request whose server is lost before its trajectory fails."""
-    weights: Annotated[Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"], BeforeValidator(_not_retired)] = "auto"
+    weights: Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"] = "auto"
     """The transport of new weights. folder: the server reads a folder. nccl, gloo: the server's broadcast of tensors,
     between GPUs or between processors. ipc: handles of memory on the same GPU. auto: folder, or a broadcast if a server is
     on another machine. adapter: a folder with only the adapter of model.lora (vLLM); otherwise the adapter is merged into

@@ -50,19 +50,15 @@ class PendingRequest:
         self._is_refused = False
         """Whether the server is full and has no request to end."""
         self._problem: EngineLostError | None = None
-        self._is_ended = False
+        self.is_ended = False
+        """Whether the caller has requested the end."""
         self._wake: asyncio.Future[None] | None = None
         """Wakes the caller: the answer, a requested end, or the deadline."""
         self.num_busy = 0
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the caller has requested the end."""
-        return self._is_ended
-
     def end(self) -> None:
         """Request the result so far."""
-        self._is_ended = True
+        self.is_ended = True
         self._awaken()
 
     def give_up(self, problem: EngineLostError) -> None:
@@ -116,7 +112,7 @@ class PendingRequest:
     async def _within(self, sent: asyncio.Task[Any], deadline: float | None) -> Any:
         """Wait for the answer; after the deadline or a requested end, abort to get the result so far."""
         loop = asyncio.get_running_loop()
-        if not self._is_ended:
+        if not self.is_ended:
             self._wake = loop.create_future()
             sent.add_done_callback(self._awaken)
             timer = None if deadline is None else loop.call_at(deadline, self._awaken)

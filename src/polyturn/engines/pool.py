@@ -36,27 +36,25 @@ WATCH_S = 5.0
 """Seconds between two checks of a server that other processes send requests to."""
 
 
-def nothing_to_tell() -> None:
-    """Ignore a change of the pool; the default of `on_change`."""
-
-
 class EnginePool(BaseEngine):
     """Several engines as one; implements `core.protocols.Engine`."""
 
     def __init__(
         self,
-        engines: Sequence[Engine] = (),
+        engines: Sequence[Engine],
         *,
+        names: Sequence[str] | None = None,
         slots: int = 256,
         max_tries: int = 8,
         patience_s: float = 600.0,
         files: WeightStore | None = None,
         recovery_s: float = 600.0,
     ) -> None:
-        """Make a pool of `engines`; more may join.
+        """Make a pool of `engines`.
 
         Args:
             engines: The servers, all with the same model.
+            names: Their names in logs; None numbers them.
             slots: Maximum number of concurrent requests on each server; further ones wait here, in order.
             max_tries: Number of times that one request may be lost before it fails.
             patience_s: Seconds that a request waits while no server is up.
@@ -68,31 +66,32 @@ class EnginePool(BaseEngine):
         super().__init__()
         if slots < 1 or max_tries < 1:
             raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both are at least 1")
-        self._slots = slots
         self._max_tries = max_tries
         self._patience_s = patience_s
-        self._replicas: list[Replica] = []
-        self.admission = Admission(self._replicas, patience_s=patience_s)
+        self.replicas = tuple(
+            Replica(engine, f"replica {number}" if names is None else names[number], slots)
+            for number, engine in enumerate(engines)
+        )
+        """All servers, including those that are down."""
+        self.admission = Admission(self.replicas, patience_s=patience_s)
         """The queue of requests, and the servers' slots."""
         self._live: dict[str, PooledRequest] = {}
         self._files = files
         self._recovery_s = recovery_s
         self._served = PoolWeights(0, None)
-        self._num_updates = 0
         self._coming = 0
         """The policy version that is being pushed, or else the served version."""
         self._is_pushing = False
         self._reported: dict[str, float] = {}
-        self._outage = Outage(self._replicas, patience_s=patience_s)
+        self._outage = Outage(self.replicas, patience_s=patience_s)
         self.verify: Verify | None = None
         """Checks that a recovered server serves the pool's weights."""
         self.current: CurrentWeights | None = None
         """Provides the trainer's weights for a recovered server, if `files` does not keep weights."""
-        self.on_change: Callable[[], object] = nothing_to_tell
+        self.on_change: Callable[[], object] = lambda: None
         """Called when a server is lost or comes back, and when an update begins or ends."""
         self.uses: dict[str, PoolUse] = {}
         """The latest report of each worker that sends requests to the servers directly, by the worker's name."""
-        self._num_made = 0
         self._is_asleep = False
         self._is_closed = False
         self.num_lost = 0
@@ -101,8 +100,6 @@ class EnginePool(BaseEngine):
         """Number of answers that were dropped because they came from other weights than the pool's."""
         self.num_redone = 0
         """Number of requests that were answered after they had been lost."""
-        for engine in engines:
-            self.join(engine)
 
     # Servers.
 
@@ -116,50 +113,17 @@ class EnginePool(BaseEngine):
         """Whether requests may be sent: false during a weight update and while the servers sleep."""
         return not (self._is_pushing or self._is_asleep)
 
-    @property
-    def replicas(self) -> tuple[Replica, ...]:
-        """All servers, including those that are down."""
-        return tuple(self._replicas)
-
-    def join(self, engine: Engine, *, name: str | None = None, version: int | None = None) -> Replica:
-        """Add a server. It gets requests once it serves the pool's weights.
-
-        Args:
-            engine: The server.
-            name: Its name in logs.
-            version: The policy version that it serves. By default, this is the pool's version; but for an engine that
-                recovery can check and that joins after an update, it is unknown.
-        """
-        self._num_made += 1
-        replica = Replica(
-            engine, name or f"replica {self._num_made - 1}", self._num_made - 1, self._slots, version=self._served.version
-        )
-        is_new = isinstance(engine, Revivable) and self._num_updates > 0
-        replica.is_stale = is_new if version is None else version < self._served.version
-        if replica.is_stale:
-            self._bring_back(replica)
-        self._replicas.append(replica)
-        self.admission.admit()
-        return replica
-
-    def leave(self, replica: Replica) -> None:
-        """Remove `replica` from the pool. Its running requests finish there; the caller closes its engine."""
-        replica.is_leaving = True
-        if replica.recovery is not None:
-            replica.recovery.cancel()
-        self.admission.remove(replica)
-
     # core.protocols.Engine.
 
     @property
     def capabilities(self) -> EngineCapabilities:
         """The capabilities that all servers have."""
-        return common_capabilities([replica.engine.capabilities for replica in self._replicas])
+        return common_capabilities([replica.engine.capabilities for replica in self.replicas])
 
     @property
     def load(self) -> EngineLoad:
         """The number of waiting requests, here and on the servers, and the KV cache use of the fullest server."""
-        engines = [replica.engine for replica in self._replicas if replica.is_live]
+        engines = [replica.engine for replica in self.replicas if replica.is_live]
         loads = [one.load for one in engines if isinstance(one, LoadedEngine)]
         queue = self.admission.queue.value + sum(load.queue for load in loads if load is not None)
         return EngineLoad(queue, max((load.kv_use for load in loads if load is not None), default=0.0))
@@ -184,19 +148,19 @@ class EnginePool(BaseEngine):
         totals = Counter(self.use_totals())
         for use in self.uses.values():
             totals.update(use.totals)
-        totals["engine/restarts"] = sum(r.engine.num_restarts for r in self._replicas if isinstance(r.engine, Revivable))
+        totals["engine/restarts"] = sum(r.engine.num_restarts for r in self.replicas if isinstance(r.engine, Revivable))
         new = {name: total - self._reported.get(name, 0) for name, total in totals.items()}
         self._reported.update(totals)
         return {
-            "engine/replicas": len(self._replicas),
-            "engine/replicas_live": sum(replica.is_live for replica in self._replicas),
+            "engine/replicas": len(self.replicas),
+            "engine/replicas_live": sum(replica.is_live for replica in self.replicas),
             **new,
             **self._read_load(),
         }
 
     def _read_load(self) -> dict[str, float]:
         """Return the number of waiting requests, here and on the servers, and the use of the servers' KV caches."""
-        loads = [replica.engine.read_metrics() for replica in self._replicas]
+        loads = [replica.engine.read_metrics() for replica in self.replicas]
         waited = [self.admission.queue.read(), *(use.queue for use in self.uses.values())]
         waited += [one["engine/queue"] for one in loads if "engine/queue" in one]
         used = [one["engine/kv_use"] for one in loads if "engine/kv_use" in one]
@@ -233,9 +197,8 @@ class EnginePool(BaseEngine):
                     problems.append(f"{replica.name}: served other weights than it was given")
         finally:
             self._live.pop(request.request_id, None)
-        raise EngineLostError(
-            f"request {request.request_id!r} was lost {len(problems)} times: {'; '.join(sorted(set(problems)))}"
-        )
+        times = f"{len(problems)} time{'s' * (len(problems) != 1)}"
+        raise EngineLostError(f"request {request.request_id!r} was lost {times}: {'; '.join(sorted(set(problems)))}")
 
     async def abort(self, request_id: str) -> None:
         """End a request now, whether it waits or runs."""
@@ -267,9 +230,8 @@ class EnginePool(BaseEngine):
         is_kept = weights is not None and keeps
         can_return = is_kept or (weights is not None and self._files is not None and self.current is not None)
         self._coming, self._is_pushing, self._is_asleep = version, True, False
-        self._num_updates += 1
         self.on_change()
-        began, running = time.perf_counter(), sum(len(replica.running) for replica in self._replicas)
+        began, running = time.perf_counter(), sum(len(replica.running) for replica in self.replicas)
         problems: list[str] = []
 
         async def push(replica: Replica) -> None:
@@ -288,7 +250,7 @@ class EnginePool(BaseEngine):
         try:
             with first_error():
                 async with asyncio.TaskGroup() as tasks:
-                    for replica in self._replicas:
+                    for replica in self.replicas:
                         if not replica.is_gone and (replica.recovery is None or not keeps):
                             tasks.create_task(push(replica))
                         else:
@@ -296,10 +258,10 @@ class EnginePool(BaseEngine):
             if can_return:  # set before awaiting servers, so that a server that returns meanwhile gets these weights
                 self._served = PoolWeights(version, payload if is_kept else None)
             self._is_pushing = False
-            if not any(replica.is_live for replica in self._replicas) and not (can_return and await self._one_is_live()):
-                problems = problems or [f"all are lost ({reasons(self._replicas)})"]
+            if not any(replica.is_live for replica in self.replicas) and not (can_return and await self._one_is_live()):
+                problems = problems or [f"all are lost ({reasons(self.replicas)})"]
                 raise EngineLostError(
-                    f"none of the {len(self._replicas)} servers took policy version {version}: {'; '.join(problems)}"
+                    f"none of the {len(self.replicas)} servers took policy version {version}: {'; '.join(problems)}"
                 )
             if not can_return and (weights is not None or version != self._served.version):
                 self._served = PoolWeights(version, None)
@@ -311,8 +273,8 @@ class EnginePool(BaseEngine):
         logger.debug(
             "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
             version,
-            sum(replica.is_live for replica in self._replicas),
-            len(self._replicas),
+            sum(replica.is_live for replica in self.replicas),
+            len(self.replicas),
             time.perf_counter() - began,
             running,
         )
@@ -330,7 +292,7 @@ class EnginePool(BaseEngine):
         await self._cancel_recoveries()
         with first_error():
             async with asyncio.TaskGroup() as tasks:
-                for replica in self._replicas:
+                for replica in self.replicas:
                     replica.recovery = None
                     if isinstance(replica.engine, Sleeper) and not replica.is_gone:
                         tasks.create_task(replica.engine.sleep())
@@ -339,8 +301,8 @@ class EnginePool(BaseEngine):
         """Wait for a server to come back; return whether one did in time."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + self._patience_s
-        while loop.time() < limit and not all(replica.is_gone for replica in self._replicas):
-            if any(replica.is_live for replica in self._replicas):
+        while loop.time() < limit and not all(replica.is_gone for replica in self.replicas):
+            if any(replica.is_live for replica in self.replicas):
                 return True
             await asyncio.sleep(_LOOK_S)
         return False
@@ -368,13 +330,13 @@ class EnginePool(BaseEngine):
         self.admission.close()
         await self._cancel_recoveries()
         async with asyncio.TaskGroup() as tasks:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 tasks.create_task(replica.engine.close())
         if self._files is not None:
             self._files.close()
 
     async def _cancel_recoveries(self) -> None:
-        recoveries = [replica.recovery for replica in self._replicas if replica.recovery is not None]
+        recoveries = [replica.recovery for replica in self.replicas if replica.recovery is not None]
         for recovery in recoveries:
             recovery.cancel()
         if recoveries:
@@ -389,7 +351,6 @@ class EnginePool(BaseEngine):
             completion = await replica.engine.generate(request)
         except EngineLostError as problem:
             self.num_lost += 1
-            replica.num_lost += 1
             if epoch == replica.epoch:
                 self._down(replica, problem)
             raise
@@ -480,7 +441,7 @@ class EnginePool(BaseEngine):
             )
         except Exception as problem:  # after any error here, do not wait for the server
             replica.is_gone, replica.recovery, replica.why = True, None, one_line(problem)
-            left = sum(not other.is_gone for other in self._replicas)
+            left = sum(not other.is_gone for other in self.replicas)
             trace = None if isinstance(problem, EngineGoneError) else problem
             message = "%s is out for good (%s); %d servers are left"
             logger.error(message, replica.name, one_line(problem), left, exc_info=trace)

@@ -2,44 +2,60 @@
 
     trainer's process                                   engine's process
     parameters --copy--> slot 1   (memory of both)      samples from slot 0
-    "version 5 is in slot 1"  ----- socket ------>      between two decoding steps: samples from slot 1
+    update(5, slot 1)  --------- socket --------->      between two decoding steps: samples from slot 1
 
 The other process runs an `EmbeddedEngine`. A thread would not do, because decoding would starve behind the trainer's Python.
-The shared memory has two further copies of the weights.
+The shared memory has two further copies of the weights. The process ends with this one: by a signal of the kernel where
+available, and by the end of the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import logging
+import os
 import pickle
 import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities, EngineLoad
-from polyturn.engines.process_main import Boot
+from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.slots import EngineStats
 from polyturn.engines.weight_memory import WeightMemory, listed_names, tensors_of
-from polyturn.infra.ipc import MessageSocket
+from polyturn.infra.ipc import Peer
 from polyturn.infra.process import ManagedProcess
 from polyturn.tokens.multimodal import MediaProcessor
 
 logger = logging.getLogger(__name__)
 
-_MAIN = "from polyturn.engines.process_main import main; main()"
-_END_S = 10.0
-"""Seconds to wait for the process to end before killing it."""
+_MAIN = "from polyturn.engines.process import main; main()"
 _CLOSED = "the embedded engine was closed while the request ran"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot:
+    """Everything that the process needs to make the engine."""
+
+    memory: WeightMemory
+    model: bytes
+    """Pickle of the model and its media processor, with names of tensors in the memory in place of the tensors."""
+    device: str
+    num_threads: int
+    options: dict[str, Any]
+    """Of `EmbeddedEngine`."""
 
 
 class ProcessEngine:
@@ -82,14 +98,11 @@ class ProcessEngine:
         self._memory: WeightMemory | None = None
         self._live_slot = 0
         self._process: ManagedProcess | None = None
-        self._wire: MessageSocket | None = None
+        self._peer: Peer | None = None
         self._starting = asyncio.Lock()
         self._updating = asyncio.Lock()
-        self._numbers = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._live: dict[str, GenerateRequest] = {}
-        self._lost: str | None = None
-        self._is_up = False
+        self._live: set[str] = set()
+        self._has_answered = False
         self._is_closed = False
 
     # core.protocols.Engine.
@@ -126,22 +139,22 @@ class ProcessEngine:
             EngineError: the request cannot work, or the engine is closed.
         """
         self._accepts.check(request, live=self._live, is_closed=self._is_closed)
-        self._live[request.request_id] = request
+        self._live.add(request.request_id)
         try:
-            completion: Completion = await self._ask("generate", request)
+            completion: Completion = await self._call("generate", request)
             return completion
         finally:
-            del self._live[request.request_id]
+            self._live.remove(request.request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request now; its `generate` returns the tokens so far, with ABORT. Unknown ids are fine."""
         if request_id in self._live:
-            await self._ask("abort", request_id)
+            await self._call("abort", request_id)
 
     async def end_session(self, session_id: str) -> None:
         """Release the session's slot. Unknown ids are fine."""
-        if self._wire is not None and self._lost is None:
-            self._wire.send(("end_session", next(self._numbers), session_id))
+        if self._peer is not None:
+            self._peer.notify("end_session", session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
         """Serve `version` from the next decoding step on; sampling continues while the weights are copied.
@@ -163,19 +176,16 @@ class ProcessEngine:
             else:  # under their names in the memory: the first name of a tied tensor
                 tensors = {self._listed_names.get(name, name): tensor for name, tensor in weights.items()}
             await asyncio.to_thread(memory.write, slot, tensors)
-            await self._ask("update", version, slot, keep_kv)
+            await self._call("update_weights", version, slot, keep_kv)
             self._live_slot, self.version = slot, version
 
     async def close(self) -> None:
         """End the process, and fail its running requests."""
         self._is_closed = True
-        if self._wire is not None:
-            self._wire.send(("close", next(self._numbers)))
-            self._wire.close()
-        self._fail_all(EngineError(_CLOSED))
+        if self._peer is not None:
+            self._peer.close()
         if self._process is not None:
-            # a process that is still starting has nothing to end, and would read the message only after its imports
-            await asyncio.to_thread(self._process.end, grace_s=_END_S if self._is_up else 0.0, asks=False)
+            await asyncio.to_thread(self._process.end)
             self._process.close()
         if self._memory is not None:
             self._memory.close()
@@ -183,93 +193,58 @@ class ProcessEngine:
 
     # The process.
 
-    async def _started(self) -> None:
-        """Wait for the process; waiting callers continue in order, a request before its abort."""
-        async with self._starting:
-            self._check_open()
-            if self._wire is None:
-                await self._start()
+    async def _call(self, method: str, *arguments: object) -> Any:
+        peer = await self._started()
+        value, self.stats = await peer.call(method, *arguments)
+        self._has_answered = True
+        return value
 
-    async def _start(self) -> None:
-        """Start the process."""
+    async def _started(self) -> Peer:
+        """Wait for the connection; waiting callers continue in order, a request before its abort.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        async with self._starting:
+            if self._is_closed:
+                raise EngineError(_CLOSED)
+            if self._peer is None:
+                self._peer = await self._start()
+            return self._peer
+
+    async def _start(self) -> Peer:
+        """Start the process; it reads the calls that it is sent once it has made its engine."""
         memory = self._memory = WeightMemory.of(self._model)
         memory.write(0, tensors_of(self._model))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno())]
-            self._process = ManagedProcess(command, pass_fds=(theirs.fileno(), memory.fd))
-        loop = asyncio.get_running_loop()
-        _, wire = await loop.create_unix_connection(lambda: MessageSocket(self._on_message, self._on_end), sock=ours)
         boot = Boot(
-            memory_fd=memory.fd,
-            spans=memory.spans,
-            size=memory.size,
+            memory=memory,
             model=self._structure,
             device=str(next(self._model.parameters()).device),
             num_threads=self._num_threads,
             options=self._options,
         )
-        self._wire = wire
-        try:
-            await self._send("boot", boot)
-        except EngineError as problem:
-            self._lost = self._lost or f"the process of the embedded engine did not start: {problem}"
-            raise
-        self._is_up = True
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs, tempfile.TemporaryFile() as file:
+            pickle.dump(boot, file)
+            file.seek(0)
+            command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(file.fileno())]
+            self._process = ManagedProcess(command, pass_fds=(theirs.fileno(), file.fileno(), memory.fd))
+        peer = Peer({}, on_end=self._end)
+        await peer.connect(ours)
         logger.info("the embedded engine runs in a separate process (%d)", self._process.pid)
+        return peer
 
-    async def _ask(self, kind: str, *rest: object) -> Any:
-        await self._started()
-        return await self._send(kind, *rest)
-
-    async def _send(self, kind: str, *rest: object) -> Any:
-        """Send a message and wait for its answer; a cancelled caller withdraws the message."""
-        self._check_open()
-        if self._lost is not None:
-            raise EngineLostError(self._lost)
-        assert self._wire is not None
-        number = next(self._numbers)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._wire.send((kind, number, *rest))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._wire.send(("cancel", number))
-            raise
-        finally:
-            self._asked.pop(number, None)
-
-    def _on_message(self, message: tuple[int, Any, str | None, EngineStats]) -> None:
-        number, value, problem, self.stats = message
-        future = self._asked.get(number)
-        if future is None or future.done():
-            return
-        if problem is None:
-            future.set_result(value)
-        else:
-            future.set_exception(EngineError(problem))
-
-    def _on_end(self) -> None:
-        """Fail all waiting calls with the last lines of the process's output."""
+    def _end(self) -> EngineError:
+        """Return the error of all waiting and later calls, with the last lines of the process's output."""
         if self._is_closed or self._process is None:
-            return
+            return EngineError(_CLOSED)
         self._process.wait(1.0)
         status = self._process.returncode
+        end = "hung up" if status is None else f"ended with status {status}"
         meaning = " (killed; the machine may be out of memory)" if status == -9 else ""
-        self._lost = (
-            f"the process of the embedded engine {'hung up' if status is None else f'ended with status {status}'}"
-            f"{meaning}; its last lines:\n{self._process.tail() or '(it wrote nothing)'}"
-        )
-        self._fail_all(EngineLostError(self._lost))
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineError(_CLOSED)
-
-    def _fail_all(self, error: EngineError) -> None:
-        for future in self._asked.values():
-            if not future.done():
-                future.set_exception(error)
+        when = "" if self._has_answered else " before its first answer"
+        tail = self._process.tail() or "(it wrote nothing)"
+        return EngineLostError(f"the process of the embedded engine {end}{meaning}{when}; its last lines:\n{tail}")
 
 
 class _ModelPickler(pickle.Pickler):
@@ -277,11 +252,25 @@ class _ModelPickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, model: PreTrainedModel) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._names = {id(t): ("parameter", name) for name, t in model.named_parameters()}
-        self._names |= {id(t): ("buffer", name) for name, t in model.named_buffers()}
+        self._names = {id(tensor): name for name, tensor in tensors_of(model).items()}
 
-    def persistent_id(self, obj: Any) -> tuple[str, str] | None:
-        return self._names.get(id(obj)) if isinstance(obj, torch.Tensor) else None
+    def persistent_id(self, obj: Any) -> tuple[str, bool] | None:
+        name = self._names.get(id(obj)) if isinstance(obj, Tensor) else None
+        return None if name is None else (name, isinstance(obj, nn.Parameter))
+
+
+class _ModelUnpickler(pickle.Unpickler):
+    """Puts tensors in place of their names."""
+
+    def __init__(self, data: bytes, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = dict(tensors)
+
+    def persistent_load(self, pid: tuple[str, bool]) -> Tensor:
+        name, is_parameter = pid
+        if is_parameter and not isinstance(self._tensors[name], nn.Parameter):  # a tied parameter must be one object
+            self._tensors[name] = nn.Parameter(self._tensors[name], requires_grad=False)
+        return self._tensors[name]
 
 
 def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
@@ -293,3 +282,54 @@ def _pickled(model: PreTrainedModel, media: MediaProcessor | None) -> bytes:
             f"the model cannot be sent to a separate process ({one_line(problem)}); set engine.process: shared"
         ) from problem
     return file.getvalue()
+
+
+def main() -> None:
+    """Make an engine in this process, and serve it until the socket ends."""
+    with open(int(sys.argv[2]), "rb") as file:
+        boot: Boot = pickle.load(file)
+    asyncio.run(_serve(boot, socket.socket(fileno=int(sys.argv[1]))))
+    os._exit(0)  # nothing is left to save, and torch's teardown is slow
+
+
+async def _serve(boot: Boot, connection: socket.socket) -> None:
+    torch.set_num_threads(boot.num_threads)
+    model, media = _ModelUnpickler(boot.model, boot.memory.views(0)).load()
+    engine = EmbeddedEngine(model.to(boot.device), media=media, **boot.options)
+    ended = asyncio.Event()
+
+    async def update_weights(version: int, slot: int, keep_kv: bool) -> None:
+        views = boot.memory.views(slot)
+        with torch.no_grad():  # no step is running, because a step never awaits
+            for name, tensor in tensors_of(engine.module).items():
+                if boot.device == "cpu":
+                    tensor.data = views[name]
+                else:
+                    tensor.copy_(views[name])
+        await engine.update_weights(version, keep_kv=keep_kv)
+
+    def answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def answer(*arguments: Any) -> tuple[Any, EngineStats]:
+            try:
+                return await method(*arguments), engine.stats
+            except EngineError:
+                raise
+            except Exception as problem:
+                traceback.print_exc()
+                raise EngineError(one_line(problem)) from problem
+
+        return answer
+
+    def end() -> EngineError:
+        ended.set()
+        return EngineError("the trainer's process is gone")
+
+    methods: dict[str, Callable[..., Awaitable[Any]]] = {
+        "generate": engine.generate,
+        "abort": engine.abort,
+        "end_session": engine.end_session,
+        "update_weights": update_weights,
+    }
+    peer = Peer({name: answering(method) for name, method in methods.items()}, on_end=end)
+    await peer.connect(connection)
+    await ended.wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -74,50 +74,6 @@ class Sleeper(Protocol):
             EngineError: the server cannot release its memory.
         """
         ...
-
-
-class PooledServer(Protocol):
-    """One server of a pool."""
-
-    @property
-    def name(self) -> str:
-        """The replica's name in logs and errors."""
-        ...
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of this server, not of the pool."""
-        ...
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it serves the pool's weights, as far as the pool can tell."""
-        ...
-
-
-@runtime_checkable
-class ServerPool(Protocol):
-    """An engine of several servers that can be checked one by one: `engines.pool.EnginePool`, in any process."""
-
-    verify: Verify | None
-    """Checks that a recovered server serves the pool's weights."""
-
-    @property
-    def replicas(self) -> Sequence[PooledServer]:
-        """All servers, including those that are down."""
-        ...
-
-    def exclude(self, replica: Any, problem: EngineError) -> None:
-        """Send a server no requests until it has the pool's weights again."""
-        ...
-
-
-@runtime_checkable
-class Refilled(Protocol):
-    """A pool that gets the weights for recovered servers from the trainer, if it does not keep them."""
-
-    current: CurrentWeights | None
-    """Provides the trainer's weights for a recovered server; None until the trainer sets it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineLoad
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.dialect import ServerDialect, ServerFacts
+from polyturn.engines.dialect import ServerDialect, ServerFacts, release
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import RunningServer
 from polyturn.engines.options import ServerOptions
@@ -131,7 +131,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._store = transfer or (None if model.folder is None else WeightFolder(model.folder))
         self._media = ServedMedia(model.media)
         self._routes = ServedRoutes(model.routes, is_needed=model.needs_routes)
-        self._supervisor = supervisor
+        self.supervisor = supervisor
+        """The supervisor of the server; None for a server that the run did not start."""
         self._facts: ServerFacts | None = None
         self._meeting = asyncio.Lock()
         self._silent_since: float | None = None
@@ -149,11 +150,6 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._latest_load: EngineLoad | None = None
 
     @property
-    def supervisor(self) -> ServerSupervisor | None:
-        """The supervisor of the server; None for a server that the run did not start."""
-        return self._supervisor
-
-    @property
     def url(self) -> str:
         """The server's address."""
         return self._link.url
@@ -166,7 +162,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
     @property
     def num_restarts(self) -> int:
         """Number of restarts of the server."""
-        return 0 if self._supervisor is None else self._supervisor.num_restarts
+        return 0 if self.supervisor is None else self.supervisor.num_restarts
 
     @property
     def load(self) -> EngineLoad | None:
@@ -270,10 +266,10 @@ class RemoteEngine(ServerDialect, BaseEngine):
         try:
             await self._sleep()
         except EngineLostError as problem:
-            if self._supervisor is None:
+            if self.supervisor is None:
                 raise
             logger.warning("%s is stopped, because it did not release its memory (%s)", self.url, one_line(problem))
-            await self._supervisor.stop()
+            await self.supervisor.stop()
 
     async def _take(self, weights: ServerWeights, version: int) -> None:
         """Load `weights` into the paused server."""
@@ -307,7 +303,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
     @property
     def process(self) -> RunningServer | None:
         """The server's process, if this client started it."""
-        return None if self._supervisor is None else self._supervisor.server
+        return None if self.supervisor is None else self.supervisor.server
 
     @property
     def num_workers(self) -> int:
@@ -341,14 +337,14 @@ class RemoteEngine(ServerDialect, BaseEngine):
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-        if self._supervisor is not None and self._supervisor.server is None:
-            self._link.url = (await self._supervisor.start()).url
-        elif self._supervisor is not None and self._supervisor.server is not None:
+        if self.supervisor is not None and self.process is None:
+            self._link.url = (await self.supervisor.start()).url
+        elif self.supervisor is not None and self.process is not None:
             hangs = now - self._silent_since > _HUNG_AFTER * self._health_s
-            if hangs or await self._supervisor.server.is_dead():
+            if hangs or await self.process.is_dead():
                 why = f"the server at {self.url} {'hangs' if hangs else 'has died'}"
                 await self._link.close()
-                self._link.url = (await self._supervisor.again(why)).url
+                self._link.url = (await self.supervisor.again(why)).url
                 self._adapter = None
         await asyncio.wait_for(self._look_once(), self._health_s)
         self._silent_since = None
@@ -402,8 +398,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         await self._link.close()
         if self._store is not None:
             self._store.close()
-        if self._supervisor is not None:
-            await self._supervisor.stop()
+        if self.supervisor is not None:
+            await self.supervisor.stop()
 
     def tag(self, version: int) -> str:
         """Return the server's name for `version` of this client's weights."""
@@ -427,9 +423,21 @@ class RemoteEngine(ServerDialect, BaseEngine):
             return
         async with self._meeting:
             if self._facts is None:
-                if self._supervisor is not None:
-                    self._link.url = (await self._supervisor.start()).url
+                if self.supervisor is not None:
+                    self._link.url = (await self.supervisor.start()).url
                 self._facts = await self._describe()
+                self._warn_of_version(self._facts.version)
+
+    def _warn_of_version(self, version: str) -> None:
+        is_own = self.supervisor is None and not self._follows  # the run starts servers of a checked version
+        if is_own and version and release(version) != release(self.tested_version):
+            logger.warning(
+                "the server at %s runs %s %s, and polyturn is tested with %s; if the run fails there, install that version",
+                self.url,
+                self.name,
+                version,
+                self.tested_version,
+            )
 
     async def _look_once(self) -> None:
         try:

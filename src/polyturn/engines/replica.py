@@ -40,14 +40,12 @@ class Replica:
 
     engine: Engine
     name: str
-    index: int
     slots: int
     version: int = 0
     running: dict[str, PooledRequest] = field(default_factory=dict)
     is_up: bool = True
     is_stale: bool = False
     """Whether its weights are older than the pool's, or unknown."""
-    is_leaving: bool = False
     is_gone: bool = False
     recovery: asyncio.Task[None] | None = None
     """The task that brings it back; it accepts no requests until then."""
@@ -59,7 +57,6 @@ class Replica:
     why: str = ""
     """Why the server is out, or why the last recovery failed."""
     num_done: int = 0
-    num_lost: int = 0
 
     @property
     def load(self) -> int:
@@ -69,13 +66,13 @@ class Replica:
     @property
     def is_live(self) -> bool:
         """Whether it serves the pool's weights."""
-        return self.is_up and not (self.is_stale or self.is_leaving or self.is_gone) and self.recovery is None
+        return self.is_up and not (self.is_stale or self.is_gone) and self.recovery is None
 
     def takes_work(self, now: float) -> bool:
         """Return whether it accepts requests."""
         if self.is_live:
             return len(self.running) < self.slots
-        if self.is_stale or self.is_leaving or self.is_gone or self.recovery is not None:
+        if self.is_stale or self.is_gone or self.recovery is not None:
             return False
         return now >= self.probes_at and not self.running  # one request tests it
 
@@ -98,7 +95,7 @@ def reasons(replicas: Sequence[Replica]) -> str:
         if replica.why:
             names.setdefault(replica.why, []).append(replica.name)
     reasons = (f"{first}{f' and {len(more)} more' if more else ''}: {why}" for why, (first, *more) in names.items())
-    return "; ".join(reasons) or "none has joined"
+    return "; ".join(reasons) or "no reason is known"
 
 
 class Outage:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secrets import bearer, token_from
 from polyturn.engines.base import EngineSetup
+from polyturn.engines.dialect import release
 from polyturn.engines.following import FollowingPool
 from polyturn.engines.launcher import LaunchSpec, Server
 from polyturn.engines.options import LaunchOptions, ServerOptions
@@ -74,7 +74,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     if setup.adapter is not None:
         client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
     in_folder = transport in {"folder", "adapter"}
-    if not in_folder:
+    if transport in {"nccl", "ipc"}:
         _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; create it where the servers see it too")
@@ -138,7 +138,7 @@ def _require_package(transport: Transport, setup: EngineSetup, client: type[Remo
     if package is not None and importlib.util.find_spec(package) is None:
         _refuse(
             f"engine.weights resolves to {transport}, which needs the package {package} in polyturn's environment; "
-            "install it, or send weights through a folder that the servers see too (engine.weights_folder)",
+            "install it, or set engine.weights to gloo, or to a folder that the servers see too (engine.weights_folder)",
             setup,
         )
 
@@ -158,7 +158,7 @@ def _require_sleep(setup: EngineSetup, client: type[RemoteEngine], launch: Launc
     elif not any(arg.partition("=")[0] == client.share_flag for arg in launch.args):
         _refuse(
             f"engine.update is sleep and engine.launch.args is {launch.args}, so {client.name} would use nearly all of "
-            f"the trainer's GPU; add {client.share_flag} with the free share that `polyturn plan` reports",
+            f"the trainer's GPU; add {client.share_flag} with the free share that `train --dry-run --gpus N` reports",
             setup,
         )
 
@@ -199,14 +199,8 @@ def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[Rem
     version = done.stdout.strip()
     if done.returncode:
         _refuse(f"engine.launch.python is {python!r}, whose environment has no {name}; {install}", setup)
-    elif _numbers(version) < _numbers(client.tested_version):
+    elif release(version) < release(client.tested_version):
         _refuse(f"engine.kind is {name}, and {name} {version} is too old to train with; {install}", setup)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version's release: "0.32.0.dev1+cpu" -> (0, 32, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _launches(

@@ -9,7 +9,6 @@ one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines.base import EngineSetup
-from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts
+from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts, release
 from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.sglang_transfer import SglangLink
+from polyturn.engines.sglang_transfer import SglangLink, SglangMemoryLink
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_transfer import TransferServer
 from polyturn.engines.weight_transport import Transport
@@ -55,8 +54,7 @@ class SglangEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         info = await self._link.get("/server_info")
-        numbers = re.findall(r"\d+", str(info.get("version") or "0.5.23"))
-        self._has_sessions = tuple(map(int, numbers[:3])) >= (0, 5, 21)
+        self._has_sessions = release(str(info.get("version") or self.tested_version)) >= (0, 5, 21)
         self._routes.check_given(bool(info.get("enable_return_routed_experts")), url=self.url)
         return ServerFacts(
             seeded=bool(info.get("enable_deterministic_inference")),
@@ -155,7 +153,7 @@ class SglangEngine(RemoteEngine):
     @staticmethod
     async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
         """Return the trainer's end of SGLang's weight updates."""
-        return await SglangLink.open(transport, servers)
+        return SglangMemoryLink(servers) if transport == "ipc" else await SglangLink.open(transport, servers)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post to the server and check its success; skip session calls for servers without sessions.

@@ -8,19 +8,14 @@ Handles are pickled, because the route requires it; the server reads them with a
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 import io
 import pickle
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import EngineError
-from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_group import GroupLink
 from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import Transport, buckets, untied
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,73 +24,39 @@ _GPU_FIELD = 6
 """Index of the GPU's number in torch's handle of a tensor; processes may number GPUs differently."""
 
 
-class SglangLink:
-    """The trainer's end of one transfer; implements `TransferLink`."""
+class SglangLink(GroupLink):
+    """The trainer's end over gloo or nccl."""
 
-    def __init__(self, servers: Sequence[TransferServer], group: WeightGroup | None) -> None:
-        self._servers = servers
-        self._group = group
-
-    @classmethod
-    async def open(cls, transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
-        """Make the group with the servers' workers, if the transport uses one.
-
-        Raises:
-            EngineLostError: the group could not be made.
-            EngineError: a server refused.
-        """
-        if transport == "ipc":
-            return cls(servers, None)
-        workers, offset = {}, 1
-        for server in servers:
-            workers[server] = offset
-            offset += server.num_workers
-        name = f"polyturn-{uuid.uuid4().hex[:8]}"
-        group = WeightGroup([server.url for server in servers], name=name, backend=transport, size=offset)
+    async def _join(self, server: TransferServer, rank_offset: int) -> Any:
+        group = self._group
         where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
-        body = {**where, "group_name": name, "backend": transport}
-        path = "/init_weights_update_group"
-        await group.join(on_all(servers, lambda server: server.tell(path, {**body, "rank_offset": workers[server]})))
-        return cls(servers, group)
+        body = {**where, "group_name": group.name, "backend": group.backend, "rank_offset": rank_offset}
+        return await server.tell("/init_weights_update_group", body)
 
-    async def send(self, weights: Mapping[str, Tensor]) -> None:
-        """Send the weights in buckets, in a session per server.
-
-        Raises:
-            EngineLostError: a server did not answer, or the group broke.
-            EngineError: a server refused.
-        """
+    async def _begin(self) -> None:
         await self._all("/begin_weight_update", {"selector": "target"})
-        try:
-            pieces = iter(buckets(untied(weights)))
-            while (bucket := await asyncio.to_thread(next, pieces, None)) is not None:
-                await (self._hand_over(bucket) if self._group is None else self._broadcast(bucket, self._group))
-        except BaseException:
-            with contextlib.suppress(EngineError):  # an open session would refuse the next weights
-                await self._all("/end_weight_update", {})
-            raise
-        await self._all("/end_weight_update", {})
+
+    async def _receive(self, kinds: dict[str, Any], dtypes: list[str]) -> None:
+        body = {**kinds, "dtypes": dtypes, "group_name": self._group.name, "flush_cache": False}
+        await self._all("/update_weights_from_distributed", body)
+
+    async def _end(self) -> None:
+        await self._all("/end_weight_update")
+
+    async def _leave(self) -> None:
+        await self._all("/destroy_weights_update_group", {"group_name": self._group.name})
+
+
+class SglangMemoryLink(SglangLink):
+    """The trainer's end by handles of its memory, on the same GPU; there is no group."""
+
+    def __init__(self, servers: Sequence[TransferServer]) -> None:
+        self._servers = servers
 
     async def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-            await self._all("/destroy_weights_update_group", {"group_name": self._group.name})
+        """Do nothing: handles live as long as one bucket."""
 
-    async def _all(self, path: str, body: Mapping[str, Any]) -> None:
-        await on_all(self._servers, lambda server: server.tell(path, body))
-
-    async def _broadcast(self, bucket: Mapping[str, Tensor], group: WeightGroup) -> None:
-        body = {
-            "names": list(bucket),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
-            "shapes": [list(tensor.shape) for tensor in bucket.values()],
-            "group_name": group.name,
-            "flush_cache": False,
-        }
-        await group.broadcast(list(bucket.values()), self._all("/update_weights_from_distributed", body))
-
-    async def _hand_over(self, bucket: Mapping[str, Tensor]) -> None:
+    async def _give(self, bucket: Mapping[str, Tensor]) -> None:
         import torch
 
         tensors = {name: tensor.cuda() for name, tensor in bucket.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from polyturn.core.continuation import continued, joined
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
@@ -91,36 +91,3 @@ class UpdateGate(EngineWrapper):
             yield
         finally:
             self._is_open.set()
-
-
-class WeightChannel(Protocol):
-    """Publishes the policy's weights to an engine."""
-
-    async def start(self, version: int) -> object:
-        """Publish the first weights as `version`."""
-        ...
-
-    async def publish(self, version: int) -> object:
-        """Publish the current weights as `version`.
-
-        Raises:
-            EngineError: the weights did not arrive.
-        """
-        ...
-
-
-class GatedChannel:
-    """A channel that closes the episodes' gate while it publishes weights; its probes bypass the gate."""
-
-    def __init__(self, channel: WeightChannel, gate: UpdateGate) -> None:
-        self._channel = channel
-        self._gate = gate
-
-    async def start(self, version: int) -> object:
-        """Publish the first weights."""
-        return await self._channel.start(version)
-
-    async def publish(self, version: int) -> object:
-        """Publish the current weights according to the gate's mode."""
-        async with self._gate.closed():
-            return await self._channel.publish(version)

@@ -25,9 +25,9 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine, ServedAdapter
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.vllm_transfer import VllmLink
+from polyturn.engines.vllm_transfer import GlooLink, VllmLink
 from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_transfer import TransferServer
+from polyturn.engines.weight_transfer import TransferLink, TransferServer
 from polyturn.engines.weight_transport import Transport
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
@@ -74,6 +74,13 @@ class VllmEngine(RemoteEngine):
             raise EngineError(
                 f"the vLLM server at {self.url} runs with --logprobs-mode {model['logprobs_mode']}; training needs "
                 "processed_logprobs, those after the temperature"
+            )
+        backend = (config.get("weight_transfer_config") or {}).get("backend")
+        if self._transfer is not None and backend != self._transfer.transport:
+            raise EngineError(
+                f"engine.weights resolves to {self._transfer.transport}, and the vLLM server at {self.url} runs with "
+                f"{f'--weight-transfer-config.backend {backend}' if backend else 'no weight transfer'}; start it with "
+                f"--weight-transfer-config.backend {self._transfer.transport}, or set engine.weights: folder"
             )
         self._routes.check_given(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         return ServerFacts(
@@ -206,9 +213,9 @@ class VllmEngine(RemoteEngine):
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
-    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> VllmLink:
+    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> TransferLink:
         """Return the trainer's end of vLLM's transfer."""
-        return await VllmLink.open(transport, servers)
+        return await (GlooLink if transport == "gloo" else VllmLink).open(transport, servers)
 
     async def _loaded(self) -> None:
         await self._forget()

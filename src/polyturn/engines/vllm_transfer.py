@@ -1,10 +1,10 @@
-"""The trainer's end of vLLM's weight transfer (from the package `vllm`), to any number of servers at once.
+"""The trainer's end of vLLM's weight transfer, to any number of servers at once.
 
     init_weight_transfer_engine                    once: the trainer and the workers of all servers make a group
     start -> update_weights -> finish              each time: a call with names, and a broadcast
 
-vLLM's trainer engine drives these phases; this module gives it the weights and sends its calls to every server. The backend
-is that of the servers: nccl, ipc, or gloo (`server_side/polyturn_vllm_gloo.py`).
+Over gloo (`server_side/polyturn_vllm_gloo.py` in the servers) `GlooLink` drives these phases. Over nccl and ipc, the trainer
+engine of the package `vllm` does; `VllmLink` gives it the weights and sends its calls to every server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
+from polyturn.engines.weight_group import GroupLink
 from polyturn.engines.weight_transfer import TransferServer, on_all
 from polyturn.engines.weight_transport import BUCKET_BYTES, Transport, address_towards, kinds_of, untied
 from polyturn.infra.aio import OneThread
@@ -24,12 +25,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class GlooLink(GroupLink):
+    """The trainer's end over gloo."""
+
+    async def _join(self, server: TransferServer, rank_offset: int) -> Any:
+        group = self._group
+        where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
+        info = {**where, "group_name": group.name, "rank_offset": rank_offset}
+        return await server.tell("/init_weight_transfer_engine", {"init_info": info})
+
+    async def _begin(self) -> None:
+        try:
+            await self._all("/start_weight_update")
+        except EngineError:  # an update was interrupted
+            await self._all("/finish_weight_update")
+            await self._all("/start_weight_update")
+
+    async def _receive(self, kinds: dict[str, Any], dtypes: list[str]) -> None:
+        await self._all("/update_weights", {"update_info": {**kinds, "dtype_names": dtypes}})
+
+    async def _end(self) -> None:
+        await self._all("/finish_weight_update")
+
+    async def _leave(self) -> None:
+        await self._all("/shutdown_weight_transfer_engine")
+
+
 class VllmLink:
-    """The trainer's end of one transfer; implements `TransferLink`."""
+    """The trainer's end over nccl or ipc; implements `TransferLink`."""
 
     def __init__(self, transport: Transport, servers: Sequence[TransferServer]) -> None:
         self._transport = transport
-        self._source = _Source(on_gpu=transport != "gloo")
+        self._source = _Source()
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
         """A daemon thread, so that waiting for a dead server does not delay the end."""
@@ -99,9 +126,8 @@ class VllmLink:
 class _Source:
     """The weights as vLLM's `WeightSource`."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
+    def __init__(self) -> None:
         self.weights: Mapping[str, Tensor] = {}
-        self._on_gpu = on_gpu
 
     def metadata(self) -> list[Any]:
         """Return name, type and shape of each tensor, without fetching it."""
@@ -111,7 +137,7 @@ class _Source:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights.items():
-            yield name, tensor.cuda() if self._on_gpu else tensor
+            yield name, tensor.cuda()
 
 
 class _Phases:
@@ -182,11 +208,6 @@ def _init_info(transport: Transport, host: str, size: int) -> Any:
 
         return IPCTrainerInitInfo(packed=True, **shared)
     where = {"master_address": host, "master_port": _free_port(host), "world_size": size}
-    if transport == "gloo":
-        from polyturn.engines.server_side.polyturn_vllm_gloo import GlooTrainerInitInfo, register_trainer
-
-        register_trainer()
-        return GlooTrainerInitInfo(**where, **shared)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     return NCCLTrainerInitInfo(**where, **shared)

@@ -1,20 +1,26 @@
 """WeightGroup: a process group of this process (rank 0) and the workers of all servers, for broadcasts of weights.
+GroupLink: sends weights over it in buckets, each with a call that makes the servers receive it.
 
     trainer 0  --- broadcast --->  worker 1, worker 2, …          gloo between processors, nccl between GPUs
 
-It is separate from training's groups: no global state is set, and a server that dies ends only this group. SGLang makes its
-end with the same torch helper, so names and stores must match it. vLLM has its own trainer's end (`vllm_transfer.py`).
+The group is separate from training's groups: no global state is set, and a server that dies ends only this group. SGLang's
+workers make their end with the same torch helper, and vLLM's by our backend for gloo (`server_side/polyturn_vllm_gloo.py`):
+names and stores must match. vLLM's nccl and ipc need its own trainer's end (`vllm_transfer.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
-from polyturn.engines.weight_transport import address_towards
+from polyturn.engines.weight_transfer import TransferServer, on_all
+from polyturn.engines.weight_transport import Transport, address_towards, buckets, untied
 from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:
@@ -113,6 +119,82 @@ class WeightGroup:
 
             group, self._group = self._group, None
             destroy_process_group(group)
+
+
+class GroupLink(ABC):
+    """The trainer's end of a transfer by broadcasts; implements `TransferLink`. Subclasses make the calls to the servers."""
+
+    def __init__(self, servers: Sequence[TransferServer], group: WeightGroup) -> None:
+        self._servers = servers
+        self._group = group
+
+    @classmethod
+    async def open(cls, transport: Transport, servers: Sequence[TransferServer]) -> Self:
+        """Make the group with the servers' workers.
+
+        Raises:
+            EngineLostError: the group could not be made.
+            EngineError: a server refused.
+        """
+        offsets, offset = {}, 1
+        for server in servers:
+            offsets[server] = offset
+            offset += server.num_workers
+        name = f"polyturn-{uuid.uuid4().hex[:8]}"
+        link = cls(servers, WeightGroup([server.url for server in servers], name=name, backend=transport, size=offset))
+        await link._group.join(on_all(servers, lambda server: link._join(server, offsets[server])))
+        return link
+
+    async def send(self, weights: Mapping[str, Tensor]) -> None:
+        """Send the weights in buckets.
+
+        Raises:
+            EngineLostError: a server did not answer, or the group broke.
+            EngineError: a server refused.
+        """
+        await self._begin()
+        try:
+            pieces = iter(buckets(untied(weights)))
+            while (bucket := await asyncio.to_thread(next, pieces, None)) is not None:
+                await self._give(bucket)
+        except BaseException:
+            with contextlib.suppress(EngineError):  # an open update would refuse the next weights, or end the server
+                await self._end()
+            raise
+        await self._end()
+
+    async def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+        await self._leave()
+
+    async def _give(self, bucket: Mapping[str, Tensor]) -> None:
+        kinds = {
+            "names": list(bucket),
+            "shapes": [list(tensor.shape) for tensor in bucket.values()],
+        }
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()]
+        await self._group.broadcast(list(bucket.values()), self._receive(kinds, dtypes))
+
+    async def _all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        await on_all(self._servers, lambda server: server.tell(path, body or {}))
+
+    # The calls of a kind of server.
+
+    @abstractmethod
+    async def _join(self, server: TransferServer, rank_offset: int) -> Any: ...
+
+    @abstractmethod
+    async def _begin(self) -> None: ...
+
+    @abstractmethod
+    async def _receive(self, kinds: dict[str, Any], dtypes: list[str]) -> None: ...
+
+    @abstractmethod
+    async def _end(self) -> None: ...
+
+    @abstractmethod
+    async def _leave(self) -> None: ...
 
 
 def _device(backend: str) -> torch.device:

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,18 @@ class TensorSlot(NamedTuple):
 
 
 class WeightMemory:
-    """Two slots of one model's parameters and buffers."""
+    """Two slots of one model's parameters and buffers; unpickles in a process that inherits the descriptor."""
 
-    def __init__(self, fd: int, spans: Sequence[TensorSlot], *, size: int) -> None:
+    def __init__(self, fd: int, spans: Sequence[TensorSlot], size: int) -> None:
         """Map the memory of `fd`, with slots of `size` bytes."""
         self.fd = fd
-        self.spans = spans
-        self.size = size
+        self._spans = spans
+        self._size = size
         self._map = mmap.mmap(fd, max(1, NUM_SLOTS * size))
         self._views: dict[int, dict[str, Tensor]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fd, self._spans, self._size)
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -54,13 +57,13 @@ class WeightMemory:
             offset = -(-(offset + tensor.nbytes) // _ALIGN) * _ALIGN
         fd = anonymous_memory("polyturn-weights")
         os.ftruncate(fd, max(1, NUM_SLOTS * offset))
-        return cls(fd, spans, size=offset)
+        return cls(fd, spans, offset)
 
     def views(self, slot: int) -> dict[str, Tensor]:
         """Return name -> tensor over the memory of a slot."""
         if slot not in self._views:
-            memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self.size)
-            self._views[slot] = {slot_span.name: _view(memory, slot_span) for slot_span in self.spans}
+            memory = torch.frombuffer(memoryview(self._map), dtype=torch.uint8, offset=slot * self._size)
+            self._views[slot] = {slot_span.name: _view(memory, slot_span) for slot_span in self._spans}
         return self._views[slot]
 
     def write(self, slot: int, tensors: Mapping[str, Tensor]) -> None:

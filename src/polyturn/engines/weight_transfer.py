@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from polyturn.core.errors import EngineError, one_line
 from polyturn.engines.weight_files import ServerWeights
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weight_transport import Transport, address_towards
 from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class WeightTransfer:
 
     def __init__(self, transport: Transport, open_link: OpenLink, *, own_model: Path | None = None) -> None:
         """Send by `transport`; `close` removes `own_model`, the model folder of the servers."""
-        self._transport = transport
+        self.transport = transport
         self._own_model = own_model
         self._open = open_link
         self._link: TransferLink | None = None
@@ -106,11 +106,23 @@ class WeightTransfer:
                 await self._unlink()
             try:
                 if self._link is None:
-                    self._link, self._linked = await self._open(self._transport, servers), tuple(servers)
+                    self._link, self._linked = await self._connect(servers), tuple(servers)
                 await self._link.send(weights)
             except BaseException:
                 await self._unlink()
                 raise
+
+    async def _connect(self, servers: Sequence[TransferServer]) -> TransferLink:
+        try:
+            return await self._open(self.transport, servers)
+        except EngineError as problem:
+            if self.transport == "ipc":
+                raise
+            host = await asyncio.to_thread(address_towards, [server.url for server in servers])
+            raise type(problem)(
+                f"{problem}; if the servers cannot connect to this machine at {host}, set engine.weights: folder, with an "
+                "engine.weights_folder that both see"
+            ) from problem
 
     async def unlink(self) -> None:
         """Close the link, while the servers' clients are still open."""

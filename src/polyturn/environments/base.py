@@ -22,8 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.core.errors import ConfigError, MissingModuleError, SchedulerError, UnknownNameError, did_you_mean, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import (
+    PLUGIN_RAISES,
+    ConfigError,
+    MissingModuleError,
+    SchedulerError,
+    UnknownNameError,
+    did_you_mean,
+    one_line,
+)
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
@@ -173,7 +180,6 @@ def require(module: str, *, install: str, needed_by: str) -> ModuleType:
             f"env {needed_by!r} needs the package {module!r}, which is not installed; pip install {install}"
         ) from problem
     except PLUGIN_RAISES as problem:  # importing a package can raise anything
-        pass_interrupt(problem)
         raise MissingModuleError(
             f"env {needed_by!r}: importing the package {module!r} fails ({one_line(problem)}); install it again: "
             f"pip install {install}"
@@ -203,7 +209,6 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
     except ConfigError:
         raise
     except PLUGIN_RAISES as problem:  # a package may raise anything for arguments that it does not accept
-        pass_interrupt(problem)
         details = (
             f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs"
             if kwargs

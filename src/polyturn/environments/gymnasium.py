@@ -142,7 +142,7 @@ class GymnasiumEnv:
         if chosen is None:
             self._num_invalid += 1
             is_over = self._num_invalid >= self._max_invalid
-            return f"That is no action. {self._hint}", self._invalid_reward, False, is_over, {"is_valid": False}
+            return f"That is not an action. {self._hint}", self._invalid_reward, False, is_over, {"is_valid": False}
         self._num_invalid = 0
         observation, reward, terminated, truncated, _ = self._env.step(chosen)
         observed = self._show(self._env, observation)

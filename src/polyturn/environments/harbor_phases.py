@@ -147,7 +147,7 @@ async def verify(box: BaseSandbox, task: HarborTask, step: HarborStep, *, keep_p
         step: The step.
         keep_processes: Whether the agent's processes keep running, for tests that need them.
 
-        Raises:
+    Raises:
         RewardError: the verifier times out, cannot run, or writes no valid reward.
         SandboxError: the sandbox failed.
     """

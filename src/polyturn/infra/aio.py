@@ -47,6 +47,22 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return (real or leaves)[0]
 
 
+class Pace:
+    """Spaces calls evenly, at most `per_second`; each call's time is fixed when `wait` is called."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap_s = 1.0 / per_second
+        self._free_at = 0.0
+
+    async def wait(self) -> None:
+        """Wait for this call's time."""
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._free_at)
+        self._free_at = start + self._gap_s
+        if start > now:
+            await asyncio.sleep(start - now)
+
+
 class PerLoop(Generic[T]):
     """Holds one object for the running event loop, such as a lock, which works only in the loop that first waited for it."""
 

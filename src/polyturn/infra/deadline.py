@@ -26,7 +26,6 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from polyturn.core.errors import RolloutError, one_line
-from polyturn.core.interrupts import pass_interrupt
 from polyturn.infra.aio import PerLoop, loop_clock
 from polyturn.infra.threads import DaemonThreads
 
@@ -155,8 +154,7 @@ class CallWithDeadline:
                 return await work()
             result = await self._threads.run(work, on_late=on_late, is_owed=is_owed)
             return await result if inspect.isawaitable(result) else result
-        except (SystemExit, KeyboardInterrupt) as problem:  # would end the event loop
-            pass_interrupt(problem)
+        except SystemExit as problem:  # would end the event loop
             raise RuntimeError(one_line(problem)) from problem
 
     async def run(
@@ -179,7 +177,7 @@ class CallWithDeadline:
 
         Raises:
             DeadlineError: `work` did not finish in time.
-            Exception: the error of `work`; a CancelledError, SystemExit or KeyboardInterrupt becomes a RuntimeError.
+            Exception: the error of `work`; a CancelledError or SystemExit becomes a RuntimeError.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         caller = asyncio.current_task()

@@ -7,7 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from polyturn.core.secrets import is_secret_name
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 _KINDS = {
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
@@ -46,3 +51,17 @@ def expected(problem: Mapping[str, Any]) -> str:
     if message.startswith("Input should be "):
         return message.replace("Input should be", "it must be", 1)
     return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+
+
+def sentences(problem: ValidationError, *, shows_values: bool = True) -> list[str]:
+    """Return a sentence for each invalid value: "max_turns is '3'; it must be a whole number". Secrets are never shown."""
+    sentences = []
+    for one in problem.errors(include_url=False):
+        name, message = ".".join(map(str, one["loc"])), expected(one)
+        if one["type"] == "missing":
+            sentences.append(f"{name} is missing")
+        else:
+            is_shown = shows_values and not is_secret_name(name)
+            sentence = f"{name} is {one['input']!r:.100}; {message}" if is_shown else f"{name}: {message}"
+            sentences.append(sentence if name else message)
+    return sentences

@@ -25,9 +25,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from polyturn.core.code_origin import OURS, STDLIB, is_an_authors, is_ours, is_stdlib, place_of
+from polyturn.core.code_origin import OURS, STDLIB, is_an_authors, is_ours, is_stdlib, passed_an_author, place_of
 from polyturn.core.errors import RolloutError, one_line, raised_at
-from polyturn.core.interrupts import ends_for_a_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +67,8 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         if str(problem) != "Event loop stopped before Future completed.":
             raise
         raise RolloutError(_MEDDLED.format("stopped the event loop")) from problem
-    except (SystemExit, KeyboardInterrupt) as problem:  # of a task or a callback that it started by itself
-        if not ends_for_a_plugin(problem):
+    except SystemExit as problem:  # of a task or a callback that it started by itself
+        if not passed_an_author(problem):
             raise
         raise RolloutError(_MEDDLED.format(f"raised {one_line(problem)}{raised_at(problem)} in the event loop")) from problem
     finally:

@@ -74,7 +74,7 @@ def read_plugin_file(
     else:
         path = Path(source).expanduser()
         path = base / path if base is not None and not path.is_absolute() else path
-        origin, data = str(path), _load(path)
+        origin, data = str(path), read_resolved(path)
         base = path.parent
     if key not in data:
         hint = did_you_mean(key, map(str, data)) if data else " The file is empty."
@@ -109,9 +109,14 @@ def _entry(item: Any, *, where: str, allowed: Collection[str]) -> PluginEntry:
     return PluginEntry(where=where, class_name=class_name, config=dict(config or {}), fields=dict(item))
 
 
-def _load(path: Path) -> dict[str, Any]:
+def read_resolved(path: Path) -> dict[str, Any]:
+    """Return the content of a YAML or JSON file with every `${...}` resolved.
+
+    Raises:
+        ConfigError: there is no such file, its top level is not a mapping, or a reference cannot be resolved.
+    """
     if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}; a path in a config is relative to the config's folder")
+        raise ConfigError(f"there is no file {str(path)!r}; a path in a file is relative to the folder of that file")
     if path.suffix != ".json":
         from polyturn.infra.yaml_file import read_yaml  # which imports omegaconf
 

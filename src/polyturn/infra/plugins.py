@@ -32,6 +32,7 @@ from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from polyturn.core.errors import (
+    PLUGIN_RAISES,
     ConfigError,
     MissingAttributeError,
     MissingModuleError,
@@ -40,7 +41,6 @@ from polyturn.core.errors import (
     did_you_mean,
     one_line,
 )
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.infra.live import LiveObject, NameOrObject
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         """Return a decorator that registers its argument under `name`; `replace` allows a name that is already taken.
 
         Raises:
-            ConfigError: the name belongs to another object. Importing the same file under a second name is no conflict.
+            ConfigError: the name belongs to another object. Importing the same file under a second name is not a conflict.
         """
 
         def add(entry: T) -> T:
@@ -196,7 +196,6 @@ def load_offered(group: str, name: str, *, where: str) -> Any:
     try:
         return point.load()
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         package = distribution_of(point).split()[0]
         reason, cure = f"cannot be imported ({one_line(problem)})", f"repair or uninstall {package}"
         if isinstance(problem, ModuleNotFoundError):
@@ -325,7 +324,6 @@ def _import_once(path: str) -> ModuleType:
     try:
         _with_stand_in(spec.loader.exec_module, module)
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         del sys.modules[name]
         # The message of a syntax error already has the line; errors in imported files belong to another file.
         frames = () if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
@@ -367,7 +365,6 @@ def _load_plugin(path: Path) -> ModuleType:
     try:
         module = _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         sys.modules.pop(name, None)
         if isinstance(problem, PolyturnError):
             raise
@@ -380,7 +377,6 @@ def _import_module(name: str) -> ModuleType:
     try:
         return _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         raise MissingModuleError(
             f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
             f"installed or on PYTHONPATH{_installed_hint(problem)}"

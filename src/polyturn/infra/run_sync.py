@@ -1,4 +1,7 @@
-"""Runs a coroutine to its end from synchronous code, in a thread with its own event loop if a loop is already running.
+"""Runs a coroutine to its end from synchronous code, in a thread with its own event loop.
+
+    in_own_loop(fetch_schemas)                          in a new loop, which ends with the call
+    in_background(session.close(), thread="openenv")    in the loop of a named thread, for objects that outlive the call
 
 Tools ask a server for their schemas while they are built, and rewards a sandbox for a score: neither is async code.
 """
@@ -6,6 +9,7 @@ Tools ask a server for their schemas while they are built, and rewards a sandbox
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,3 +31,21 @@ def in_own_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     if "error" in outcome:
         raise outcome["error"]
     return outcome["result"]
+
+
+_STARTING = threading.Lock()
+"""Held while a loop is looked up, so that concurrent first calls get the same one."""
+
+
+def in_background(work: Coroutine[Any, Any, Any], *, thread: str) -> Any:
+    """Run `work` to its end in the event loop of a thread, which the first call starts and which never ends."""
+    with _STARTING:
+        loop = _background_loop(thread)
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+@functools.cache
+def _background_loop(thread: str) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=thread, daemon=True).start()
+    return loop

@@ -9,13 +9,13 @@ UserSettings.read({"max_turns": "3"}, who="the user")  ->  "the user: max_turns 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.reward import MAX_REWARD
-from polyturn.infra.expected import expected
+from polyturn.infra.expected import sentences
 
 
 def _not_blank(text: str) -> str:
@@ -37,33 +37,29 @@ class Settings(BaseModel):
         frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True, protected_namespaces=()
     )
 
+    shows_values: ClassVar[bool] = True
+    """Whether messages show invalid values; secrets never are."""
+
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, who: str) -> Self:
-        """Validate a config.
+    def read(cls, config: Mapping[str, Any], *, who: str, ignores_others: bool = False) -> Self:
+        """Validate a config; with `ignores_others`, unknown keys are left to a user's subclass of the plug-in.
 
         Raises:
             ConfigError: a setting is unknown or invalid, or would write a secret into the run's records.
         """
         fields = cls.model_fields
-        for name in config:
-            if name in ("api_key", "key", "token"):
+        for name in () if ignores_others else config:
+            if name in ("api_key", "key", "token") and name not in fields:
                 raise ConfigError(
                     f"{who}: {name} would stand in the run's records; put the key into an environment variable, and name "
-                    "that in api_key_env"
+                    f"that in {'token_env' if 'token_env' in fields else 'api_key_env'}"
                 )
             if name not in fields:
                 raise ConfigError(f"{who}: there is no setting {name!r}.{did_you_mean(str(name), fields)}")
-        options = {k: v for k, v in config.items() if v is not None or type(None) in get_args(fields[k].annotation)}
+        known = {k: v for k, v in config.items() if k in fields}
+        options = {k: v for k, v in known.items() if v is not None or type(None) in get_args(fields[k].annotation)}
         try:
             return cls.model_validate(options)
         except ValidationError as problem:
-            raise ConfigError(f"{who}: {'; '.join(_sentences(problem))}") from None
-
-
-def _sentences(problem: ValidationError) -> list[str]:
-    sentences = []
-    for one in problem.errors(include_url=False):
-        message = expected(one)
-        name = ".".join(map(str, one["loc"]))
-        sentences.append(f"{name} is {one['input']!r:.100}; {message}" if name else message)
-    return sentences
+            reasons = sentences(problem, shows_values=cls.shows_values)
+            raise ConfigError(f"{who}: {'; '.join(reasons)}") from None

@@ -21,8 +21,7 @@ from pydantic import model_validator
 from polyturn.core.errors import ConfigError, InteractionError
 from polyturn.infra.settings import Score, Seconds, Settings, Text
 from polyturn.infra.threads import DaemonThreads
-from polyturn.interactions.base import ViewInteraction
-from polyturn.interactions.context import ConversationView
+from polyturn.interactions.base import ConversationView, ViewInteraction
 from polyturn.interactions.person import HumanQueue, HumanReply, Terminal, TerminalClosedError
 from polyturn.interactions.roles import text_of
 from polyturn.partners.partner import without_thoughts

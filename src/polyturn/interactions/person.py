@@ -63,7 +63,7 @@ class HumanReply(Settings):
             DataError: the answer is invalid.
         """
         try:
-            return cls.read({name: answer[name] for name in cls.model_fields if name in answer}, who="the answer")
+            return cls.read(answer, who="the answer", ignores_others=True)
         except ConfigError as problem:
             raise DataError(str(problem)) from None
 

@@ -8,12 +8,12 @@ their interaction by name.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
 from polyturn.infra.live import LiveObject, NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
@@ -31,24 +31,21 @@ _CALLS = {
 }
 _KEYS = ("name", "class_name", "config")
 """The keys of an item of an interaction file."""
-_ALSO = ("snapshot", "restore", "check_setup", "check_row")
-_ALL = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 INTERACTION = Shape(
     what="an interaction",
     needs=(("generate_response",),),
     bases=(BaseInteraction,),
-    needs_alone=_ALL,
+    needs_alone=("start_interaction", "generate_response", "calculate_score", "finalize_interaction"),
     calls={name: call for name, call in _CALLS.items() if name != "respond"},
-    also=_ALSO,
+    also=("snapshot", "restore", "check_setup", "check_row"),
 )
 """The methods of an interaction's class."""
-SCENE_INTERACTION = Shape(
+VIEW_INTERACTION = dataclasses.replace(
+    INTERACTION,
     what="an interaction that sees its conversation",
     needs=(("respond", "generate_response"),),
     bases=(BaseInteraction, ViewInteraction),
-    needs_alone=_ALL,
     calls=_CALLS,
-    also=_ALSO,
 )
 
 
@@ -58,7 +55,7 @@ def check_interaction(cls: type, *, where: str = "") -> None:
     Raises:
         ConfigError: the first problem found.
     """
-    check_class(cls, SCENE_INTERACTION if hasattr(cls, "reply_timeout_s") else INTERACTION, where=where)
+    check_class(cls, VIEW_INTERACTION if issubclass(cls, ViewInteraction) else INTERACTION, where=where)
 
 
 def check_interactions(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | None = None) -> None:
@@ -141,7 +138,6 @@ def initialize_interactions_from_config(
             more |= {"policies": policies or {}} if lacks(cls, "policies") else {}
             out[name] = cls({**entry.config, "name": name}, **more)
         except PLUGIN_RAISES as problem:
-            pass_interrupt(problem)
             raise ConfigError(f"{entry.where}: {_class_of(cls).__name__}(config) raised {one_line(problem)}") from problem
     return out
 

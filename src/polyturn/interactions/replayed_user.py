@@ -17,8 +17,7 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.infra.settings import Score, Settings, Text
-from polyturn.interactions.base import ViewInteraction
-from polyturn.interactions.context import ConversationView
+from polyturn.interactions.base import ConversationView, ViewInteraction
 from polyturn.interactions.roles import UserTurns, text_of
 
 

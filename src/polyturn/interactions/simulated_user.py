@@ -29,8 +29,7 @@ from polyturn.core.seeds import derive_seed
 from polyturn.infra.deadline import CallWithDeadline
 from polyturn.infra.plugins import import_attr
 from polyturn.infra.settings import AtLeastOne, Score, Text
-from polyturn.interactions.base import ViewInteraction
-from polyturn.interactions.context import ConversationView, SpeakOptions
+from polyturn.interactions.base import ConversationView, SpeakOptions, ViewInteraction
 from polyturn.interactions.roles import UserTurns, flipped
 from polyturn.partners.partner import (
     Partner,

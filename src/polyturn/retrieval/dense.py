@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import DataError
-from polyturn.retrieval.bm25 import best_of
 
 FUSION_OFFSET = 60
 
@@ -68,22 +67,10 @@ def unit_rows(vectors: NDArray[np.float32], *, what: str) -> NDArray[np.float32]
     return np.asarray(vectors / lengths, np.float32)
 
 
-class Vectors:
-    """Scores passages by their vectors."""
-
-    def __init__(self, folder: Path) -> None:
-        self._vectors = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(passages, size)."""
-        return self._vectors.shape[0], self._vectors.shape[1]
-
-    def rank(self, vector: NDArray[np.float32], *, limit: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the numbers and scores of the best passages, best first."""
-        scores = np.asarray(self._vectors @ vector, np.float32)
-        best = best_of(scores, limit=limit)
-        return best, scores[best]
+def read_vectors(folder: Path) -> NDArray[np.float32]:
+    """Return the vectors of a folder, memory-mapped."""
+    vectors: NDArray[np.float32] = np.load(folder / _VECTORS, mmap_mode="r", allow_pickle=False)
+    return vectors
 
 
 def fuse(rankings: Sequence[NDArray[np.int64]], *, limit: int) -> list[tuple[int, float]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ class EmbeddingError(PolyturnError, RuntimeError):
     """Texts could not be embedded."""
 
 
-class Embedder(Protocol):
+class Embedder:
     """Turns texts into vectors."""
 
     name: str
@@ -39,14 +39,26 @@ class Embedder(Protocol):
     def open(self) -> None:
         """Add one user."""
 
-    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size]; raises EmbeddingError."""
-
     async def close(self) -> None:
         """Remove one user."""
 
+    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return [texts, size].
 
-class EndpointEmbedder:
+        Raises:
+            EmbeddingError: the texts could not be embedded, or not each has a vector.
+        """
+        vectors = await self.vectors_of(texts)
+        if len(vectors) != len(texts):
+            raise EmbeddingError(f"{self.name} returned {len(vectors)} vectors for {len(texts)} texts")
+        return vectors
+
+    async def vectors_of(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the vectors, unchecked; a subclass defines it."""
+        raise NotImplementedError
+
+
+class EndpointEmbedder(Embedder):
     """Embeds texts with an OpenAI-compatible endpoint."""
 
     def __init__(self, url: str, *, model: str, token: str | None = None, timeout_s: float = 30.0) -> None:
@@ -61,24 +73,19 @@ class EndpointEmbedder:
         """Remove a user; the last one closes the connections."""
         await self._service.close()
 
-    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size].
-
-        Raises:
-            EmbeddingError: the endpoint failed, or did not return one vector per text.
-        """
+    async def vectors_of(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the endpoint's vectors."""
         reply = await self._service.post({"model": self.name, "input": list(texts)})
         if reply.status != "ok":
             raise EmbeddingError(f"the embeddings endpoint {self._service.url} failed: {reply.error}")
         try:
             rows = sorted(reply.data["data"], key=lambda row: row["index"])
-            vectors = as_matrix([row["embedding"] for row in rows], what=self._service.url)
+            return as_matrix([row["embedding"] for row in rows], what=self._service.url)
         except (LookupError, TypeError, ValueError) as problem:
             raise EmbeddingError(f"the reply of {self._service.url} cannot be read: {one_line(problem):.200}") from problem
-        return _one_each(vectors, texts, who=self._service.url)
 
 
-class FunctionEmbedder:
+class FunctionEmbedder(Embedder):
     """Embeds texts with a function, called in a thread."""
 
     def __init__(self, function: Callable[[list[str]], Any], *, name: str) -> None:
@@ -86,23 +93,12 @@ class FunctionEmbedder:
         self._function = function
         self._threads = DaemonThreads(name="embed", max_threads=1)
 
-    def open(self) -> None:
-        """Do nothing."""
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-    async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size].
-
-        Raises:
-            EmbeddingError: the function raised, or did not return one vector per text.
-        """
+    async def vectors_of(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the function's vectors."""
         try:
-            vectors = as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
+            return as_matrix(await self._threads.run(self._function, list(texts)), what=self.name)
         except Exception as problem:
             raise EmbeddingError(f"{self.name} failed: {one_line(problem):.300}") from problem
-        return _one_each(vectors, texts, who=self.name)
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
@@ -142,9 +138,3 @@ def embed_all(texts: Sequence[str], embedder: Embedder) -> NDArray[np.float32]:
             await embedder.close()
 
     return asyncio.run(embed())
-
-
-def _one_each(vectors: NDArray[np.float32], texts: Sequence[str], *, who: str) -> NDArray[np.float32]:
-    if len(vectors) != len(texts):
-        raise EmbeddingError(f"{who} returned {len(vectors)} vectors for {len(texts)} texts")
-    return vectors

@@ -15,7 +15,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyturn.core.errors import ConfigError, DataError, one_line
-from polyturn.retrieval.bm25 import WORDS, Bm25, write_bm25
-from polyturn.retrieval.dense import Vectors, fuse, unit_rows, write_vectors
+from polyturn.retrieval.bm25 import WORDS, Bm25, best_of, write_bm25
+from polyturn.retrieval.dense import fuse, read_vectors, unit_rows, write_vectors
 from polyturn.retrieval.passages import Passage, PassageStore
 
 KIND, VERSION = "polyturn search index", 2
@@ -101,7 +101,13 @@ class SearchIndex:
     """An index on disk; `open` it. Safe to use from several threads."""
 
     def __init__(
-        self, folder: Path, *, store: PassageStore, bm25: Bm25, vectors: Vectors | None, embedder: str | None
+        self,
+        folder: Path,
+        *,
+        store: PassageStore,
+        bm25: Bm25,
+        vectors: NDArray[np.float32] | None,
+        embedder: str | None,
     ) -> None:
         self.folder = folder
         self.embedder = embedder
@@ -122,7 +128,7 @@ class SearchIndex:
             store = PassageStore(folder)
             bm25 = Bm25(folder, num_passages=len(store))
             vectors_about = about.get("vectors")
-            vectors = None if vectors_about is None else Vectors(folder)
+            vectors = None if vectors_about is None else read_vectors(folder)
             if len(store) != about["num_passages"] or (vectors is not None and vectors.shape[0] != len(store)):
                 raise ValueError(f"{_ABOUT} has {about['num_passages']} passages, but there are {len(store)}")
         except (OSError, ValueError, TypeError, KeyError, EOFError) as problem:
@@ -163,19 +169,15 @@ class SearchIndex:
                 f"the index {self.folder} has vectors of size {self.vector_size}; the query's has the shape {shape}"
             )
         direction = unit_rows(vector[None], what="the query")[0]
+        scores = np.asarray(self._vectors @ direction, np.float32)
         if mode is Mode.DENSE:
-            numbers, scores = self._vectors.rank(direction, limit=topk)
-            return self._hits(zip(numbers.tolist(), scores.tolist(), strict=True))
+            best = best_of(scores, limit=topk)
+            return self._hits(zip(best.tolist(), scores[best].tolist(), strict=True))
         depth = max(FUSED_DEPTH, topk)
-        rankings = [self._bm25.rank(query, limit=depth)[0], self._vectors.rank(direction, limit=depth)[0]]
-        return self._hits(fuse(rankings, limit=topk))
+        return self._hits(fuse([self._bm25.rank(query, limit=depth)[0], best_of(scores, limit=depth)], limit=topk))
 
     def _hits(self, ranked: Iterable[tuple[int, float]]) -> list[Hit]:
         return [Hit(passage=self._store[number], score=score) for number, score in ranked]
-
-    def passages(self) -> Sequence[Passage]:
-        """Return every passage, in order."""
-        return [self._store[number] for number in range(len(self))]
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

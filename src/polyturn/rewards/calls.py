@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from polyturn.core.errors import RewardError
-from polyturn.infra.aio import PerLoop
+from polyturn.infra.aio import Pace, PerLoop
 from polyturn.rewards.options import CallRate
 
 T = TypeVar("T")
@@ -25,20 +25,15 @@ class CallRateLimit:
     """Limits the calls at once, and spreads calls evenly over the minute. Shared by the functions of a run."""
 
     def __init__(self, rate: CallRate) -> None:
-        self._interval_s = 60.0 / rate.per_minute if rate.per_minute else 0.0
-        self._next = 0.0
+        self._pace = Pace(rate.per_minute / 60.0) if rate.per_minute else None
         most = rate.max_concurrent
         self._slots = PerLoop(lambda: contextlib.nullcontext() if most is None else asyncio.Semaphore(most))
 
     async def __aenter__(self) -> None:
         await self._slots().__aenter__()
-        now = asyncio.get_running_loop().time()
-        # Reserve the start time before waiting, so that simultaneous calls are spread, too.
-        start = self._next = max(now, self._next)
-        self._next += self._interval_s
         try:
-            if start > now:
-                await asyncio.sleep(start - now)
+            if self._pace is not None:
+                await self._pace.wait()
         except BaseException:
             await self._slots().__aexit__(None, None, None)
             raise

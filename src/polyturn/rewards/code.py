@@ -28,8 +28,8 @@ from polyturn.core.errors import DataError, RewardError, one_line
 from polyturn.core.secrets import bearer, hide, token_from
 from polyturn.infra.deadline import Stretch
 from polyturn.infra.http import ask_now
-from polyturn.rewards.local_sandbox import LocalSandbox, local_sandbox
 from polyturn.rewards.options import SandboxOptions
+from polyturn.sandbox.python.local_sandbox import LocalSandbox, local_sandbox
 
 logger = logging.getLogger(__name__)
 

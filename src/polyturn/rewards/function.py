@@ -20,8 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyturn.core.errors import ConfigError, RewardError, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, RewardError, one_line
 from polyturn.core.messages import to_openai
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
@@ -143,7 +142,6 @@ class RewardFunction:
         except RewardError as problem:
             raise RewardError(f"{where}: {problem}") from problem
         except PLUGIN_RAISES as problem:  # what is returned may be of an author's class
-            pass_interrupt(problem)
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 
     async def _call_many(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:

@@ -6,6 +6,9 @@
 A timeout that uses signals, like that of math-verify, raises in any other thread. A function that takes this error for a
 wrong answer would score every text 0.0. A call past its deadline is killed together with its process. The functions must not
 rely on state in their module, because each process has its own.
+
+Why not Pebble's pool: its workers are processes of multiprocessing, whose `spawn` imports the user's main script in each of
+them. It cannot start them with `-P` either, so a file in the working folder could hide a module of Python.
 """
 
 from __future__ import annotations

@@ -15,11 +15,23 @@ from polyturn.core.trajectory import Trajectory
 from polyturn.infra.plugins import Registry
 from polyturn.partners import judge
 from polyturn.rewards import code, environment, exact_match, geo3k, gsm8k, math, math_dapo, search_r1
-from polyturn.rewards.default import ROUTES
 
 __all__ = ["BUILT_IN_ROUTES", "CHECKS", "COMPARING", "QUICK", "ground_truth", "last_answer", "rewards", "truth_of"]
 
-BUILT_IN_ROUTES: Mapping[str, str] = {**ROUTES, "env/*": "environment"}
+_MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+_DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime*")
+_CODE = ("codecontests", "apps", "codeforces", "taco")
+
+BUILT_IN_ROUTES: Mapping[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(_MATH, "math"),
+    "numina_*": "math_stated",
+    **dict.fromkeys(_DAPO, "math_dapo"),
+    **dict.fromkeys(_CODE, "code"),
+    "hiyouga/geometry3k": "geo3k",
+    "searchR1_*": "search_r1",
+    "env/*": "environment",
+}
 """data_source or glob -> the reward that scores it by default."""
 
 rewards: Registry[Any] = Registry("rewards")

@@ -34,17 +34,7 @@ def compute_score(
     if answer is None:
         return 0.0
     right = score / 4 if max(count_answer_tags(solution_str)) > MAX_TAGS else score
-    return right if em_check(answer, _targets(ground_truth)) else format_score
-
-
-def compute_score_subem(
-    solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
-) -> float:
-    """Return `score` if the answer contains a right answer, `format_score` for another answer, else 0.0."""
-    answer = extract_solution(solution_str)
-    if answer is None:
-        return 0.0
-    return score if subem_check(answer, _targets(ground_truth)) else format_score
+    return right if em_check(answer, targets(ground_truth)) else format_score
 
 
 def extract_solution(solution_str: Any) -> str | None:
@@ -66,21 +56,17 @@ def count_answer_tags(text: str) -> tuple[int, int]:
 
 def em_check(prediction: str, golden_answers: Any) -> bool:
     """Return whether a prediction equals one of the right answers after normalisation."""
-    return normalize_answer(prediction) in _normalized(golden_answers)
+    return normalize_answer(prediction) in normalized(golden_answers)
 
 
-def subem_check(prediction: str, golden_answers: Any) -> bool:
-    """Return whether a prediction contains one of the right answers after normalisation."""
-    whole = normalize_answer(prediction)
-    return any(answer in whole for answer in _normalized(golden_answers))
-
-
-def _normalized(golden_answers: Any) -> set[str]:
+def normalized(golden_answers: Any) -> set[str]:
+    """Return the right answers, one or a list, after normalisation."""
     answers = [golden_answers] if isinstance(golden_answers, str) else list(golden_answers)
     return {normalize_answer(str(answer)) for answer in answers}
 
 
-def _targets(ground_truth: Any) -> Any:
+def targets(ground_truth: Any) -> Any:
+    """Return the right answers of a row's ground truth."""
     return ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from polyturn.core.generation import SamplingParams
 from polyturn.core.messages import Message
-from polyturn.interactions.context import SpeakOptions
+from polyturn.interactions.base import SpeakOptions
 
 
 class Aside(NamedTuple):

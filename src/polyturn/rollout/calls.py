@@ -15,8 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from polyturn.core.errors import PolyturnError, SchedulerError, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, PolyturnError, SchedulerError, one_line
 from polyturn.infra.aio import PerLoop
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError, Stretch
 
@@ -126,7 +125,6 @@ class AsSchedulerError:
 
     def __exit__(self, kind: object, problem: BaseException | None, where: object) -> None:
         if isinstance(problem, PLUGIN_RAISES) and not isinstance(problem, PolyturnError):
-            pass_interrupt(problem)
             raise SchedulerError(f"{self._name} raised {one_line(problem)}") from problem
 
 

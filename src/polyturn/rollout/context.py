@@ -75,6 +75,7 @@ class RolloutContext:
     scheduler_timeout_s: float = 60.0
     """Deadline of a scheduler's plain methods, which run in threads."""
     sanity_mode: str = "strict"
+    """One of `polyturn.tokens.sanity.MODES`."""
     sanity_every: int = 16
     """Interval, in episodes, at which the incremental ids are compared with a full render; 1 checks all, 0 none."""
     escape_prompts: str = "delimiters"
@@ -107,6 +108,7 @@ class RolloutContext:
     """The interactions that episodes have used, by name."""
 
     def __post_init__(self) -> None:
+        self.sanity_mode = sanity.check_mode(self.sanity_mode)
         self.calls = AuthorCalls(timeout_s=self.scheduler_timeout_s)
 
     def encoder_for(self, task: Task) -> DeltaEncoder:
@@ -185,7 +187,7 @@ class RolloutContext:
     def is_sanity_due(self) -> bool:
         """Count one finished episode, and return whether to compare its token ids with a full render."""
         self._num_finished += 1
-        is_on = self.sanity_every > 0 and self.sanity_mode not in ("disable", "off")
+        is_on = self.sanity_every > 0 and self.sanity_mode != "off"
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:

@@ -32,7 +32,7 @@ from polyturn.core.protocols import Scheduler
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.infra.deadline import pauses_stretch
-from polyturn.interactions.context import SpeakOptions
+from polyturn.interactions.base import SpeakOptions
 from polyturn.rollout import history_edits
 from polyturn.rollout import limits as limit_rules
 from polyturn.rollout.aside import Aside, EpisodeView, sampled_for
@@ -395,8 +395,9 @@ class Episode:
         self.history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
-        """Parse `text` as the message of a turn, without encoding anything."""
-        return self.history.read(text, turn=turn.index)
+        """Parse `text` as the message of a turn, without encoding anything. It may follow the turn's `said_before`."""
+        before, own = turn.said_before, turn.own_before
+        return self.history.read(text, turn=turn.index, own=own + text[len(before) :] if text.startswith(before) else None)
 
     def weigh(self, turn: OpenTurn, weights: ArrayLike) -> None:
         """Set the loss weights of a turn's sampled tokens: one for all, or one per token. Tokens with 0 are not trained."""

@@ -21,7 +21,7 @@ from polyturn.core.generation import Completion
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.core.serde import from_json, to_json
-from polyturn.rollout.next_prompt import Given, Prompt, all_media
+from polyturn.rollout.next_prompt import Continue, Given, Prompt, all_media
 from polyturn.rollout.stop_strings import Stopped
 
 History = Any
@@ -98,11 +98,15 @@ class Edited:
     """The messages that follow them."""
     waiting: tuple[Message, ...]
     said: str | None
+    """The text of the last message, if it goes on."""
+    own: str | None
+    """The model's part of `said`."""
     addition: NDArray[np.int32]
 
     def apply(self, history: History) -> None:
         messages = (*history.messages[: self.num_kept], *self.messages)
-        history.edit(messages, self.waiting, self.said, self.addition)
+        last = None if self.said is None else Continue(self.said, self.own or "", self.addition)
+        history.edit(messages, self.waiting, last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,9 +129,10 @@ class Continued:
     addition: NDArray[np.int32]
     own: Message
     whole: Message
+    rest: str
 
     def apply(self, history: History) -> None:
-        history.continue_turn(self.num_kept, self.kept, self.text, self.addition, self.own, self.whole)
+        history.continue_turn(self.num_kept, self.kept, self.text, self.addition, self.own, self.whole, self.rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,7 +22,7 @@ from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.builder import BuilderState, TrajectoryBuilder
 from polyturn.core.errors import SchedulerError, TemplateError
 from polyturn.core.lifecycle import StopReason
-from polyturn.core.messages import Message, Origin, to_openai, with_origin
+from polyturn.core.messages import Message, Origin, OwnText, to_openai, with_origin
 from polyturn.core.trajectory import SpanRef, SpanSource
 from polyturn.rollout.edits import as_written, with_known_origin
 from polyturn.rollout.events import Answered, Continued, Edited, Event, IdsGiven, Prompted, Shown, TurnSampled, Weighed
@@ -118,10 +118,10 @@ class History:
         return () if isinstance(self.next, Continue) else self.next.messages
 
     @property
-    def said(self) -> str | None:
-        """The text so far of the assistant message that the next turn continues; None if it starts a new message."""
+    def last(self) -> Continue | None:
+        """The assistant message that the next turn continues; None if it starts a new message."""
         last = self.next.last if isinstance(self.next, Render) else self.next
-        return last.said if isinstance(last, Continue) else None
+        return last if isinstance(last, Continue) else None
 
     # The steps of a turn.
 
@@ -191,7 +191,7 @@ class History:
             builder.add_media(*prompt.media)
         self._messages += waiting
         self._openai += to_openai(waiting)
-        self.next = Append() if self.said is None else Continue(self.said)
+        self.next = Append() if self.last is None else self.last._replace(addition=NO_IDS)
         self._rejoins = False
         if ref is not None and last is not None:
             last.spans.append(ref)
@@ -212,8 +212,8 @@ class History:
             index: The turn's number among all turns of the episode.
             cut_by: The limit that sets the completion's token budget.
         """
-        completion, text_before = ended.completion, self.said
-        if text_before is not None:  # `message` replaces the message that it continues
+        completion, last = ended.completion, self.last
+        if last is not None:  # `message` replaces the message that it continues
             self._messages.pop()
             self._openai.pop()
         self._messages.append(message)
@@ -227,7 +227,8 @@ class History:
             completion=completion,
             cut_by=cut_by,
             text=text,
-            said_before=text_before or "",
+            said_before="" if last is None else last.said,
+            own_before="" if last is None else last.own,
             num_tokens=len(completion.token_ids),
             spans=list(self.builder.sample(completion, turn=index)),
             stopped_by=ended.stop,
@@ -285,11 +286,20 @@ class History:
     def read_completion(self, ids: Ids, *, turn: int) -> tuple[Message, str]:
         """Parse a completion; return the message that it starts or continues, and the completion's own text."""
         text = self.encoder.codec.decode_turn(ids)
-        return self.read((self.said or "") + text, turn=turn), text
+        if (last := self.last) is None:
+            return self.read(text, turn=turn), text
+        return self.read(last.said + text, turn=turn, own=last.own + text), text
 
-    def read(self, text: str, *, turn: int) -> Message:
-        """Parse a text as a message. The result is only a view: it is never encoded in place of the sampled ids."""
+    def read(self, text: str, *, turn: int, own: str | None = None) -> Message:
+        """Parse a text as a message. The result is only a view: it is never encoded in place of the sampled ids.
+
+        `own` is the model's part of `text`; None if the model wrote all of it.
+        """
         parsed = self._parser.parse(text, id_prefix=f"call_{turn}", tools=self.encoder.tools)
+        own_text: OwnText | None = None
+        if own is not None and own != text:
+            own_parsed = self._parser.parse(own, id_prefix=f"call_{turn}", tools=self.encoder.tools)
+            own_text = OwnText(text=own_parsed.content, written=own)
         return Message(
             role="assistant",
             content=parsed.content,
@@ -297,6 +307,7 @@ class History:
             reasoning=parsed.reasoning,
             origin=Origin.MODEL,
             written=text,
+            own=own_text,
         )
 
     def _as_written(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -322,7 +333,7 @@ class History:
         turn.scores.update(reply.scores)
         if reply.is_done:
             return
-        if messages and self.said is not None:
+        if messages and self.last is not None:
             raise SchedulerError(BOTH)
         self.answer(messages, "interaction" in turn.timings)
 
@@ -355,7 +366,7 @@ class History:
             if at is not None:  # an earlier position, where another branch may have appended
                 other.encoder, other.next, other._has_user_reply, other._rejoins = self.encoder, Append(), False, True
             if messages_typed is not None:
-                other.edit(messages_typed, (), None, NO_IDS)
+                other.edit(messages_typed, ())
         other.builder = self.builder.fork(agent=agent, at=None if at is None else at.builder)
         return other
 
@@ -388,20 +399,24 @@ class History:
         self.num_user_turns += is_user
         self._happened(Answered(messages=tuple(messages), is_user=is_user))
 
-    def edit(self, messages: Sequence[Message], waiting: Sequence[Message], text: str | None, addition: Ids) -> None:
-        """Replace the history; `waiting` follows `messages`, or the last message (`text`) goes on after `addition`."""
+    def edit(self, messages: Sequence[Message], waiting: Sequence[Message], last: Continue | None = None) -> None:
+        """Replace the history; `waiting` follows `messages`, or the last message goes on as `last` says."""
         pairs = enumerate(zip(self._messages, messages, strict=False))
         kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
-        self.next = Render(tuple(waiting), None if text is None else Continue(text, addition))
+        self.next = Render(tuple(waiting), last)
         self.is_canonical = False
         behind = tuple(messages[kept:])
-        self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=text, addition=addition))
+        text, own, addition = (None, None, NO_IDS) if last is None else last
+        self._happened(Edited(num_kept=kept, messages=behind, waiting=tuple(waiting), said=text, own=own, addition=addition))
 
-    def continue_turn(self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message) -> int:
+    def continue_turn(
+        self, num_kept: int, kept: str, text: str, addition: Ids, own: Message, whole: Message, rest: str
+    ) -> int:
         """Keep `num_kept` tokens of the last turn and let it go on after `addition`; return the number of dropped tokens.
 
         The kept part parses as the message `own`; with `text`, the text of `addition`, appended, it parses as `whole`.
+        `text` begins with `rest`, the model's text that no whole token spells.
         """
         turn = self.turns[-1]
         dropped = self.builder.cut(self.sampled_spans(turn), keep=num_kept)
@@ -412,6 +427,9 @@ class History:
         turn.text, turn.is_continued, turn.message = kept, True, own
         turn.observation += (Message(role="assistant", content=text, origin=Origin.ENVIRONMENT),)
         self._messages[-1], self._openai[-1] = whole, whole.to_openai()
-        self.next, self.is_canonical = Continue(turn.said_before + kept + text, addition), False
-        self._happened(Continued(num_kept=num_kept, kept=kept, text=text, addition=addition, own=own, whole=whole))
+        self.next = Continue(turn.said_before + kept + text, turn.own_before + kept + rest, addition)
+        self.is_canonical = False
+        self._happened(
+            Continued(num_kept=num_kept, kept=kept, text=text, addition=addition, own=own, whole=whole, rest=rest)
+        )
         return dropped

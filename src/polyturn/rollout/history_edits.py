@@ -20,7 +20,7 @@ from polyturn.core.messages import Message, Origin
 from polyturn.rollout.edits import kept_of, shorten
 from polyturn.rollout.history import BOTH, History
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.next_prompt import NO_IDS, Given, Render
+from polyturn.rollout.next_prompt import Continue, Given, Render
 
 
 def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = False) -> None:
@@ -44,9 +44,10 @@ def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = Fa
             )
         if history.waiting:
             raise SchedulerError(BOTH)
-        history.edit(messages, (), messages[-1].text, _continuation(history, messages[-1]))
+        own = messages[-1].text if messages[-1].origin is Origin.MODEL else ""
+        history.edit(messages, (), Continue(messages[-1].text, own, _continuation(history, messages[-1])))
     elif history.builder.is_open:
-        history.edit(messages, history.waiting, None, NO_IDS)
+        history.edit(messages, history.waiting)
     else:
         history.set_prompt(messages)
 
@@ -78,12 +79,13 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
         added = np.asarray(addition, np.int32)
         ids = ids_array(np.concatenate([history.encoder.continuation(rest, last_id=last_id), added]))
         text = kept.rest + codec.decode(added)
-    text_so_far = turn.said_before + kept.text
-    own, whole = history.read(text_so_far, turn=turn.index), history.read(text_so_far + text, turn=turn.index)
+    text_so_far, own_so_far = turn.said_before + kept.text, turn.own_before + kept.text
+    own = history.read(text_so_far, turn=turn.index, own=own_so_far)
+    whole = history.read(text_so_far + text, turn=turn.index, own=own_so_far + kept.rest)
     if not own.tool_calls:  # a scheduler may have parsed calls in a format that the parser does not support
         calls = tuple(call for call in turn.message.tool_calls if call.raw and call.raw in kept.text + kept.rest)
         own = dataclasses.replace(own, tool_calls=calls)
-    return history.continue_turn(kept.num_tokens, kept.text, text, ids, own, whole)
+    return history.continue_turn(kept.num_tokens, kept.text, text, ids, own, whole, kept.rest)
 
 
 def shorten_to_fit(history: History, limits: Limits) -> bool:
@@ -103,8 +105,10 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
     if shorter is None:
         return False
     # Counted before the edit: the limits count all tokens that the environment added, even if the prompt omits some.
-    num_new, text = history.next_prompt().num_new, history.said
-    history.edit(shorter, (), text, NO_IDS if text is None else _continuation(history, shorter[-1]))
+    num_new, last = history.next_prompt().num_new, history.last
+    if last is not None:
+        last = last._replace(addition=_continuation(history, shorter[-1]))
+    history.edit(shorter, (), last)
     history.show(history.next_prompt()._replace(num_new=num_new))
     return True
 

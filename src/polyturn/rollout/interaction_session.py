@@ -21,7 +21,8 @@ from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
 from polyturn.interactions.adapters import in_usual_form
-from polyturn.interactions.context import AsksPerson, ConversationView, SeesConversation
+from polyturn.interactions.base import ConversationView, ViewInteraction
+from polyturn.interactions.checks import AsksPerson
 from polyturn.tools.results import content_of
 from polyturn.tools.schema import ToolResponse
 
@@ -58,7 +59,7 @@ class LoadedInteraction:
         """The hooks that save and restore its state across a restart."""
         self.bounded = CallWithDeadline(name=f"interaction-{name}", timeout_s=timeout_s)
         self.live_ids: set[str] = set()
-        self.takes_view = interaction if isinstance(interaction, SeesConversation) else None
+        self.takes_view = interaction if isinstance(interaction, ViewInteraction) else None
         """The interaction itself, if its `respond` takes a view of the conversation; else None."""
         self.asks_person = isinstance(interaction, AsksPerson) and bool(interaction.asks_person)
         """Whether a person answers."""

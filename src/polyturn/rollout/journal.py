@@ -41,7 +41,7 @@ from polyturn.rollout.open_turn import OpenTurn
 
 __all__ = ["EpisodeJournal", "Journal", "JournaledEpisode"]
 
-FORMAT = 5
+FORMAT = 6
 """Version of the journal's format; an episode recorded in another version restarts from its task."""
 
 

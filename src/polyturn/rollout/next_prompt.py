@@ -29,6 +29,8 @@ class Continue(NamedTuple):
 
     said: str
     """The text so far."""
+    own: str
+    """The model's part of it."""
     addition: Ids = NO_IDS
     """[N] ids to append to the held ids."""
 

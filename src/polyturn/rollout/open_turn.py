@@ -29,6 +29,8 @@ class OpenTurn:
     """The sampled text, including reasoning and calls, without the token that ends a turn."""
     said_before: str = ""
     """The earlier text of the same message, if the turn continues a message; `message` contains both."""
+    own_before: str = ""
+    """The model's part of `said_before`."""
     stopped_by: str | None = None
     """The stop string that ended the turn; `text` ends with it, or its last token extends beyond it. None otherwise."""
     num_tokens: int = 0

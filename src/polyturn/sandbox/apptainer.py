@@ -11,22 +11,22 @@ to end and then stops its instances.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
-import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from polyturn.core.errors import ConfigError
 from polyturn.sandbox.base import BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
-from polyturn.sandbox.command import last_lines, run_at_end
+from polyturn.sandbox.command import last_lines, sweep_at_end
 
 CONTROL_S = 120.0
 """Seconds for a command of Apptainer other than `instance start` and `exec`."""
+_SWEEP = 'apptainer instance stop --force "$1-*"'
+"""Stops the instances whose names begin with a mark."""
 _CONTAIN = ("--cleanenv", "--containall", "--no-mount", "hostfs,bind-paths", "--no-eval", "--fakeroot", "--writable-tmpfs")
 
 
@@ -58,8 +58,7 @@ class ApptainerSandbox(BaseSandbox):
 
     def __init__(self, spec: SandboxSpec) -> None:
         super().__init__(spec)
-        self._name = f"{_sweep(os.getpid()).prefix}{uuid.uuid4().hex[:12]}"
-        self._is_begun = False
+        self._name = f"{sweep_at_end(os.getpid(), _SWEEP).mark}-{uuid.uuid4().hex[:12]}"
 
     async def is_alive(self) -> bool:
         """Return whether Apptainer lists the instance."""
@@ -81,23 +80,10 @@ class ApptainerSandbox(BaseSandbox):
     async def _begin(self) -> None:
         check_apptainer(self.spec)
         spec, options = self.spec, [] if self.spec.network else ["--net", "--network", "none"]
-        for option, value, unit in (
-            ("--memory", spec.memory_mb, "M"),
-            ("--pids-limit", spec.processes, ""),
-            ("--cpus", spec.cpus, ""),
-        ):
-            options += [] if value is None else [option, f"{value}{unit}"]
-        self._is_begun = True
         command = [
-            "apptainer",
-            "instance",
-            "start",
-            *_CONTAIN,
-            *options,
-            *spec.run_args,
-            _source(str(spec.image)),
-            self._name,
-        ]
+            "apptainer", "instance", "start", *_CONTAIN, *options, *spec.limit_options(unit="M"), *spec.run_args,
+            _source(str(spec.image)), self._name,
+        ]  # fmt: skip
         output = await self._on_host(command, timeout_s=spec.start_timeout_s)
         if output.exit_code != 0:
             raise SandboxSetupError(f"apptainer instance start {spec.image} failed: {last_lines(output)}")
@@ -111,8 +97,7 @@ class ApptainerSandbox(BaseSandbox):
         ]
 
     async def _end(self) -> None:
-        if self._is_begun:
-            await self._on_host(["apptainer", "instance", "stop", "--force", self._name], timeout_s=CONTROL_S)
+        await self._on_host(["apptainer", "instance", "stop", "--force", self._name], timeout_s=CONTROL_S)
 
     async def _listed(self) -> Mapping[str, Any] | None:
         """Return the instance's entry in Apptainer's list, or None."""
@@ -127,18 +112,3 @@ class ApptainerSandbox(BaseSandbox):
 def _source(image: str) -> str:
     """Return an image in Apptainer's notation; a name that is not a path or an address is one of docker's registry."""
     return image if ":/" in image or image.startswith("docker-archive:") or Path(image).exists() else f"docker://{image}"
-
-
-class _Sweep(NamedTuple):
-    """The process that stops this process's instances after this process has ended."""
-
-    prefix: str
-    """Common prefix of the instances' names."""
-    process: subprocess.Popen[bytes]
-    """Kept open, because its input must close only when this process ends."""
-
-
-@functools.cache
-def _sweep(pid: int) -> _Sweep:
-    prefix = f"polyturn-{pid}-{uuid.uuid4().hex[:12]}-"
-    return _Sweep(prefix, run_at_end('apptainer instance stop --force "$1*"', prefix))

@@ -27,7 +27,7 @@ from typing import ClassVar, Literal
 
 from polyturn.core.errors import ToolUnavailableError, one_line
 from polyturn.infra.threads import DaemonThreads
-from polyturn.sandbox.command import ProgramEnd, Stopper, run_bounded
+from polyturn.sandbox.command import ProgramEnd, Stopper, last_lines, run_bounded
 
 KILL_AFTER_S = 2
 """Seconds between SIGTERM and SIGKILL of a command at its time limit."""
@@ -101,6 +101,11 @@ class SandboxSpec:
     build_args: tuple[str, ...] = ()
     """Further arguments of `podman build` or `docker build`."""
 
+    def limit_options(self, *, unit: str) -> list[str]:
+        """Return the limits as options of podman, docker or apptainer, whose `unit` of memory is m or M."""
+        limits = {"--memory": (self.memory_mb, unit), "--pids-limit": (self.processes, ""), "--cpus": (self.cpus, "")}
+        return [one for option, (v, suffix) in limits.items() if v is not None for one in (option, f"{v}{suffix}")]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
@@ -130,6 +135,7 @@ class BaseSandbox:
         self._has_timeout = False
         self._threads = DaemonThreads(name="sandbox-exec", max_threads=MAX_AT_ONCE)
         self._closing: asyncio.Task[None] | None = None
+        self._is_begun = False
         self.on_close = contextlib.ExitStack()
         """Closed after the sandbox has been removed."""
 
@@ -188,6 +194,7 @@ class BaseSandbox:
         has_own_workdir = self.spec.workdir is None and self.default_workdir is None  # the image's
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
+                self._is_begun = True
                 await self._begin()
                 folder = "." if has_own_workdir else shlex.quote(self.workdir)
                 probe = f"mkdir -p {folder} && cd {folder} || exit 1; command -v timeout >&2; command -v bash; pwd"
@@ -201,7 +208,7 @@ class BaseSandbox:
             raise
         if output.exit_code != 0:
             await self.close()
-            raise SandboxSetupError(f"the {self.spec.backend} sandbox cannot run a command: {_last_line(output)}")
+            raise SandboxSetupError(f"the {self.spec.backend} sandbox cannot run a command: {last_lines(output)}")
         lines = output.stdout.decode("utf-8", "replace").splitlines()
         self._has_timeout = b"timeout" in output.stderr
         self.shell = "bash" if len(lines) > 1 else "sh"
@@ -237,7 +244,7 @@ class BaseSandbox:
             stdin: The whole standard input.
             max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
 
-            Raises:
+        Raises:
             SandboxGoneError: the sandbox has ended.
         """
         argv = [self.shell, "-c", command] if isinstance(command, str) else list(command)
@@ -314,7 +321,8 @@ class BaseSandbox:
     async def _close(self) -> None:
         with contextlib.suppress(SandboxError):
             async with asyncio.timeout(CLOSE_S):
-                await self._end()
+                if self._is_begun:
+                    await self._end()
         self._threads.close()
         self.on_close.close()
 
@@ -330,7 +338,7 @@ class BaseSandbox:
         output = await self._run(argv, user=user, timeout_s=CLOSE_S, stdin=stdin, max_bytes=max_bytes)
         await self._check_alive(output)
         if output.exit_code != 0 or output.is_truncated:
-            raise SandboxFileError(_last_line(output) if output.exit_code else "the data is too large")
+            raise SandboxFileError(last_lines(output) if output.exit_code else "the data is too large")
         return output.stdout
 
     async def _check_alive(self, output: ProgramEnd) -> None:
@@ -341,7 +349,7 @@ class BaseSandbox:
             if look:
                 await asyncio.sleep(LOOK_AGAIN_S)
             if not await self.is_alive():
-                raise SandboxGoneError(f"the {self.spec.backend} sandbox is gone: {_last_line(output)}")
+                raise SandboxGoneError(f"the {self.spec.backend} sandbox is gone: {last_lines(output)}")
 
     async def _run(
         self,
@@ -380,11 +388,6 @@ class BaseSandbox:
         except OSError as problem:
             raise SandboxError(f"{command[0]} cannot be started: {one_line(problem)}") from problem
         return output
-
-
-def _last_line(output: ProgramEnd) -> str:
-    text = (output.stderr or output.stdout).decode("utf-8", "replace").strip()
-    return text.rpartition("\n")[2][:500] or f"exit code {output.exit_code}"
 
 
 def _packed(folder: Path, leaves_out: Sequence[str]) -> bytes:

@@ -26,8 +26,8 @@ from typing import ClassVar
 from polyturn.core.errors import ConfigError
 from polyturn.infra.process import ManagedProcess
 from polyturn.sandbox.base import SLEEP, BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
-from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group, sweep
-from polyturn.tools.python_sandbox.isolation import Isolation, find_isolation, system_folders
+from polyturn.sandbox.python.cgroup import ControlGroup, make_group, sweep
+from polyturn.sandbox.python.isolation import Isolation, find_isolation, system_folders
 
 AT = "/run/polyturn-sandbox"
 """Mount point of each sandbox, in a mount namespace of its own."""

@@ -9,6 +9,7 @@ can only wait for both.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -16,9 +17,10 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 CHUNK = 1 << 16
 DRAIN_S = 0.2
@@ -47,20 +49,30 @@ def last_lines(output: ProgramEnd) -> str:
     return " | ".join(text.splitlines()[-3:])[-500:] or f"exit code {output.exit_code}"
 
 
-def run_at_end(script: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run a shell script three times after this process has ended, for whatever reason.
+class Sweeper(NamedTuple):
+    """A process that removes the sandboxes of this process after this process has ended."""
 
-    Three times, because a sandbox may still be starting when this process ends. Keep a reference to the returned process:
-    it waits for its standard input to close, which must happen only when this process ends.
+    mark: str
+    """The mark of these sandboxes."""
+    process: subprocess.Popen[bytes]
+    """Kept, because its input must close only when this process ends."""
+
+
+@functools.cache
+def sweep_at_end(pid: int, script: str, *arguments: str) -> Sweeper:
+    """Run a shell script with a new mark and `arguments` after this process, `pid`, has ended, for whatever reason.
+
+    It runs three times, because a sandbox may still be starting when this process ends.
     """
-    nothing = subprocess.DEVNULL
-    return subprocess.Popen(
-        ["sh", "-c", f"cat > /dev/null\nfor pause in 0 2 10; do sleep $pause; {script}\ndone", "sh", *arguments],
+    mark, nothing = f"polyturn-{pid}-{uuid.uuid4().hex[:12]}", subprocess.DEVNULL
+    process = subprocess.Popen(
+        ["sh", "-c", f"cat > /dev/null\nfor pause in 0 2 10; do sleep $pause; {script}\ndone", "sh", mark, *arguments],
         stdin=subprocess.PIPE,
         stdout=nothing,
         stderr=nothing,
         start_new_session=True,
     )
+    return Sweeper(mark, process)
 
 
 class StoppedError(Exception):
@@ -130,7 +142,7 @@ def run_bounded(
         max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
         stop: Kills the program from another thread.
 
-        Raises:
+    Raises:
         OSError: the program cannot be started.
         StoppedError: `stop` was set.
     """

@@ -15,22 +15,20 @@ import functools
 import hashlib
 import os
 import shutil
-import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from polyturn.core.errors import ConfigError
 from polyturn.infra.aio import PerLoop
 from polyturn.sandbox.base import SLEEP, BaseSandbox, SandboxError, SandboxSetupError, SandboxSpec
-from polyturn.sandbox.command import ProgramEnd, last_lines, run_at_end
+from polyturn.sandbox.command import ProgramEnd, last_lines, sweep_at_end
 
 LABEL = "polyturn.run"
 CONTROL_S = 120.0
 """Seconds for a command of the engine other than `run`, `build` and `exec`."""
-_SWEEP = 'ids=$("$2" ps -aq --filter "label=$1"); [ -z "$ids" ] || (shift; "$@" $ids)'
-"""Arguments: a label, and the command that removes the containers with it."""
+_SWEEP = f'ids=$("$2" ps -aq --filter "label={LABEL}=$1"); [ -z "$ids" ] || (shift; "$@" $ids)'
+"""Arguments: the label's value, and the command that removes the containers with it."""
 
 
 def check_containers(spec: SandboxSpec) -> None:
@@ -56,7 +54,6 @@ class ContainerSandbox(BaseSandbox):
         super().__init__(spec)
         self._name = f"polyturn-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._image = spec.image
-        self._is_begun = False
 
     async def is_alive(self) -> bool:
         """Return whether the container runs."""
@@ -104,17 +101,10 @@ class ContainerSandbox(BaseSandbox):
         self._image = tag
 
     async def _begin(self) -> None:
-        spec, limits = self.spec, []
-        for option, value, unit in (
-            ("--memory", spec.memory_mb, "m"),
-            ("--pids-limit", spec.processes, ""),
-            ("--cpus", spec.cpus, ""),
-        ):
-            limits += [] if value is None else [option, f"{value}{unit}"]
-        label = _supervisor(spec.backend, os.getpid()).label
-        self._is_begun = True
+        spec, sweeper = self.spec, sweep_at_end(os.getpid(), _SWEEP, *_remover(self.spec.backend))
         output = await self._engine(
-            "run", "-d", "--name", self._name, "--label", label, *([] if spec.network else ["--network", "none"]), *limits,
+            "run", "-d", "--name", self._name, "--label", f"{LABEL}={sweeper.mark}",
+            *([] if spec.network else ["--network", "none"]), *spec.limit_options(unit="m"),
             *(["-w", spec.workdir] if spec.workdir else []), *spec.run_args, "--entrypoint", "sh", str(self._image),
             "-c", SLEEP, timeout_s=spec.start_timeout_s,
         )  # fmt: skip
@@ -130,9 +120,7 @@ class ContainerSandbox(BaseSandbox):
         return [*command, self._name, *argv]
 
     async def _end(self) -> None:
-        if self._is_begun:
-            command = _remover(self.spec.backend)
-            await self._on_host([*command, self._name], timeout_s=CONTROL_S)
+        await self._on_host([*_remover(self.spec.backend), self._name], timeout_s=CONTROL_S)
 
     async def _engine(self, *arguments: str, timeout_s: float = CONTROL_S) -> ProgramEnd:
         return await self._on_host([self.spec.backend, *arguments], timeout_s=timeout_s)
@@ -141,21 +129,6 @@ class ContainerSandbox(BaseSandbox):
 def _remover(program: str) -> list[str]:
     """Return the command that removes containers without waiting; their names are to be appended."""
     return [program, "rm", "-f", *(["-t", "0"] if program == "podman" else [])]
-
-
-class _Supervisor(NamedTuple):
-    """The process that removes this process's containers after this process has ended."""
-
-    label: str
-    process: subprocess.Popen[bytes]
-    """Kept open, because its input must close only when this process ends."""
-
-
-@functools.cache
-def _supervisor(program: str, pid: int) -> _Supervisor:
-    label = f"{LABEL}={pid}-{uuid.uuid4().hex[:12]}"
-    process = run_at_end(_SWEEP, label, *_remover(program))
-    return _Supervisor(label, process)
 
 
 @functools.cache

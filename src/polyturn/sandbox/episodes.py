@@ -62,7 +62,7 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
         where: The mapping's key, for messages.
         base: The folder that `build`, and an image that is a folder, are resolved against.
 
-        Raises:
+    Raises:
         ConfigError: a key is unknown, or a value is invalid.
     """
     if not isinstance(options, Mapping):
@@ -125,7 +125,7 @@ def try_sandbox(
         env: Environment variables of the command.
         timeout_s: Time limit of the command in seconds.
 
-        Raises:
+    Raises:
         ConfigError: this machine cannot run the sandbox, or it does not start.
     """
 

@@ -12,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
-from polyturn.serving.auth import ServerRules, guarded
-from polyturn.serving.body import json_object
+from polyturn.serving.auth import ServerRules, json_app
+from polyturn.serving.body import Body, read_body
 from polyturn.serving.rollout_service import RolloutService
 
 _GROUP_PATHS = (
@@ -28,7 +32,14 @@ _GROUP_PATHS = (
     "close_communicator",
 )  # fmt: skip
 """Paths of trainers that broadcast weights through a process group, which this server refuses by name."""
-_ENGINE_TYPES = {True: "AsyncLLMEngine", False: "LLMEngine"}
+
+
+class Requests(Body):
+    """A request to `/infer/`."""
+
+    infer_requests: list[Any] = Field(description="requests, each an object with `messages`")
+    request_config: dict[str, Any] | None = None
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(None, description="seconds")
 
 
 def create_app(
@@ -38,8 +49,8 @@ def create_app(
     rules: ServerRules | None = None,
     enable_multi_turn: bool = True,
     use_gym_env: bool = False,
-) -> FastAPI:
-    """Return the FastAPI application of a rollout server.
+) -> Starlette:
+    """Return the application of a rollout server.
 
     Args:
         service: Runs the episodes.
@@ -48,110 +59,75 @@ def create_app(
         enable_multi_turn: Reported by /get_engine_type/.
         use_gym_env: Reported by /get_engine_type/.
     """
-    app = FastAPI(title="polyturn rollout server", docs_url=None, redoc_url=None, openapi_url=None)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     max_weights = (1 << 16) + 2 * sum(4 * t.numel() for t in model.state_dict().values())
-    rules = rules or ServerRules()
-    guarded(app, dataclasses.replace(rules, body_limits={"/update_weights/": max_weights}))
+    one_update = asyncio.Lock()
+    engine_type = {
+        "engine_type": "AsyncLLMEngine",
+        "enable_multi_turn": enable_multi_turn,
+        "use_gym_env": use_gym_env,
+        "enable_lora": False,
+    }
 
-    @app.exception_handler(PolyturnError)
-    async def refused(request: Request, problem: PolyturnError) -> Response:
-        return JSONResponse({"detail": one_line(problem)}, 502 if isinstance(problem, EngineError) else 422)
+    def constant(value: Any) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Any:
+            return value
 
-    _describe(app, shapes, enable_multi_turn=enable_multi_turn, use_gym_env=use_gym_env)
+        return answer
 
-    @app.post("/infer/")
+    def refused(why: str) -> Callable[[Request], Awaitable[Any]]:
+        async def answer(request: Request) -> Any:
+            raise HTTPException(501, why)
+
+        return answer
+
     async def infer(request: Request) -> Response:
         if service.is_stopping:
             raise HTTPException(503, "the server is stopping")
-        requests, config, timeout_s = _parse_body(await json_object(request))
-        outputs = await service.infer(requests, config, timeout_s=timeout_s)
+        body = await read_body(request, Requests)
+        outputs = await service.infer(body.infer_requests, body.request_config, timeout_s=body.timeout_s)
         return Response(json.dumps(outputs, default=str), media_type="application/json")
 
-    @app.post("/probe/")
-    async def probe() -> dict[str, Any]:
+    async def probe(request: Request) -> dict[str, Any]:
         return await service.probe()
 
-    async def nothing_to_do() -> dict[str, str]:
-        return {"message": "there is nothing to do here"}
-
-    for path in ("reset_encoder_cache", "reset_mm_cache"):
-        app.post(f"/{path}/")(nothing_to_do)
-
-    _take_weights(app, service, shapes)
-    return app
-
-
-def _describe(app: FastAPI, shapes: Mapping[str, tuple[int, ...]], *, enable_multi_turn: bool, use_gym_env: bool) -> None:
-    """Add the paths that describe this server."""
-
-    @app.get("/health/")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok"}
-
-    @app.get("/get_world_size/")
-    async def world_size() -> dict[str, int]:
-        return {"world_size": 1}
-
-    @app.get("/get_model_state_keys/")
-    async def state_keys() -> dict[str, list[str]]:
-        return {"keys": list(shapes)}
-
-    @app.post("/get_engine_type/")
-    async def engine_type() -> dict[str, Any]:
-        return {
-            "engine_type": _ENGINE_TYPES[True],
-            "enable_multi_turn": enable_multi_turn,
-            "use_gym_env": use_gym_env,
-            "enable_lora": False,
-        }
-
-
-def _parse_body(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any] | None, float | None]:
-    """Return the requests, the sampling settings and the timeout in seconds from a body.
-
-    Raises:
-        HTTPException: a value has the wrong type.
-    """
-    requests, config, timeout_s = body.get("infer_requests"), body.get("request_config"), body.get("timeout_s")
-    if not isinstance(requests, list):
-        raise HTTPException(422, "infer_requests must be a list of requests, each an object with `messages`")
-    if config is not None and not isinstance(config, dict):
-        raise HTTPException(422, "request_config must be an object or null")
-    if timeout_s is not None and (
-        isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0
-    ):
-        raise HTTPException(422, f"timeout_s is {timeout_s!r}; use a positive number of seconds, or null")
-    return requests, config, timeout_s
-
-
-def _take_weights(app: FastAPI, service: RolloutService, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Add the paths that receive weights."""
-    one_update = asyncio.Lock()
-
-    @app.post("/update_weights/")
-    async def update_weights(request: Request, version: int) -> dict[str, Any]:
+    async def update_weights(request: Request) -> dict[str, Any]:
+        version = request.query_params.get("version", "")
+        if not re.fullmatch("[0-9]{1,18}", version):
+            raise HTTPException(422, f"version is {version!r:.50}; send a whole number: /update_weights/?version=N")
         weights = _loaded(await request.body(), shapes)
         async with one_update:
-            await service.update_weights(weights, version=version)
-        return {"version": version, "num_tensors": len(weights)}
+            await service.update_weights(weights, version=int(version))
+        return {"version": int(version), "num_tensors": len(weights)}
 
-    @app.post("/reset_prefix_cache/")
-    async def reset_prefix_cache() -> dict[str, str]:
+    async def reset_prefix_cache(request: Request) -> dict[str, str]:
         async with one_update:
             await service.drop_prefixes()
         return {"message": "cached prefixes are dropped"}
 
-    async def no_group() -> None:
-        raise HTTPException(501, "this server joins no process group: send a safetensors file to /update_weights/?version=N")
+    nothing = constant({"message": "there is nothing to do here"})
+    no_group = refused("this server joins no process group: send a safetensors file to /update_weights/?version=N")
+    no_adapters = refused("this server takes whole weights, not adapters: merge them before the update")
+    handlers = {
+        "GET /health/": constant({"status": "ok"}),
+        "GET /get_world_size/": constant({"world_size": 1}),
+        "GET /get_model_state_keys/": constant({"keys": list(shapes)}),
+        "POST /get_engine_type/": constant(engine_type),
+        "POST /infer/": infer,
+        "POST /probe/": probe,
+        "POST /update_weights/": update_weights,
+        "POST /reset_prefix_cache/": reset_prefix_cache,
+        **{f"POST /{name}/": nothing for name in ("reset_encoder_cache", "reset_mm_cache")},
+        **{f"POST /{name}/": no_group for name in _GROUP_PATHS},
+        **{f"POST /{name}/": no_adapters for name in ("update_adapter_param", "update_adapter_flattened_param")},
+    }
+    app = json_app(handlers, dataclasses.replace(rules or ServerRules(), body_limits={"/update_weights/": max_weights}))
+    app.add_exception_handler(PolyturnError, _answer_error)
+    return app
 
-    async def no_adapters() -> None:
-        raise HTTPException(501, "this server takes whole weights, not adapters: merge them before the update")
 
-    for path in _GROUP_PATHS:
-        app.post(f"/{path}/")(no_group)
-    for path in ("update_adapter_param", "update_adapter_flattened_param"):
-        app.post(f"/{path}/")(no_adapters)
+async def _answer_error(request: Request, problem: Exception) -> Response:
+    return JSONResponse({"detail": one_line(problem)}, 502 if isinstance(problem, EngineError) else 422)
 
 
 def _loaded(body: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

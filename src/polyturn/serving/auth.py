@@ -1,6 +1,7 @@
 """Access rules of every server: tokens, host names, request rates and body sizes.
 
     guarded(app, ServerRules(token="…"))        puts the rules in front of an application (FastAPI, Starlette, the MCP SDK's)
+    json_app({"GET /health": health}, rules)    makes an application of functions that return JSON, behind the rules
 
     a request to a loopback server names another host     421, DNS rebinding
     a request comes from a web page of another origin     403, a site that posts to 127.0.0.1
@@ -18,14 +19,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from polyturn.core.errors import ConfigError
 from polyturn.serving.body import BoundedBody, Refusal, check_body_headers, dumps
@@ -72,6 +76,38 @@ def guarded(app: Starlette, rules: ServerRules, *, format_refusal: FormatRefusal
     """Add the rules to an application as middleware; middleware added later runs before them."""
     check_token(rules.token)
     app.add_middleware(Guard, rules=rules, format_refusal=format_refusal)
+
+
+def json_app(
+    handlers: Mapping[str, Callable[[Request], Awaitable[Any]]],
+    rules: ServerRules,
+    *,
+    lifespan: Lifespan[Starlette] | None = None,
+) -> Starlette:
+    """Return an application behind the rules. An HTTPException is answered as {"detail": its sentence}.
+
+    Args:
+        handlers: "METHOD /path" -> a function from the request to a JSON value, or to a response.
+        rules: Access rules of every request.
+        lifespan: A context that is open while the application is served.
+    """
+
+    def route(name: str, handler: Callable[[Request], Awaitable[Any]]) -> Route:
+        async def answer(request: Request) -> Response:
+            value = await handler(request)
+            return value if isinstance(value, Response) else JSONResponse(value)
+
+        method, _, path = name.partition(" ")
+        return Route(path, answer, methods=[method])
+
+    async def refused(request: Request, problem: Exception) -> Response:
+        assert isinstance(problem, HTTPException)
+        return JSONResponse({"detail": problem.detail}, problem.status_code, problem.headers)
+
+    routes = [route(name, handler) for name, handler in handlers.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refused}, lifespan=lifespan)
+    guarded(app, rules)
+    return app
 
 
 class Guard:

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size and time, and parsed as strict JSON.
+"""Request bodies: bounded in size and time, parsed as strict JSON, and validated by a pydantic model.
 
 Strict JSON has no NaN, no infinity and no unpaired surrogates (orjson refuses all three). Nesting is limited to
 `MAX_DEPTH`, so later code cannot exhaust the stack.
@@ -7,15 +7,17 @@ Strict JSON has no NaN, no infinity and no unpaired surrogates (orjson refuses a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Coroutine, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Send
 
 from polyturn.core.errors import one_line
+from polyturn.infra.expected import sentences
 from polyturn.infra.nesting import excess
 
 LONG_BODY = 1 << 16
@@ -24,6 +26,16 @@ MAX_VALUES = 1 << 20
 """Largest number of lists and objects in one body; a batch of a thousand conversations has some hundred thousand."""
 _BYTES_PER_S = 64 << 10
 """Bytes that extend a body's deadline by one second."""
+T = TypeVar("T")
+
+
+class Body(BaseModel):
+    """A JSON body. A subclass declares the fields that are read; others are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+B = TypeVar("B", bound=Body)
 
 
 class Refusal(NamedTuple):
@@ -153,6 +165,48 @@ async def json_object(request: Request) -> dict[str, Any]:
         return await read_object(await request.body())
     except BodyError as problem:
         raise HTTPException(422, str(problem)) from problem
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """Return a request's body.
+
+    Raises:
+        HTTPException: 422, the body is not a JSON object, or a value in it is not valid.
+    """
+    body = await json_object(request)
+    try:
+        return model.model_validate(body)
+    except ValidationError as problem:
+        description = model.model_fields[str(problem.errors()[0]["loc"][0])].description
+        hint = "" if description is None else f" ({description})"
+        raise HTTPException(422, f"{sentences(problem)[0]}{hint}") from problem
+
+
+async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it if the client disconnects. The body must have been read.
+
+    Raises:
+        ClientDisconnect: the client disconnected.
+    """
+    asking, has_left = asyncio.current_task(), False
+    assert asking is not None
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        asking.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and asking.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watching.cancel()
 
 
 def dumps(value: Any) -> bytes:

@@ -1,8 +1,8 @@
 """How servers listen: on this machine only unless a token is required, and within uvicorn's limits.
 
-    bound = bind("127.0.0.1", 8000)                                     the next free port, with a warning
-    uvicorn.Server(http_config(app, rules)).run(sockets=[bound])
-    async with serving(app, rules, bound): …                            the same, next to other work on the loop
+    bound = bind("127.0.0.1", 8000)                      the next free port, with a warning
+    await serve_until_signal(app, rules, bound)
+    async with serving(app, rules, bound): …             the same, next to other work on the loop
 
 uvicorn parses with httptools, which refuses ambiguous requests (two lengths, a chunked body with a length) but does not
 limit the size of a head; `BoundedHeads` adds that limit. uvicorn's other parser, h11, has the limit and takes a fifth more
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -161,3 +162,39 @@ async def serving(app: Any, rules: ServerRules, bound: socket.socket, **options:
         up.cancel()
         server.should_exit = True
         await running
+
+
+async def serve_until_signal(
+    app: Any,
+    rules: ServerRules,
+    bound: socket.socket,
+    *,
+    stop: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    **options: Any,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then answer the requests in progress; a second signal does not wait for them.
+
+    Args:
+        app: The application.
+        rules: Its access rules.
+        bound: The socket to listen on.
+        stop: Ends the work behind the requests; started at the first signal.
+        options: Further settings of uvicorn.
+    """
+    server = _Beside(http_config(app, rules, **options))
+    stopping: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        if stop is not None and not stopping:
+            stopping.append(asyncio.create_task(stop()))
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    on_signal(end)
+    await server.serve(sockets=[bound])
+
+
+def on_signal(call: Callable[[], None]) -> None:
+    """Call a function on the running event loop at every SIGTERM and SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, call)

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -22,9 +19,6 @@ from mcp import MCPError
 from mcp.server import Server
 from mcp.server.context import ServerRequestContext
 from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSIONS
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from polyturn.core.errors import PolyturnError, one_line
 from polyturn.core.messages import ToolCall
@@ -38,7 +32,6 @@ from polyturn.tools.toolbox import Toolbox
 logger = logging.getLogger(__name__)
 
 _KEY = "polyturn"
-_SESSION = "mcp-session-id"
 
 
 class ToolServer:
@@ -72,14 +65,12 @@ class ToolServer:
         """
         from mcp.server.transport_security import TransportSecuritySettings
 
-        app = self.server.streamable_http_app(
+        return self.server.streamable_http_app(
             session_idle_timeout=idle_s,
             max_sessions=max_sessions,
             max_request_body_size=max_body_bytes,
             transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
         )
-        app.add_middleware(_Shares, idle_s=idle_s, max_of_one=max(1, max_sessions // 2))
-        return app
 
     async def _list_tools(
         self, context: ServerRequestContext[Any], params: types.PaginatedRequestParams | None
@@ -115,58 +106,6 @@ class ToolServer:
             await session.close()
         finally:
             self.num_live -= 1
-
-
-class _Shares:
-    """Middleware that limits the sessions of one client, so that others find one free."""
-
-    def __init__(self, app: ASGIApp, *, idle_s: float, max_of_one: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app = app
-        self._idle_s = idle_s
-        self._max_of_one = max_of_one
-        self._clock = clock
-        self._sessions: dict[str, tuple[str, float]] = {}
-        """Session -> the client that began it, and the time of its last request."""
-        self._beginning: Counter[str] = Counter()
-        """Client -> number of its sessions that have not been answered yet."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        session, client = Headers(scope=scope).get(_SESSION), (scope.get("client") or ("", 0))[0]
-        if session is not None or scope["method"] != "POST":
-            if session in self._sessions:
-                self._sessions[session] = (self._sessions[session][0], self._clock())
-            await self._app(scope, receive, self._ending(session, send) if scope["method"] == "DELETE" else send)
-            return
-        now = self._clock()
-        self._sessions = {name: entry for name, entry in self._sessions.items() if now - entry[1] <= self._idle_s}
-        if sum(who == client for who, _ in self._sessions.values()) + self._beginning[client] >= self._max_of_one:
-            refusal = f"a client may have {self._max_of_one} sessions, and all of yours are open; end one first"
-            await PlainTextResponse(refusal, 429, {"Retry-After": "5"})(scope, receive, send)
-            return
-
-        async def begun(message: Message) -> None:
-            if message["type"] == "http.response.start" and (name := Headers(raw=message["headers"]).get(_SESSION)):
-                self._sessions[name] = (client, self._clock())
-            await send(message)
-
-        self._beginning[client] += 1
-        try:
-            await self._app(scope, receive, begun)
-        finally:
-            self._beginning[client] -= 1
-            if not self._beginning[client]:
-                del self._beginning[client]
-
-    def _ending(self, session: str | None, send: Send) -> Send:
-        async def ended(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] < 300 and session is not None:
-                self._sessions.pop(session, None)
-            await send(message)
-
-        return ended
 
 
 async def _demand_session(ctx: Any, call_next: Any) -> Any:

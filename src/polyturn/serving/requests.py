@@ -46,7 +46,7 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
         id: The id of the task.
         max_messages: Requests with more messages are refused unread, because they cannot fit the context.
 
-        Raises:
+    Raises:
         DataError: the request is malformed, refers to a file or an address, or names something unregistered.
     """
     if not isinstance(request, Mapping):

@@ -15,19 +15,22 @@ import logging
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field, ValidationError
 
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, did_you_mean, one_line
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.seeds import derive_seed
 from polyturn.core.task import Task
 from polyturn.core.trajectory import Trajectory
+from polyturn.infra.expected import sentences
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.calls import AsSchedulerError
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.body import Body
 from polyturn.serving.outputs import rollout_outputs
 from polyturn.serving.requests import task_of
 from polyturn.serving.rollout_protocol import RequestConfig
@@ -37,16 +40,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_APPLIED: Mapping[str, tuple[type, ...]] = {
-    "max_tokens": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,), "seed": (int,)
-}  # fmt: skip
-"""Sampling settings that a request may choose, and their types."""
-_FLAGS = ("logprobs", "return_details")
-"""Settings that ask for token ids and logprobs; every reply has them, so these change nothing."""
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "repetition_penalty": (None, 1.0), "min_p": (None, 0.0), "top_logprobs": (None, 0, 1)
-}  # fmt: skip
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+"""RequestSettings of a request that replace those of the run."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (1.0,), "min_p": (0.0,), "top_logprobs": (0, 1)}
+"""Values of further settings that change nothing, besides their default."""
 _PROBE_TOKENS = 8
+
+
+class RequestSettings(Body):
+    """The settings of a request that have an effect, besides flags for ids and logprobs, which every reply has."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    logprobs: bool = False
+    return_details: bool = False
 
 
 class RolloutService:
@@ -127,32 +138,25 @@ class RolloutService:
         return {"version": completion.policy_versions[-1][1], "token_ids": completion.token_ids.tolist(), "logprobs": probs}
 
     def _parse_config(self, config: Mapping[str, Any]) -> _RequestSampling:
-        known = {f.name: f.default for f in dataclasses.fields(RequestConfig)}
+        defaults = {f.name: f.default for f in dataclasses.fields(RequestConfig)}
         for name, value in config.items():
-            if name not in known:
-                raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, known)}")
-            if name in _FLAGS and not isinstance(value, bool | None):
-                raise ConfigError(f"request_config.{name} is {value!r:.100}; use true or false")
-            neutral = _NEUTRAL.get(name, (None, [], known[name]))
-            if name not in (*_APPLIED, *_FLAGS, "stop") and value not in neutral:
+            if name not in defaults:
+                raise ConfigError(f"request_config has no {name!r}.{did_you_mean(name, defaults)}")
+            if name not in RequestSettings.model_fields and value not in (None, [], defaults[name], *_NEUTRAL.get(name, ())):
                 raise ConfigError(
                     f"request_config.{name} is {value!r:.100}, which this server does not support; leave it out"
                 )
-        values = {name: config[name] for name in _APPLIED if config.get(name) is not None}
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, _APPLIED[name]):
-                raise ConfigError(
-                    f"request_config.{name} is {value!r:.100}; use a {'whole ' * (_APPLIED[name] == (int,))}number"
-                )
-        seed = values.pop("seed", None)
-        stop = [] if config.get("stop") is None else config["stop"]
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-            raise ConfigError(f"request_config.stop is {stop!r:.100}; use a list of texts that end a turn")
+        values = {name: config[name] for name in RequestSettings.model_fields if config.get(name) is not None}
+        if isinstance(values.get("stop"), str):
+            values["stop"] = [values["stop"]]
+        try:
+            settings = RequestSettings.model_validate(values)
+        except ValidationError as problem:
+            raise ConfigError(f"request_config.{sentences(problem)[0]}") from None
         return _RequestSampling(
-            sampling=dataclasses.replace(self.context.sampling, **values),
-            stops=tuple(stops),
-            seed=secrets.randbits(48) if seed is None else seed,
+            sampling=dataclasses.replace(self.context.sampling, **{n: values[n] for n in _SAMPLING if n in values}),
+            stops=tuple(settings.stop),
+            seed=secrets.randbits(48) if settings.seed is None else settings.seed,
         )
 
     async def _reply(self, request: Any, options: _RequestSampling, deadline_s: float | None) -> list[dict[str, Any]]:

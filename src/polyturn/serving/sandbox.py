@@ -11,28 +11,37 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, HTTPException, Request
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from polyturn.core.errors import one_line
 from polyturn.infra.threads import DaemonThreads
-from polyturn.serving.auth import ServerRules, guarded
-from polyturn.serving.body import json_object
-from polyturn.tools.python_sandbox.fusion import reply_of
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
-from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.sandbox.python.fusion import reply_of
+from polyturn.sandbox.python.interpreter import Interpreter, SandboxStartError
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
+from polyturn.serving.auth import ServerRules, json_app
+from polyturn.serving.body import Body, read_body, while_wanted
 
 MAX_BODY_BYTES = 8 << 20
-MAX_FETCHED = 256
-"""Largest number of files that one request may fetch."""
-LANGUAGES = ("python",)
-CHECK_CLIENT_S = 0.5
-"""Seconds between two checks that the client is still connected."""
-T = TypeVar("T")
+
+
+class Program(Body):
+    """A request to `/run_code`."""
+
+    code: str = Field(description="the program")
+    language: Literal["python"] = "python"
+    stdin: str | None = None
+    files: dict[str, str] | None = Field(None, description="name -> content in base64")
+    fetch_files: Annotated[list[str], Field(max_length=256)] | None = Field(None, description="names of files to return")
+    run_timeout: Annotated[float, Field(gt=0)] | None = Field(None, description="seconds")
+    memory_limit_MB: float | None = Field(None, description="-1 sets none")
 
 
 class SandboxService:
@@ -56,12 +65,12 @@ class SandboxService:
         self._pool.close()
         self._pool.let_go()
 
-    async def run(self, request: dict[str, Any]) -> RunResult | None:
+    async def run(self, request: Program) -> RunResult | None:
         """Run one program; return None if the queue is full. Cancelling the call ends the program."""
         if self._num_pending >= self._max_pending:
             return None
         self._num_pending += 1
-        program = _Program()
+        program = _Running()
         try:
             result: RunResult = await self._threads.run(self._run, request, program)
             return result
@@ -71,7 +80,7 @@ class SandboxService:
         finally:
             self._num_pending -= 1
 
-    def _run(self, request: dict[str, Any], program: _Program) -> RunResult:
+    def _run(self, request: Program, program: _Running) -> RunResult:
         try:
             sandbox = self._pool.take()
         except SandboxStartError as problem:
@@ -79,18 +88,18 @@ class SandboxService:
         program.start(sandbox)
         try:
             return sandbox.run_program(
-                request["code"],
-                stdin=request.get("stdin") or "",
-                files=request.get("files") or {},
-                fetch=request.get("fetch_files") or [],
-                timeout_s=request.get("run_timeout"),
-                memory_mb=_memory(request),
+                request.code,
+                stdin=request.stdin or "",
+                files=request.files or {},
+                fetch=request.fetch_files or [],
+                timeout_s=request.run_timeout,
+                memory_mb=request.memory_limit_MB if (request.memory_limit_MB or 0) > 0 else None,
             )
         finally:
             sandbox.close()
 
 
-class _Program:
+class _Running:
     """A program that runs in a thread and that the event loop can stop at any moment."""
 
     def __init__(self) -> None:
@@ -111,25 +120,8 @@ class _Program:
                 self._sandbox.stop()
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it if the client disconnects.
-
-    Raises:
-        HTTPException: the client disconnected.
-    """
-    task = asyncio.create_task(work)
-    try:
-        while not task.done():
-            await asyncio.wait([task], timeout=CHECK_CLIENT_S)
-            if not task.done() and await request.is_disconnected():
-                raise HTTPException(499, "the client closed its connection")
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> FastAPI:
-    """Return the FastAPI application of a sandbox server.
+def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> Starlette:
+    """Return the application of a sandbox server.
 
     Args:
         service: Runs the programs.
@@ -137,55 +129,19 @@ def create_app(service: SandboxService, *, rules: ServerRules | None = None) -> 
     """
 
     @asynccontextmanager
-    async def while_up(app: FastAPI) -> AsyncIterator[None]:
+    async def while_up(app: Starlette) -> AsyncIterator[None]:
         service.open()
         yield
         await asyncio.to_thread(service.close)
 
-    app = FastAPI(title="polyturn sandbox", docs_url=None, redoc_url=None, openapi_url=None, lifespan=while_up)
-
-    guarded(app, rules or ServerRules(max_body_bytes=MAX_BODY_BYTES))
-
-    @app.get("/v1/ping")
-    async def ping() -> str:
+    async def ping(request: Request) -> str:
         return "pong"
 
-    @app.post("/run_code")
     async def run_code(request: Request) -> dict[str, Any]:
-        payload = _check(await json_object(request))
-        result = await _while_connected(request, service.run(payload))
+        result = await while_wanted(request, service.run(await read_body(request, Program)))
         if result is None:
             raise HTTPException(503, "too many programs are waiting; try again later")
         return reply_of(result)
 
-    return app
-
-
-def _memory(request: dict[str, Any]) -> float | None:
-    """Return the request's memory limit in MB; the protocol writes -1 for none."""
-    limit = request.get("memory_limit_MB")
-    return limit if limit is not None and limit > 0 else None
-
-
-def _check(request: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(request.get("code"), str):
-        raise HTTPException(422, "the body must be an object with `code`, a text")
-    language = request.get("language", "python")
-    if language not in LANGUAGES:
-        raise HTTPException(422, f"language is {language!r:.50}; this server runs {', '.join(LANGUAGES)}")
-    if not isinstance(request.get("stdin") or "", str):
-        raise HTTPException(422, "stdin must be a text or null")
-    memory = request.get("memory_limit_MB")
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
-        raise HTTPException(422, f"memory_limit_MB is {memory!r:.50}; use a number, or null")
-    limit = request.get("run_timeout")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
-        raise HTTPException(422, f"run_timeout is {limit!r:.50}; use a positive number of seconds, or null")
-    files, fetched = request.get("files") or {}, request.get("fetch_files") or []
-    if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
-        raise HTTPException(422, "files must be an object: name -> content in base64")
-    if not isinstance(fetched, list) or not all(isinstance(name, str) for name in fetched):
-        raise HTTPException(422, "fetch_files must be a list of names")
-    if len(fetched) > MAX_FETCHED:
-        raise HTTPException(422, f"fetch_files has {len(fetched)} names; at most {MAX_FETCHED} are allowed")
-    return request
+    handlers = {"GET /v1/ping": ping, "POST /run_code": run_code}
+    return json_app(handlers, rules or ServerRules(max_body_bytes=MAX_BODY_BYTES), lifespan=while_up)

@@ -43,8 +43,8 @@ def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
             for t in trajectories
         ],
         "ids": _arrays([[s.ids for s in of] for of in spans], np.int32),
-        "logprobs": _arrays([[s.logprobs for s in of if s.logprobs is not None] for of in spans], np.float32),
-        "weights": _arrays([[s.weights for s in of if s.weights is not None] for of in spans], np.float32),
+        "logprobs": _arrays([[s.logprobs for s in of if s.logprobs is not None] for of in spans]),
+        "weights": _arrays([[s.weights for s in of if s.weights is not None] for of in spans]),
         "advantages": _optional([row.trained.advantages for row in rows]),
         "policy_logprobs": _optional([row.trained.policy_logprobs for row in rows]),
         "entropies": _optional([row.trained.entropies for row in rows]),
@@ -151,21 +151,15 @@ def _index_row(row: StoredTrajectory) -> dict[str, Any]:
     }
 
 
-def _arrays(rows: Sequence[Sequence[Any]], dtype: type[Any]) -> pa.Array:
-    """Return a list column with the arrays of each row concatenated."""
-    lengths = [sum(len(a) for a in row) for row in rows]
-    flat = [a for row in rows for a in row]
+def _arrays(rows: Sequence[Sequence[Any] | None], dtype: type[Any] = np.float32) -> pa.Array:
+    """Return a list column with the arrays of each row concatenated; null for a row that is None."""
+    lengths = [sum(len(a) for a in row or ()) for row in rows]
+    flat = [a for row in rows for a in row or ()]
     values = np.concatenate(flat) if flat else np.empty(0, dtype)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values.astype(dtype, copy=False)))
+    mask = pa.array([row is None for row in rows])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values.astype(dtype, copy=False)), mask=mask)
 
 
 def _optional(rows: Sequence[Floats | None]) -> pa.Array:
-    """Return a list column with null for rows without an array."""
-    lengths = [0 if row is None else len(row) for row in rows]
-    flat = [row for row in rows if row is not None]
-    values = np.concatenate(flat) if flat else np.empty(0, np.float32)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    array = pa.array(values.astype(np.float32, copy=False))
-    mask = pa.array([row is None for row in rows])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), array, mask=mask)
+    return _arrays([None if row is None else [row] for row in rows])

@@ -27,7 +27,7 @@ from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.messages import Message
 from polyturn.tokens.delimiters import find_call_tags, find_delimiters
 from polyturn.tokens.hub import only_cached
-from polyturn.tokens.markers import string_literals
+from polyturn.tokens.lexed import string_literals
 from polyturn.tokens.read_words import find_read_words
 from polyturn.tokens.template import ChatTemplate
 from polyturn.tokens.turn_ends import ControlSpan, TurnEnds, common_length, find_turn_ends

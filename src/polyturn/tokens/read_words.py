@@ -12,7 +12,7 @@ from typing import Protocol
 
 from polyturn.core.messages import Message, ToolCall
 from polyturn.tokens.frames import SPELLINGS
-from polyturn.tokens.markers import string_literals
+from polyturn.tokens.lexed import string_literals
 from polyturn.tokens.turn_ends import Renderer
 
 _MAX_CHARS = 80

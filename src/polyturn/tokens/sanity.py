@@ -23,7 +23,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import HermesParser, ToolCallParser, build_parser
 
 MODES = ("strict", "ignore_strippable", "disable", "off")
-"""`strict` reports every difference; `ignore_strippable` ignores white space; `off` and `disable` turn the check off."""
+"""`strict` reports every difference; `ignore_strippable` ignores white space; `off`, or `disable`, turns the check off."""
 
 KINDS = ("generation_prompt", "merge", "whitespace", "tool_call_json", "reasoning_stripped", "end_token", "other")
 """Kinds of differences between an episode's ids and a full render, in order: the template opens past turns differently; the
@@ -65,22 +65,14 @@ class Difference:
 
 
 def check_mode(mode: str) -> str:
-    """Check a mode and return it, with "off" as "disable".
+    """Check a mode and return it, with "disable" as "off".
 
     Raises:
         ConfigError: there is no such mode.
     """
     if mode not in MODES:
         raise ConfigError(f"there is no sanity-check mode {mode!r}.{did_you_mean(mode, MODES)}")
-    return "disable" if mode == "off" else mode
-
-
-def check(
-    incremental_ids: Sequence[int] | Ids, full_ids: Sequence[int] | Ids, codec: Codec, mode: str = "strict"
-) -> Difference | None:
-    """Return the first of `differences` whose kind is not "end_token", else the first, else None."""
-    differences_found = differences(incremental_ids, full_ids, codec, mode)
-    return next((d for d in differences_found if d.kind != "end_token"), differences_found[0] if differences_found else None)
+    return "off" if mode == "disable" else mode
 
 
 def differences(
@@ -93,25 +85,19 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Compare the ids of an episode with a full render of its messages.
 
-    Template text after the last turn (its end token if the completion was cut, a newline) is no difference, because it is
-    not yet encoded in the episode.
+    Template text after the last turn (its end token if the completion was cut, a newline) does not count as a difference,
+    because it is not yet encoded in the episode.
 
     Args:
         incremental_ids: [T] the ids of the episode, ending with the last completion.
         full_ids: [T'] `DeltaEncoder.full` of the same messages.
         codec: The codec of both.
-        mode: One of `MODES`.
+        mode: "strict" or "ignore_strippable".
         parser: Reads calls and reasoning, to classify differences; None detects the parser from the template.
 
     Returns:
         One difference for each turn that differs, except those that the mode ignores.
-
-    Raises:
-        ConfigError: there is no such mode.
     """
-    mode = check_mode(mode)
-    if mode == "disable":
-        return ()
     ends = np.array(sorted({*codec.stop_token_ids, *codec.turn_ends.closing}), np.int32)
     kept_ids = _without_ending(ids_array(incremental_ids), ends, codec)
     full = _without_ending(ids_array(full_ids), ends, codec)

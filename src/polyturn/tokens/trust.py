@@ -24,7 +24,7 @@ from polyturn.core.media import KINDS, kind_of
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_word
-from polyturn.tokens.markers import names_read
+from polyturn.tokens.lexed import names_read
 
 ESCAPES = ("delimiters", "all", "none")
 """The control texts of the owner that become ordinary text: those that open and close turns and media, all, or none."""

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from polyturn.core.errors import (
+    PLUGIN_RAISES,
     LifecycleError,
     PolyturnError,
     RewardError,
@@ -38,7 +39,6 @@ from polyturn.core.errors import (
     ToolUnavailableError,
     one_line,
 )
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import ToolResult
@@ -172,7 +172,6 @@ class EpisodeTools:
                 value = await bounded.run(functools.partial(methods.calc_reward, instance_id, **kwargs))
                 rewards[name] = self._toolbox.number_or_none(name, value)
             except PLUGIN_RAISES as problem:
-                pass_interrupt(problem)
                 raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
         return rewards
 
@@ -257,7 +256,6 @@ class EpisodeTools:
         except ToolStartError:
             raise
         except PLUGIN_RAISES as problem:
-            pass_interrupt(problem)
             raise ToolStartError(
                 f"tool {name!r}: create failed for episode {self._episode_id!r}: {one_line(problem)}; check the row's "
                 f"tools_kwargs[{name!r}]['create_kwargs']"
@@ -390,7 +388,6 @@ class EpisodeTools:
             outcome = normalize(await toolbox.bounded[call.name].run(execute, stretch=stretch))
             result = self._result(call, outcome, duration_s=clock() - began_at)
         except PLUGIN_RAISES as problem:
-            pass_interrupt(problem)
             error = problem if isinstance(problem, Exception) else RuntimeError(one_line(problem))
             result = self._raised(call, error, duration_s=clock() - began_at)
         if result.error is not None and ToolFailure(result.error).is_infrastructure:

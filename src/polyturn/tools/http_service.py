@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from polyturn.core.errors import ConfigError, LifecycleError
-from polyturn.core.secrets import bearer
+from polyturn.core.secrets import bearer, token_from
 from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, JsonClient
 from polyturn.infra.retries import retried
+from polyturn.infra.settings import AtLeastOne, Settings, Text
 from polyturn.tools.failures import ToolFailure
 
 Status = Literal["ok", "timeout", "unreachable", "server_error", "refused", "bad_reply"]
@@ -38,6 +41,51 @@ FAILURES: dict[Status, ToolFailure] = {
     "bad_reply": ToolFailure.EXCEPTION,
 }
 """Status of a reply -> the kind of failure that it counts as."""
+
+
+class WorkerSettings(Settings):
+    """How many calls of a tool run at once."""
+
+    type: str = "native"
+    num_workers: AtLeastOne
+    rate_limit: AtLeastOne
+    enable_global_rate_limit: bool = True
+    """Whether `rate_limit` counts; otherwise `num_workers` alone does."""
+    max_concurrency: AtLeastOne | None = None
+    """Calls that the run starts at once; null means no limit."""
+
+    @property
+    def max_concurrent(self) -> int:
+        """Maximum number of concurrent calls."""
+        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
+
+
+class ServiceSettings(WorkerSettings):
+    """The settings of a tool that asks an HTTP service."""
+
+    max_retries: AtLeastOne
+    """Tries of a call, the first included."""
+    retry_delay: Annotated[float, Field(ge=0)] = 1.0
+    """Seconds to pause after the first try."""
+    token: str | None = None
+    token_env: Text | None = None
+    """The environment variable with the token, in its place."""
+
+    def service(self, url: str, *, timeout_s: float) -> HttpService:
+        """Return the client of the service.
+
+        Raises:
+            ConfigError: the URL is not one, or the token is missing.
+        """
+        secrets = {"token": self.token, "token_env": self.token_env}
+        return HttpService(
+            url,
+            timeout_s=timeout_s,
+            max_concurrent=self.max_concurrent,
+            max_tries=self.max_retries,
+            retry_delay_s=self.retry_delay,
+            token=token_from(secrets, where=f"the tool that asks {url}"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

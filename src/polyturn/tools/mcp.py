@@ -13,49 +13,63 @@ model sees tells the failures apart: the tool refused, the server is gone, or th
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 from uuid import uuid4
 
-from polyturn.core.errors import ConfigError, LifecycleError, ToolConnectionError, ToolError
+from pydantic import Field
+
+from polyturn.core.errors import LifecycleError, ToolConnectionError, ToolError
 from polyturn.core.messages import Origin
+from polyturn.infra.aio import Pace
+from polyturn.infra.settings import AtLeastOne, Seconds, Settings
 from polyturn.tools.base import BaseTool
-from polyturn.tools.mcp_connection import McpServer
+from polyturn.tools.mcp_connection import McpLimits, McpServer, SessionMode
 from polyturn.tools.mcp_content import images_of, text_of
 from polyturn.tools.schema import ToolResponse
 
 
-class Pace:
-    """Limits calls to `per_second`, evenly spaced; each call's time slot is fixed when `wait` is called."""
+class McpSettings(Settings):
+    """The settings of the tools of one item."""
 
-    def __init__(self, per_second: float) -> None:
-        if per_second <= 0:
-            raise ConfigError(f"rate_limit is {per_second} calls a second; it must be positive")
-        self._gap_s = 1.0 / per_second
-        self._free_at = 0.0
+    type: str = "mcp"
+    session: SessionMode = "run"
+    """`run` is one session for all episodes, `episode` one for each."""
+    timeout: Seconds = 30.0
+    """Seconds of a call."""
+    rate_limit: Annotated[float, Field(gt=0)] = 120.0
+    """Calls a second."""
+    max_concurrency: AtLeastOne | None = None
+    connect_timeout: Seconds = 30.0
+    keep: Annotated[float, Field(ge=0)] = 30.0
+    max_answer_bytes: Annotated[int, Field(ge=1024)] = 8 << 20
 
-    async def wait(self) -> None:
-        """Wait for this call's time slot."""
-        now = asyncio.get_running_loop().time()
-        turn = max(now, self._free_at)
-        self._free_at = turn + self._gap_s
-        if turn > now:
-            await asyncio.sleep(turn - now)
+    @property
+    def limits(self) -> McpLimits:
+        """The limits of the item's servers."""
+        return McpLimits(connect_timeout_s=self.connect_timeout, max_answer_bytes=self.max_answer_bytes, keep_s=self.keep)
+
+
+def read_config(cls: type[MCPBaseTool], config: Mapping[str, Any], *, who: str) -> McpSettings:
+    """Read the config of a class's tools; a user's subclass may read further keys.
+
+    Raises:
+        ConfigError: a setting is unknown or invalid.
+    """
+    return McpSettings.read(config, who=who, ignores_others=cls not in (MCPBaseTool, MCPSearchTool))
 
 
 class MCPBaseTool(BaseTool):
-    """Passes calls on to an MCP server. Config: `rate_limit` 120 calls a second, `timeout` 30 seconds for a call."""
+    """Passes calls on to an MCP server. Config: `McpSettings`; a subclass may read further keys."""
 
     origin = Origin.ENVIRONMENT
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        self.timeout: float = config.get("timeout", 30)
-        if not isinstance(self.timeout, int | float) or self.timeout <= 0:
-            raise ConfigError(f"timeout is {self.timeout!r}; it must be a positive number of seconds")
-        self._pace = Pace(config.get("rate_limit", 120))
+        settings = read_config(type(self), config, who="the MCP tool")
+        self.timeout = settings.timeout
+        self._pace = Pace(settings.rate_limit)
         self._server: McpServer | None = None
         self._remote_name = self.name
         self._instance_dict: dict[str, dict[str, Any]] = {}

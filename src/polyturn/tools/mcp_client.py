@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
+from pydantic import model_validator
+
+from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.core.secrets import bearer, is_secret_name, token_from
+from polyturn.infra.plugin_files import read_resolved
 from polyturn.infra.retries import retried
 from polyturn.infra.run_sync import in_own_loop
+from polyturn.infra.settings import Settings, Text
 from polyturn.tools.mcp_connection import McpConnection, McpLimits, McpServer, reason
 from polyturn.tools.mcp_stdio import StderrTail, stdio_transport
 from polyturn.tools.schema import OpenAIFunctionToolSchema
@@ -32,8 +35,39 @@ START_TRIES = 10
 START_PAUSE_S = 2.0
 MAX_CONNECTIONS = 1024
 """Maximum number of concurrent calls to one URL; further ones wait."""
-_KEYS = ("command", "args", "env", "cwd", "url", "auth_token", "token_env", "headers", "transport", "type")
 _TRANSPORTS = ("stdio", "streamable_http", "streamable-http", "http", "sse")
+
+
+class McpServerSettings(Settings):
+    """The command or the URL of a server."""
+
+    shows_values: ClassVar[bool] = False
+
+    command: Text | None = None
+    args: list[Any] | None = None
+    env: Mapping[Any, Any] | None = None
+    cwd: str | Path | None = None
+    url: Text | None = None
+    auth_token: Any = None
+    token_env: Any = None
+    headers: Mapping[Any, Any] | None = None
+    transport: str | None = None
+    type: str | None = None
+    """Another name of `transport`."""
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        if (self.command is None) == (self.url is None):
+            raise ValueError(f"it needs either a command or a url; it has {'neither' if self.url is None else 'both'}")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError("its url must begin with http:// or https://")
+        token_of(self.model_dump())
+        kind, key = self.transport or self.type, "command" if self.url is None else "url"
+        if kind is not None and kind not in _TRANSPORTS:
+            raise ValueError(f"the transport is {kind!r}.{did_you_mean(kind, ('stdio', 'streamable_http', 'sse'))}")
+        if kind is not None and (kind == "stdio") != (key == "command"):
+            raise ValueError(f"the transport is {kind!r}, which does not go with a {key}")
+        return self
 
 
 def make_client(
@@ -151,75 +185,37 @@ def _http_client(headers: Mapping[str, str], words: StderrTail, max_answer_bytes
     )
 
 
-def read_servers(source: Path | Mapping[str, Any], *, where: str = "mcp.servers") -> dict[str, Mapping[str, Any]]:
+def read_servers(
+    source: Path | Mapping[str, Any], *, where: str = "mcp.servers", folder: Path | None = None
+) -> dict[str, Mapping[str, Any]]:
     """Return name -> settings of the servers in a file with `mcpServers`, or in a mapping name -> settings.
 
-    Commands of a file run in the file's folder.
+    Commands run in `folder`, those of a file in the file's folder.
 
     Raises:
         ConfigError: the file is missing, or a server's settings are invalid. Values are not shown; they may be secrets.
     """
     if isinstance(source, Path):
-        where, servers, folder = str(source), _read_file(source), str(source.resolve().parent)
+        where, servers, folder = str(source), _read_file(source), source.parent
     else:
-        servers, folder = dict(source), None
+        servers = dict(source)
     if not servers:
         raise ConfigError(f"{where}: there is no server; write {{name: {{command: …}}}} or {{name: {{url: …}}}}")
-    for name, settings in servers.items():
-        _check_server(settings, where=f"{where}: the server {name!r}")
-    return {n: {"cwd": folder, **s} if folder is not None and "command" in s else s for n, s in servers.items()}
+    return {name: _server(one, folder, who=f"{where}: the server {name!r}") for name, one in servers.items()}
+
+
+def _server(settings: Any, folder: Path | None, *, who: str) -> dict[str, Any]:
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{who} must be a mapping with a command or a url, not a {type(settings).__name__}")
+    server = McpServerSettings.read(settings, who=who).model_dump(exclude_none=True)
+    return {"cwd": str(folder.resolve()), **server} if folder is not None and "command" in server else server
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}; mcp_servers_config_path is relative to the tool file's folder")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: this is not valid JSON: {one_line(problem)}") from problem
-    servers = data.get("mcpServers") if isinstance(data, Mapping) else None
+    servers = read_resolved(path).get("mcpServers")
     if not isinstance(servers, Mapping) or not servers:
         raise ConfigError(f'{path}: write the servers as {{"mcpServers": {{"name": {{"command": …}} or {{"url": …}}}}}}')
-    if "${" not in json.dumps(data):
-        return dict(servers)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(data), resolve=True)
-    except OmegaConfBaseException as problem:
-        raise ConfigError(f"{path}: a reference cannot be resolved: {one_line(problem)}") from problem
-    return dict(resolved["mcpServers"])
-
-
-def _check_server(settings: Any, *, where: str) -> None:
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where} must be a mapping with a command or a url, not a {type(settings).__name__}")
-    for key in settings:
-        if key not in _KEYS:
-            raise ConfigError(f"{where} has the unknown key {key!r}.{did_you_mean(str(key), _KEYS)}")
-    if ("command" in settings) == ("url" in settings):
-        both = "both" if "command" in settings else "neither"
-        raise ConfigError(f"{where} needs either a command or a url; it has {both}")
-    key = "command" if "command" in settings else "url"
-    if not isinstance(settings[key], str) or not settings[key].strip():
-        raise ConfigError(f"{where}: its {key} must be a text that is not empty, not {settings[key]!r:.60}")
-    if key == "url" and not settings["url"].startswith(("http://", "https://")):
-        raise ConfigError(f"{where}: its url must begin with http:// or https://")
-    try:
-        token_of(settings)
-    except ConfigError as problem:
-        raise ConfigError(f"{where}: {problem}") from problem
-    kind = settings.get("transport") or settings.get("type")
-    if kind is not None and kind not in _TRANSPORTS:
-        raise ConfigError(
-            f"{where}: the transport is {kind!r}.{did_you_mean(str(kind), ('stdio', 'streamable_http', 'sse'))}"
-        )
-    if kind is not None and (kind == "stdio") != (key == "command"):
-        raise ConfigError(f"{where}: the transport is {kind!r}, which does not go with a {key}")
-    for name, kind_of, what in (("args", list, "list"), ("env", Mapping, "mapping"), ("headers", Mapping, "mapping")):
-        if settings.get(name) is not None and not isinstance(settings[name], kind_of):  # type: ignore[arg-type]
-            raise ConfigError(f"{where}: {name} must be a {what}, not a {type(settings[name]).__name__}")
+    return dict(servers)
 
 
 def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
@@ -246,7 +242,7 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
 
     try:
         tools: list[dict[str, Any]] = in_own_loop(fetch_in_time)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as problem:
         raise ConfigError(

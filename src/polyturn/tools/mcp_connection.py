@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from polyturn.core.errors import ConfigError, ToolError, ToolTimeoutError, one_line
+from polyturn.core.errors import ToolError, ToolTimeoutError, one_line
 from polyturn.infra.aio import PerLoop
 from polyturn.tools.failures import TooLargeError
 from polyturn.tools.mcp_stdio import StderrTail
@@ -51,13 +51,6 @@ class McpLimits:
     max_answer_bytes: int = 8 << 20
     keep_s: float = 30.0
     """Seconds for which a run's connection is kept while unused."""
-
-    def __post_init__(self) -> None:
-        if self.connect_timeout_s <= 0 or self.max_answer_bytes < 1024 or self.keep_s < 0:
-            raise ConfigError(
-                f"connect_timeout is {self.connect_timeout_s:g}, max_answer_bytes is {self.max_answer_bytes}, keep is "
-                f"{self.keep_s:g}; the first must be positive, the second at least 1024, the third not negative"
-            )
 
 
 class _SessionLost(Exception):
@@ -100,7 +93,8 @@ class McpConnection:
         self._is_over = asyncio.Event()
         self._words = StderrTail()
         self._strays: set[asyncio.Task[Any]] = set()
-        self._num_failures = 0
+        self.num_failures = 0
+        """Number of consecutive failed connections."""
         self._has_changed = False
         self._num_silent = 0
         self._retry_at = 0.0
@@ -120,11 +114,6 @@ class McpConnection:
     def num_calls(self) -> int:
         """Number of calls that wait for an answer."""
         return len(self._strays)
-
-    @property
-    def num_failures(self) -> int:
-        """Number of consecutive failed connections."""
-        return self._num_failures
 
     async def call(self, tool: str, arguments: dict[str, Any], *, timeout_s: float) -> Any:
         """Call a tool and return the SDK's `CallToolResult`.
@@ -234,9 +223,9 @@ class McpConnection:
         while True:
             if not self.is_connected:
                 pause = self._retry_at - self._now()
-                if pause > 0 and self._num_failures >= MAX_FAILURES:
+                if pause > 0 and self.num_failures >= MAX_FAILURES:
                     raise ConnectionError(
-                        f"MCP server {self.name!r} failed {self._num_failures} times in a row, last: {self._why}; it is "
+                        f"MCP server {self.name!r} failed {self.num_failures} times in a row, last: {self._why}; it is "
                         f"tried again in {pause:.0f} s"
                     )
                 if pause > 0:
@@ -248,7 +237,7 @@ class McpConnection:
             try:
                 return await asyncio.shield(ready)
             except ConnectionError as problem:
-                if self._num_failures >= MAX_FAILURES or not self.num_users:
+                if self.num_failures >= MAX_FAILURES or not self.num_users:
                     raise ConnectionError(f"MCP server {self.name!r}: {problem}") from problem
 
     def _begin(self) -> None:
@@ -280,7 +269,7 @@ class McpConnection:
                 except TimeoutError as problem:
                     late = f"it did not answer the handshake within {self._limits.connect_timeout_s:g} s"
                     raise ConnectionError(late if scope.expired() else reason(problem)) from problem
-                self._num_failures = 0
+                self.num_failures = 0
                 ready.set_result(client)
                 await is_over.wait()
         except Exception as problem:
@@ -326,8 +315,8 @@ class McpConnection:
             await self._lose(ready, "it does not answer")
 
     def _count_failure(self, why: str) -> None:
-        self._num_failures += 1
-        pause = min(FIRST_PAUSE_S * 2.0 ** (self._num_failures - 1), MAX_PAUSE_S)
+        self.num_failures += 1
+        pause = min(FIRST_PAUSE_S * 2.0 ** (self.num_failures - 1), MAX_PAUSE_S)
         self._retry_at, self._why = self._now() + pause, why
 
 
@@ -343,8 +332,6 @@ class McpServer:
         limits: McpLimits | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if session not in ("run", "episode"):
-            raise ConfigError(f"session is {session!r}; use 'run' (one for all episodes) or 'episode' (one for each)")
         self.name = name
         self._settings = settings
         self._mode = session

@@ -9,56 +9,42 @@ The servers' tools are listed only here, once; the run keeps this list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
+
+from pydantic import model_validator
 
 from polyturn.core.errors import ConfigError, did_you_mean, one_line
 from polyturn.infra.plugin_files import PluginEntry
+from polyturn.infra.settings import Settings, Text
 from polyturn.tools.base import read_schema
-from polyturn.tools.mcp import MCPBaseTool
+from polyturn.tools.mcp import MCPBaseTool, read_config
 from polyturn.tools.mcp_client import list_tools, read_servers
-from polyturn.tools.mcp_connection import McpLimits, McpServer
-
-_KEYS = ("mcp_servers_config_path", "servers", "tool_selected_list", "prefix")
+from polyturn.tools.mcp_connection import McpServer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class McpItem:
+class McpItem(Settings):
     """The `mcp` settings of one item of a tool file."""
 
-    path: str | None
-    """The file with the servers; None if the item itself contains them."""
-    servers: Mapping[str, Any]
-    selected: tuple[str, ...]
-    """The servers' names of the selected tools; empty selects all."""
-    prefix: bool
+    shows_values: ClassVar[bool] = False
+
+    mcp_servers_config_path: Text | None = None
+    """The file with the servers."""
+    servers: Mapping[Any, Any] | None = None
+    """Server name -> its settings, in place of a file."""
+    tool_selected_list: list[str] | None = None
+    """The servers' names of the selected tools; none selects all."""
+    prefix: bool = False
     """Whether tools are named `server_tool`."""
 
-
-def read_item(settings: Any, *, where: str) -> McpItem:
-    """Parse and check the `mcp` settings of an item.
-
-    Raises:
-        ConfigError: the settings are missing or wrong.
-    """
-    known = settings if isinstance(settings, Mapping) else {}
-    path, servers = known.get("mcp_servers_config_path"), known.get("servers")
-    if isinstance(path, str) == isinstance(servers, Mapping):
-        has = f"the keys {', '.join(map(repr, known))}" if known else repr(settings)[:60]
-        raise ConfigError(
-            f"{where}: a tool of type 'mcp' needs mcp: {{mcp_servers_config_path: servers.json}}, or {{servers: {{name: "
-            f"{{command: …}}}}}} in its place; it has {has}"
-        )
-    for key in known:
-        if key not in _KEYS:
-            raise ConfigError(f"{where}: mcp has the unknown key {key!r}.{did_you_mean(str(key), _KEYS)}")
-    selected = known.get("tool_selected_list") or ()
-    if isinstance(selected, str) or not all(isinstance(name, str) for name in selected):
-        raise ConfigError(f"{where}: mcp.tool_selected_list must be a list of tool names, not {selected!r:.100}")
-    if not isinstance(known.get("prefix", False), bool):
-        raise ConfigError(f"{where}: mcp.prefix must be true or false, not {known['prefix']!r:.60}")
-    return McpItem(path=path, servers=servers or {}, selected=tuple(selected), prefix=known.get("prefix", False))
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if (self.mcp_servers_config_path is None) == (self.servers is None):
+            raise ValueError(
+                "a tool of type 'mcp' needs {mcp_servers_config_path: servers.json} or {servers: {name: {command: …}}}; "
+                f"it has {'neither' if self.servers is None else 'both'}"
+            )
+        return self
 
 
 def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[MCPBaseTool]:
@@ -72,26 +58,28 @@ def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[
     Raises:
         ConfigError: the item is invalid, a server cannot be reached, or two tools have the same name.
     """
-    item = read_item(entry.fields.get("mcp"), where=entry.where)
+    written = entry.fields.get("mcp")
+    item = McpItem.read(written if isinstance(written, Mapping) else {}, who=f"{entry.where}: mcp")
     if not isinstance(cls, type) or not issubclass(cls, MCPBaseTool):
         raise ConfigError(
             f"{entry.where}: {entry.class_name} must inherit polyturn.tools.mcp.MCPBaseTool to be of type 'mcp'"
         )
+    config, selected = read_config(cls, entry.config, who=entry.where), item.tool_selected_list or ()
     tools: list[MCPBaseTool] = []
     known: list[str] = []
     owner: dict[str, str] = {}
     for name, settings in _servers(item, where=entry.where, base=base).items():
-        server = _server(name, settings, entry)
+        server = McpServer(name, settings, session=config.session, limits=config.limits)
         for schema in list_tools(name, settings):
             known.append(remote := schema["function"]["name"])
-            if item.selected and remote not in item.selected:
+            if selected and remote not in selected:
                 continue
             ours = f"{name}_{remote}" if item.prefix else remote
             _check_clash(ours, name, owner, where=entry.where)
             tool = _construct(cls, entry, {**schema, "function": {**schema["function"], "name": ours}})
             tool.connect(server, remote_name=remote)
             tools.append(tool)
-    for name in item.selected:
+    for name in selected:
         if name not in known:
             raise ConfigError(
                 f"{entry.where}: no server has the tool {name!r} of mcp.tool_selected_list.{did_you_mean(name, known)}"
@@ -100,25 +88,11 @@ def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[
 
 
 def _servers(item: McpItem, *, where: str, base: Path | None) -> dict[str, Mapping[str, Any]]:
-    if item.path is None:
-        servers = read_servers(item.servers, where=f"{where}: mcp.servers")
-        folder = None if base is None else str(base.resolve())
-        return {n: {"cwd": folder, **s} if folder and "command" in s else s for n, s in servers.items()}
-    beside = Path(item.path) if base is None else base / item.path
-    return read_servers(beside if beside.is_file() or not Path(item.path).is_file() else Path(item.path))
-
-
-def _server(name: str, settings: Mapping[str, Any], entry: PluginEntry) -> McpServer:
-    config = entry.config
-    try:
-        limits = McpLimits(
-            connect_timeout_s=float(config.get("connect_timeout", 30.0)),
-            max_answer_bytes=int(config.get("max_answer_bytes", 8 << 20)),
-            keep_s=float(config.get("keep", 30.0)),
-        )
-        return McpServer(name, settings, session=config.get("session", "run"), limits=limits)
-    except (TypeError, ValueError) as problem:
-        raise ConfigError(f"{entry.where}: {problem}") from problem
+    if item.mcp_servers_config_path is None:
+        return read_servers(item.servers or {}, where=f"{where}: mcp.servers", folder=base)
+    file = Path(item.mcp_servers_config_path)
+    beside = file if base is None else base / file
+    return read_servers(beside if beside.is_file() or not file.is_file() else file)
 
 
 def _check_clash(ours: str, server: str, owner: dict[str, str], *, where: str) -> None:

@@ -13,8 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import ConfigError, did_you_mean, one_line
-from polyturn.core.interrupts import PLUGIN_RAISES, pass_interrupt
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
 from polyturn.infra.live import NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class
@@ -106,25 +105,6 @@ def initialize_tools_from_config(
     return tools
 
 
-def load_all_tools(
-    tool_config_path: str | Path | Mapping[str, Any] | None = None, function_tool_path: str | Path | None = None
-) -> list[BaseTool]:
-    """Build the tools of a tool file and collect the decorated functions of a Python file.
-
-    Raises:
-        ConfigError: a tool is invalid, or two tools have the same name.
-    """
-    tools = [] if tool_config_path is None else initialize_tools_from_config(tool_config_path)
-    functions = [] if function_tool_path is None else load_function_tools(function_tool_path)
-    if both := sorted({tool.name for tool in tools} & {tool.name for tool in functions}):
-        raise ConfigError(
-            f"the function tools {both} of {str(function_tool_path)!r} collide with tools of the tool file; "
-            "the model calls tools by name, so rename one of each"
-        )
-    check_names(functions)
-    return [*tools, *functions]
-
-
 def load_function_tools(path: str | Path) -> list[FunctionTool]:
     """Return the functions of a Python file that are decorated as tools, in the file's order.
 
@@ -170,6 +150,5 @@ def _construct(cls: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | No
     try:
         built: BaseTool = cls(config, read_schema(raw_schema))
     except PLUGIN_RAISES as problem:
-        pass_interrupt(problem)
         raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem
     return built

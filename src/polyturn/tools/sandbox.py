@@ -14,14 +14,13 @@ from typing import Any
 from uuid import uuid4
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.secrets import token_from
+from polyturn.infra.settings import AtLeastOne, Seconds, Text
 from polyturn.rewards.code import run_request
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure
-from polyturn.tools.http_service import HttpService, ServiceReply
+from polyturn.tools.http_service import ServiceReply, ServiceSettings
 from polyturn.tools.results import FAILURE
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.search import max_concurrent
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +30,22 @@ SLACK_S = 10.0
 """Seconds of the call in addition to the code's run time: waiting for a free sandbox, compiling, and the network."""
 
 
-class SandboxFusionTool(BaseTool):
-    """Runs code.
+class FusionSettings(ServiceSettings):
+    """The sandbox, and the limits of the code."""
 
-    Config: `sandbox_fusion_url` (required, the whole URL of run_code), `default_timeout` 30 seconds for the code,
-    `default_language` python, `memory_limit_mb` 1024, `rate_limit` 10 and `num_workers` 10 runs at once (the smaller
-    one holds; `enable_global_rate_limit: false` ignores the first), `max_retries` 3, `retry_delay` 1 second;
-    `token_env` (the variable that holds it) or `token` where the sandbox demands one.
-    """
+    sandbox_fusion_url: str = ""
+    """The whole URL of run_code; required."""
+    default_timeout: Seconds = 30.0
+    """Seconds for the code."""
+    default_language: Text = "python"
+    memory_limit_mb: AtLeastOne = 1024
+    num_workers: AtLeastOne = 10
+    rate_limit: AtLeastOne = 10
+    max_retries: AtLeastOne = 3
+
+
+class SandboxFusionTool(BaseTool):
+    """Runs code. Config: `FusionSettings`; a subclass may read further keys."""
 
     checks_own_arguments = True
     stateless = True
@@ -46,22 +53,16 @@ class SandboxFusionTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        url = config.get("sandbox_fusion_url")
-        if not url:
+        is_subclass = type(self) is not SandboxFusionTool
+        settings = FusionSettings.read(config, who="the sandbox tool", ignores_others=is_subclass)
+        if not settings.sandbox_fusion_url:
             raise ConfigError("sandbox_fusion_url is not set: give the tool the URL of a sandbox's run_code")
-        self.sandbox_fusion_url: str = url
-        self.default_timeout: float = config.get("default_timeout", 30)
-        self.default_language: str = config.get("default_language", "python")
-        self.memory_limit_mb: int = config.get("memory_limit_mb", 1024)
-        self._max_concurrent = max_concurrent(config, num_workers=10, rate_limit=10)
-        self._service = HttpService(
-            url,
-            timeout_s=2 * self.default_timeout + SLACK_S,
-            max_concurrent=self._max_concurrent,
-            max_tries=config.get("max_retries", 3),
-            retry_delay_s=config.get("retry_delay", 1.0),
-            token=token_from(config, where="the tool that asks a sandbox"),
-        )
+        self.sandbox_fusion_url = settings.sandbox_fusion_url
+        self.default_timeout = settings.default_timeout
+        self.default_language = settings.default_language
+        self.memory_limit_mb = settings.memory_limit_mb
+        self._max_concurrent = settings.max_concurrent
+        self._service = settings.service(self.sandbox_fusion_url, timeout_s=2 * self.default_timeout + SLACK_S)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -144,40 +144,6 @@ class OpenAIFunctionToolSchema(_Schema):
             tags=list(tags),
             input_modes=["text/plain" if is_message else "application/json"],
         )
-
-
-class OpenAIFunctionParsedSchema(BaseModel):
-    """A call as a model wrote it: the arguments are still text."""
-
-    name: str
-    arguments: str
-
-
-class OpenAIFunctionCallSchema(BaseModel):
-    """A call with its arguments read."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    @staticmethod
-    def from_openai_function_parsed_schema(
-        parsed_schema: OpenAIFunctionParsedSchema,
-    ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """Return the call, and whether its arguments were not a JSON object (they are then empty)."""
-        try:
-            arguments = json.loads(parsed_schema.arguments)
-        except json.JSONDecodeError:
-            arguments = None
-        is_bad = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if is_bad else arguments), is_bad
-
-
-class OpenAIFunctionToolCall(BaseModel):
-    """A call with its id, as it stands in an assistant message."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: OpenAIFunctionCallSchema
 
 
 class ToolResponse(BaseModel):

@@ -16,16 +16,17 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from uuid import uuid4
 
-from polyturn.core.errors import ConfigError
-from polyturn.core.secrets import token_from
+from pydantic import model_validator
+
+from polyturn.infra.settings import AtLeastOne, Seconds
 from polyturn.retrieval.embedders import EmbeddingError
 from polyturn.retrieval.searcher import Searcher, documents
 from polyturn.tools.base import BaseTool
 from polyturn.tools.failures import ToolFailure
-from polyturn.tools.http_service import HttpService, ServiceReply
+from polyturn.tools.http_service import HttpService, ServiceReply, ServiceSettings
 from polyturn.tools.results import FAILURE
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
@@ -33,14 +34,35 @@ BAD_QUERIES = "Error: 'query_list' is missing, empty, or not a list in parameter
 NO_RESULTS = "No search results found."
 
 
-class SearchTool(BaseTool):
-    """Searches with a list of queries.
+class SearchSettings(ServiceSettings):
+    """The index or the server, and the limits of a call."""
 
-    Config: `index` (a folder, relative to the tool file; `embed` and `mode` as in `retrieval/searcher.py`) or
-    `retrieval_service_url`, and a `token` where that server demands one. `topk` 3, `timeout` 30 seconds for a whole call,
-    retries included. For a service: `rate_limit` 120 and `num_workers` 120 calls at once (the smaller one holds;
-    `enable_global_rate_limit: false` ignores the first), `max_retries` 10, `retry_delay` 1 second.
-    """
+    index: str | None = None
+    """A folder, relative to the tool file."""
+    embed: Any = None
+    mode: str | None = None
+    """With an index, as in `retrieval/searcher.py`."""
+    base_folder: str = "."
+    retrieval_service_url: str | None = None
+    topk: AtLeastOne = 3
+    timeout: Seconds = 30.0
+    """Seconds of a whole call, retries included."""
+    num_workers: AtLeastOne = 120
+    rate_limit: AtLeastOne = 120
+    max_retries: AtLeastOne = 10
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.retrieval_service_url) == bool(self.index):
+            raise ValueError(
+                "Configuration must include 'retrieval_service_url', where the retrieval service is, or 'index', the folder "
+                "of an index on this machine, and not both"
+            )
+        return self
+
+
+class SearchTool(BaseTool):
+    """Searches with a list of queries. Config: `SearchSettings`; a subclass may read further keys."""
 
     checks_own_arguments = True
     stateless = True
@@ -49,22 +71,15 @@ class SearchTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        url, index = config.get("retrieval_service_url"), config.get("index")
-        if bool(url) == bool(index):
-            raise ConfigError(
-                "Configuration must include 'retrieval_service_url', where the retrieval service is, or 'index', the folder "
-                "of an index on this machine, and not both"
-            )
-        self.retrieval_service_url: str | None = url
-        self.topk: int = config.get("topk", 3)
-        if isinstance(self.topk, bool) or not isinstance(self.topk, int) or self.topk < 1:
-            raise ConfigError(f"topk is {self.topk!r}; it is a whole number of passages, 1 at least")
-        self.timeout: float = config.get("timeout", 30)
+        settings = SearchSettings.read(config, who="the search tool", ignores_others=type(self) is not SearchTool)
+        self.retrieval_service_url = settings.retrieval_service_url
+        self.topk = settings.topk
+        self.timeout = settings.timeout
         self._source: _Service | _Index
-        if index:
-            self._source = _Index(Searcher.of_config(config, base=Path(config.get("base_folder", "."))), self.timeout)
+        if url := settings.retrieval_service_url:
+            self._source = _Service(settings.service(url, timeout_s=self.timeout))
         else:
-            self._source = _Service(str(url), config, self.timeout)
+            self._source = _Index(Searcher.of_config(config, base=Path(settings.base_folder)), self.timeout)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     @property
@@ -128,15 +143,8 @@ class SearchTool(BaseTool):
 class _Service:
     """Searches through a server."""
 
-    def __init__(self, url: str, config: Mapping[str, Any], timeout_s: float) -> None:
-        self.service = HttpService(
-            url,
-            timeout_s=timeout_s,
-            max_concurrent=max_concurrent(config, num_workers=120, rate_limit=120),
-            max_tries=config.get("max_retries", 10),
-            retry_delay_s=config.get("retry_delay", 1.0),
-            token=token_from(config, where=f"the tool that asks {url}"),
-        )
+    def __init__(self, service: HttpService) -> None:
+        self.service = service
         self.open, self.close = self.service.open, self.service.close
 
     @property
@@ -172,14 +180,6 @@ class _Index:
         except EmbeddingError as problem:
             return ServiceReply(status="unreachable", error=str(problem))
         return ServiceReply(status="ok", data={"result": [documents(hits) for hits in results]})
-
-
-def max_concurrent(config: Mapping[str, Any], *, num_workers: int, rate_limit: int) -> int:
-    """Return the maximum number of concurrent calls that a tool's config allows."""
-    limit = int(config.get("num_workers", num_workers))
-    if config.get("enable_global_rate_limit", True):
-        limit = min(limit, int(config.get("rate_limit", rate_limit)))
-    return limit
 
 
 def _said(text: str) -> ToolResponse:

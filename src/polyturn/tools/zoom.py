@@ -18,11 +18,12 @@ from uuid import uuid4
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.infra.http import JsonClient
+from polyturn.infra.settings import AtLeastOne, Seconds
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tokens.multimodal import decode_image
 from polyturn.tools.base import BaseTool
+from polyturn.tools.http_service import WorkerSettings
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
-from polyturn.tools.search import max_concurrent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,12 +35,17 @@ MAX_ASPECT = 100
 REFUSED_REWARD = -0.05
 
 
-class ImageZoomInTool(BaseTool):
-    """Crops the task's image.
+class ZoomSettings(WorkerSettings):
+    """The images worked on at once, and the time to fetch one."""
 
-    Config: `num_workers` 20 and `rate_limit` 50 images worked on at once (the smaller one holds;
-    `enable_global_rate_limit: false` ignores the second), `timeout` 30 seconds for fetching an image.
-    """
+    num_workers: AtLeastOne = 20
+    rate_limit: AtLeastOne = 50
+    timeout: Seconds = 30.0
+    """Seconds for fetching an image."""
+
+
+class ImageZoomInTool(BaseTool):
+    """Crops the task's image. Config: `ZoomSettings`; a subclass may read further keys."""
 
     checks_own_arguments = True
     stateless = True
@@ -47,11 +53,9 @@ class ImageZoomInTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        self.timeout: float = config.get("timeout", 30)
-        limit = max_concurrent(config, num_workers=20, rate_limit=50)
-        if self.timeout <= 0 or limit < 1:
-            raise ConfigError(f"timeout is {self.timeout} and {limit} images are worked on at once; both must be positive")
-        self._threads = DaemonThreads(name="zoom", max_threads=limit)
+        settings = ZoomSettings.read(config, who="the zoom tool", ignores_others=type(self) is not ImageZoomInTool)
+        self.timeout = settings.timeout
+        self._threads = DaemonThreads(name="zoom", max_threads=settings.max_concurrent)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:

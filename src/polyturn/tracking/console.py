@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +25,7 @@ from polyturn.infra.console import stderr_console
 logger = logging.getLogger(__name__)
 
 _SHOWN = (("rollout/success", "success", ".3f"), ("reward/mean", "reward", ".3f"), ("rollout/turns", "turns", ".2f"))
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class ConsoleTracker:
@@ -41,23 +42,9 @@ class ConsoleTracker:
         logger.info("%s", self.line(step, values))
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the line, with success, reward, turns, speed, loss and evaluations if available, and the time left."""
-        parts = [f"step {step}" + (f"/{self._total}" if self._total is not None else "")]
-        parts += [f"{word} {values[name]:{form}}" for name, word, form in _SHOWN if name in values]
-        if failed := values.get("buffer/failed_trajectories"):
-            parts.append(
-                f"FAILED {failed:.0f}" + (f" of {failed / share:.0f}" if (share := values.get("rollout/failed")) else "")
-            )
-        parts += stops(cut=values.get("rollout/cut", 0.0), out_of_turns=values.get("rollout/out_of_turns", 0.0))
-        parts += [f"{name} {values[name]:.3f}" for name in values if name.startswith("eval/") and name.endswith("/success")]
-        seconds = values.get("time/step_s", 0.0)
-        if seconds > 0 and "tokens/sampled" in values:
-            parts.append(f"{values['tokens/sampled'] / seconds:,.0f} tokens/s")
-        if "loss/total" in values:
-            parts.append(f"loss {values['loss/total']:.4f}")
-        if seconds > 0:
-            parts.append(f"{seconds:.1f} s")
-        eta = self.eta(step, seconds)
+        """Return the line, with the figures of `values` and the time left."""
+        parts = [f"step {step}" + (f"/{self._total}" if self._total is not None else ""), *figures(values)]
+        eta = self.eta(step, values.get("time/step_s", 0.0))
         return "  ".join([*parts, f"eta {duration(eta)}"] if eta is not None else parts)
 
     def close(self) -> None:
@@ -74,10 +61,41 @@ class ConsoleTracker:
         return (self._clock() - self._start) / done * (self._total - step)
 
 
-class Progress:
-    """Shows progress: `with Progress("rollout", 256) as bar: ... bar.advance()`.
+def figures(values: Mapping[str, float], past: Mapping[str, Sequence[float]] | None = None) -> list[str]:
+    """Return the most important metrics of a step as text, those in `past` with a sparkline of their history."""
+    parts = []
+    for name, word, form in _SHOWN:
+        if name in values:
+            parts.append(f"{word} {values[name]:{form}} {sparkline((past or {}).get(name, ()))}".rstrip())
+    if failed := values.get("buffer/failed_trajectories"):
+        of = f" of {failed / share:.0f}" if (share := values.get("rollout/failed")) else ""
+        parts.append(f"FAILED {failed:.0f}{of}")
+    parts += stops(cut=values.get("rollout/cut", 0.0), out_of_turns=values.get("rollout/out_of_turns", 0.0))
+    if (errors := values.get("rollout/tool_errors", 0.0)) > 0:  # NaN in a step without calls
+        parts.append(f"tool errors {100 * errors:.1f} %")
+    parts += [f"{name} {values[name]:.3f}" for name in values if name.startswith("eval/") and name.endswith("/success")]
+    seconds = values.get("time/step_s", 0.0)
+    if seconds > 0 and "tokens/sampled" in values:
+        parts.append(f"{values['tokens/sampled'] / seconds:,.0f} tokens/s")
+    if "loss/total" in values:
+        parts.append(f"loss {values['loss/total']:.4f}")
+    return [*parts, f"{seconds:.1f} s"] if seconds > 0 else parts
 
-    A thread updates the display, so it also works during a single long operation, such as an import.
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return values as a sparkline: [0, 0.5, 1] -> "▁▅█"; "" for fewer than two."""
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    width = high - low or 1.0
+    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / width * len(BLOCKS)))] for v in values)
+
+
+class Progress:
+    """Counts and shows progress: `with Progress("rollout", 256) as bar: ... bar.advance()`.
+
+    A thread updates the display, so it also works during a single long operation, such as an import. Without `with` nothing
+    is shown, and `line` has the progress.
     """
 
     def __init__(
@@ -131,7 +149,10 @@ class Progress:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
 
     def line(self) -> str:
-        """Return the progress as one line."""
+        """Return the progress, and what running episodes do, as one line."""
+        return "; ".join(filter(None, (self._counted(), states(self._running))))
+
+    def _counted(self) -> str:
         seconds = self._clock() - self._start
         pace = self.done / seconds if seconds > 0 else 0.0
         if self.total is None:
@@ -152,7 +173,7 @@ class Progress:
                 if self._console.is_terminal:
                     self._bar = self._drawn()
                     return
-                logger.info("%s", "; ".join(filter(None, (self.line(), states(self._running)))))
+                logger.info("%s", self.line())
 
     def _drawn(self) -> RichProgress:
         counts = () if self.total is None else (MofNCompleteColumn(), TimeRemainingColumn())

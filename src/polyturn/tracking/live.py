@@ -1,8 +1,8 @@
 """LiveStatus: shows the state of a run at the bottom of a terminal or notebook cell, while log lines scroll above.
 
     ── step 12/100 ━━━━━╸────────────────────── 12 %  eta 4m32s ──
-    success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  8,120 tokens/s  turns 2.30  tool errors 1.2 %
-    rollout 120 of 256, 33.1/s; 90 generate, 12 call tools        or: training 12s
+    success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  turns 2.30  tool errors 1.2 %  8,120 tokens/s
+    rollout: 120 of 256 (47 %), 33.1/s, eta 4s; 90 generate, 12 call tools        or: training: 12s
 
 It is redrawn all the time and removed when the run ends. It shares the console of the log lines, so that they do not break
 each other.
@@ -23,16 +23,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polyturn.core.lifecycle import EpisodeState
-from polyturn.tracking.console import duration, pace_of, states
+from polyturn.tracking.console import Progress, figures
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 24
 """Number of steps in a sparkline."""
 
 
 class LiveStatus:
-    """Shows a run from the first `step` or `begin` until `stop`."""
+    """Shows a run from the first `step` or `show` until `stop`."""
 
     def __init__(
         self, total_steps: int, console: Console, *, per_second: float = 2.0, clock: Callable[[], float] = time.monotonic
@@ -46,17 +44,12 @@ class LiveStatus:
             clock: Returns the time in seconds.
         """
         self._total = total_steps
-        self._clock = clock
         self._lock = threading.Lock()
         self._step = 0
         self._eta = ""
-        self._values: dict[str, float] = {}
+        self._values: Mapping[str, float] = {}
         self._history: dict[str, list[float]] = {"rollout/success": [], "reward/mean": []}
-        self._phase = ""
-        self._done, self._began = 0, 0.0
-        self._of: int | None = 0
-        self.running: Mapping[EpisodeState, int] = {}
-        """Number of episodes in each state, read at each redraw."""
+        self._phase: Progress | None = None
         if console.is_jupyter:
             self._live: Live | NotebookPicture = NotebookPicture(self.picture, seconds=1 / per_second, clock=clock)
             return
@@ -72,31 +65,17 @@ class LiveStatus:
         """Show the metrics of a step."""
         with self._lock:
             self._step, self._eta = step, eta
-            self._values |= values
+            self._values = values
             for name, past in self._history.items():
                 if name in values and values[name] == values[name]:
                     past.append(values[name])
                     del past[:-HISTORY]
         self._live.start()
 
-    def begin(self, phase: str, total: int | None) -> None:
-        """Show the beginning of a phase with `total` items; None if it has no count."""
-        with self._lock:
-            self._phase, self._done, self._of, self._began = phase, 0, total, self._clock()
+    def show(self, phase: Progress | None) -> None:
+        """Show the progress of a phase until the next call; None shows none."""
+        self._phase = phase
         self._live.start()
-
-    def advance(self, phase: str, total: int) -> None:
-        """Show one more finished item of a phase, for instance an episode of the rollout."""
-        with self._lock:
-            if phase != self._phase:
-                self._phase, self._done, self._began = phase, 0, self._clock()
-            self._done, self._of = self._done + 1, total
-        self._live.start()
-
-    def end_phase(self) -> None:
-        """Show that the phase has ended."""
-        with self._lock:
-            self._phase = ""
 
     def stop(self) -> None:
         """Remove the display."""
@@ -114,29 +93,11 @@ class LiveStatus:
             head.add_row(Text(f"step {self._step}/{self._total}", style="bold"), bar, share)
             lines: list[RenderableType] = [head]
             if self._values:
-                lines.append(Text("  ".join(self._numbers()), no_wrap=True, overflow="ellipsis"))
-            if self._phase:
-                seconds = self._clock() - self._began
-                pace = f", {pace_of(self._done / seconds)}" if self._done and seconds > 0 else ""
-                states_now = f"; {words}" if (words := states(self.running)) else ""
-                counted = duration(seconds) if self._of is None else f"{self._done} of {self._of}{pace}"
-                line = f"{self._phase} {counted}{states_now}"
-                lines.append(Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
+                numbers = "  ".join(figures(self._values, self._history))
+                lines.append(Text(numbers, no_wrap=True, overflow="ellipsis"))
+            if (phase := self._phase) is not None:
+                lines.append(Text(phase.line(), style="dim", no_wrap=True, overflow="ellipsis"))
             return Group(*lines)
-
-    def _numbers(self) -> list[str]:
-        values, parts = self._values, []
-        for name, word in (("rollout/success", "success"), ("reward/mean", "reward")):
-            if name in values:
-                parts.append(f"{word} {values[name]:.3f} {sparkline(self._history[name])}".rstrip())
-        if values.get("time/step_s", 0.0) > 0 and "tokens/sampled" in values:
-            parts.append(f"{values['tokens/sampled'] / values['time/step_s']:,.0f} tokens/s")
-        if "rollout/turns" in values:
-            parts.append(f"turns {values['rollout/turns']:.2f}")
-        errors = values.get("rollout/tool_errors")
-        if errors is not None and errors == errors:  # NaN in a step without calls
-            parts.append(f"tool errors {100 * errors:.1f} %")
-        return parts
 
 
 class NotebookPicture:
@@ -170,12 +131,3 @@ class NotebookPicture:
 
             self._handle.update(HTML(""))
             self._handle = None
-
-
-def sparkline(values: list[float]) -> str:
-    """Return values as a sparkline: [0, 0.5, 1] -> "▁▅█"; "" for fewer than two."""
-    if len(values) < 2:
-        return ""
-    low, high = min(values), max(values)
-    width = high - low or 1.0
-    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / width * len(BLOCKS)))] for v in values)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,22 +27,6 @@ from polyturn.infra.plugins import Registry
 
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning)
 # megatron-core warns on import
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
-    """The number of ranks that each kind of parallelism spans."""
-
-    tensor_parallel: int = 1
-    """Ranks that split the matrices of a layer."""
-    pipeline_parallel: int = 1
-    """The layers."""
-    expert_parallel: int = 1
-    """Ranks that split the experts of a layer."""
-    context_parallel: int = 1
-    """Ranks that split the tokens of a micro-batch."""
-    gradient_sync: str = "each"
-    """"each" sums gradients over ranks after each micro-batch, "last" only after the last one."""
 
 
 OWN, REFERENCE, ENTROPY = "own", "reference", "entropy"

@@ -61,7 +61,7 @@ class Checkpoints:
         step: int,
         state: Mapping[str, Any],
         *,
-        export: Callable[[Path], object],
+        export: Callable[[Path], object] | None,
         stored: Mapping[str, Stored] | None = None,
         is_best: bool = False,
     ) -> Callable[[], Path]:
@@ -72,7 +72,7 @@ class Checkpoints:
         Args:
             step: The number of optimizer steps taken.
             state: The state needed to resume, except the shards.
-            export: Writes the model in Hugging Face format into a folder, once the shards are written.
+            export: Writes the model in Hugging Face format into a folder, once the shards are written; None leaves it out.
             stored: Name -> part that writes its state in shards, from copies, into the folder of that name.
             is_best: Whether this is the best checkpoint so far.
 
@@ -91,7 +91,8 @@ class Checkpoints:
             with self._writing(draft, step):
                 while not all(one.is_saved() for one in parts.values()):
                     time.sleep(_POLL_S)
-                export(draft / MODEL)
+                if export is not None:
+                    export(draft / MODEL)
                 final = self._write(draft, step, state)
                 if is_best:
                     self.mark_best(step)

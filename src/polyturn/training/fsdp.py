@@ -37,13 +37,13 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.errors import AlignmentError, ConfigError, PolyturnError
 from polyturn.core.sample import SampleId, TrainSample
 from polyturn.core.seeds import derive_seed
-from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow
 from polyturn.training.lora import adapter_tensors
 from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import ScoringModel
 from polyturn.training.model_backend import Cut, Placement
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import other_attention
 from polyturn.training.part_loading import is_unread, read_weights, take_weights
 from polyturn.training.shards import inside, local_part, num_parts
@@ -118,14 +118,28 @@ class OverRanks(Placement):
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         most, is_wrong = counts.tolist()
         if is_wrong:
-            reasons: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(reasons, None if problem is None else str(problem))
-            raise problem or AlignmentError(next(r for r in reasons if r is not None))
+            reason = _first_reason(None if problem is None else str(problem))
+            raise problem or AlignmentError(str(reason))
         if len(batches) == most:
             return batches
         # A rank with fewer passes would leave the others waiting in a collective forever.
         (empty,) = cut([_FILLER], [np.zeros(2)])
         return [*batches, *[dataclasses.replace(empty, is_padding=True)] * (most - len(batches))]
+
+
+class OptimizerOverRanks(Optimizer):
+    """AdamW whose steps all ranks skip alike."""
+
+    def _skip(self, problem: str) -> None:
+        """Skip the step with the reason of the first rank that has one."""
+        super()._skip(_first_reason(self._problem) or problem)
+
+
+def _first_reason(own: str | None) -> str | None:
+    """Return the reason of the first rank that has one; collective."""
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, own)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 class Sharded(OverRanks):
@@ -292,7 +306,7 @@ def _cut_experts(parameter: nn.Parameter, *, parts: int) -> Shard | None:
     return Shard(parameter.ndim - 1) if count % parts else None
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerOverRanks):
     """AdamW over shards: each rank updates its shards, clipped by the norm of all shards."""
 
     def __init__(self, model: nn.Module, settings: OptimSettings, *, mesh: DeviceMesh, partial: Sequence[str] = ()) -> None:
@@ -307,7 +321,9 @@ class ShardedOptimizer(Optimizer):
             if name in self._partial and param.grad is not None:
                 dist.all_reduce(local_part(param.grad), group=self._mesh["tp"].get_group())
         dtype = torch.promote_types(params[0].dtype, torch.float32)
-        squares = torch.zeros((), dtype=dtype, device=local_part(params[0]).device)
+        # On the ranks' device, where they communicate, also if the gradients are offloaded.
+        device = local_part(self._copies[0][0] if self._copies else params[0]).device
+        squares = torch.zeros((), dtype=dtype, device=device)
         for grad in (p.grad for p in params if p.grad is not None):
             # A tensor that several ranks hold, such as one that a row does not split, counts once.
             share = num_parts(grad) / dist.get_world_size()
@@ -322,13 +338,8 @@ class ShardedOptimizer(Optimizer):
         factor = torch.clamp(self.settings.max_grad_norm / (norm + 1e-6), max=1.0)
         for param in params:
             if param.grad is not None:
-                local_part(param.grad).mul_(factor)
-
-    def _skip(self, problem: str) -> None:
-        """Skip the step with the reason of the first rank that has one."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, self._problem)
-        super()._skip(next((r for r in reasons if r is not None), problem))
+                grad = local_part(param.grad)
+                grad.mul_(factor.to(grad.device))
 
     def _non_finite_message(self, norm: float) -> str:
         # Only this rank's shards: not every rank gets here, and gathering whole tensors is collective.

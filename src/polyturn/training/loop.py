@@ -228,7 +228,8 @@ class Trainer:
             if cancelled is not None:
                 raise cancelled
             # Before slots are freed, so that no group of the next step starts under old weights.
-            await self._engine.channel.publish(state.step)
+            async with self._engine.closed():
+                await self._engine.channel.publish(state.step)
             await self._engine.snapshots.follow(state.step)
         finally:  # the step was taken, so it is recorded even if the run is cancelled here
             metrics["time/step_s"] = time.perf_counter() - began[0]
@@ -356,7 +357,9 @@ class Trainer:
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
         """Save the run. With `in_thread`, only start: the rest is written during training."""
-        step = self.state.step
+        step, exported = self.state.step, self.settings.train.export
+        # The first weights may turn out to be the best: they are evaluated after this.
+        is_exported = exported == "all" or not in_thread or (exported == "best" and (is_best or step == 0))
         with self._saving_clock.saving():
             state = {
                 "policy": self.policy.state_dict(),
@@ -379,7 +382,8 @@ class Trainer:
                 except CheckpointError as problem:  # harmless, because a newer checkpoint follows
                     logger.warning("%s", problem)
             try:
-                self._saver.save(step, state, stored=self.update.stored, export=self._saving.export, is_best=is_best)
+                export = self._saving.export if is_exported else None
+                self._saver.save(step, state, stored=self.update.stored, export=export, is_best=is_best)
                 if not in_thread or step == 0:  # wait for the first one, so that a killed run can resume
                     self._saver.wait()
             except CheckpointError as problem:

@@ -10,7 +10,8 @@ copy: N is the number of ranks of a row, and for masters and moments of all rank
 divides activations and logits.
 
 The model has P numbers of b bytes. In float32, b = 4, m = 0 (no masters) and g = 4. In bfloat16, b = 2, m = 4 and g = 4 + 2:
-gradients are summed in float32 while those of one backward pass still exist in bfloat16.
+gradients are summed in float32 while those of one backward pass still exist in bfloat16. An offloaded optimizer takes the
+other 16 P / N bytes from the machine's memory.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from polyturn.engines.weight_transport import BUCKET_BYTES
-from polyturn.training.backend import Degrees
 from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
+from polyturn.training.options import Degrees
 
 _AT_REST = ("parameters", "float32 masters", "moments of AdamW", "frozen models")
 """Parts of `rank_bytes` that a rank also holds between updates."""
@@ -118,6 +119,8 @@ class RankLoad:
     keeps_whole_gradient: bool = False
     """Whether gradients are summed over ranks only after the last micro-batch (`gradient_sync: last`)."""
     on_gpu: bool = True
+    num_offloaded: int = 0
+    """Number of trained models whose optimizer is in the machine's memory (`optim.offload`)."""
 
 
 def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
@@ -128,6 +131,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     If layers are computed again, the rank keeps the input of each layer and the activations of one.
     """
     low, copies, split = size.element < 4, load.num_trained, load.megatron or Degrees()
+    optimizers = copies - load.num_offloaded * load.on_gpu
     wide, stages = split.tensor_parallel, split.pipeline_parallel
     at_once = wide * max(MIN_CHUNK, (MAX_LOGITS if load.on_gpu else MAX_LOGITS_CPU) // size.vocab)
     # A layer is gathered while the previous one is still in memory, and its gradient is whole before it is cut.
@@ -166,9 +170,9 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     gaps += 2 * size.parameters * size.element if is_gathered else 0
     return {
         "parameters": bytes_of(size.parameters, bytes_of_each=copies * size.element),
-        "float32 masters": bytes_of(size.trained, bytes_of_each=copies * 4, is_state=True) if low else 0,
-        "gradients": bytes_of(size.trained, bytes_of_each=copies * (4 + (size.element if low else 0))),
-        "moments of AdamW": bytes_of(size.trained, bytes_of_each=copies * 8, is_state=True),
+        "float32 masters": bytes_of(size.trained, bytes_of_each=optimizers * 4, is_state=True) if low else 0,
+        "gradients": bytes_of(size.trained, bytes_of_each=optimizers * 4 + copies * size.element * low),
+        "moments of AdamW": bytes_of(size.trained, bytes_of_each=optimizers * 8, is_state=True),
         "frozen models": load.num_frozen * bytes_of(size.parameters, bytes_of_each=size.element),
         "gathered blocks": gathered,
         "whole gradient until the last micro-batch": 4 * copies * (size.trained - of_others) * keeps_whole,

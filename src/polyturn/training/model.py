@@ -14,9 +14,10 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
 from polyturn.training.router_figures import router_figures
 from polyturn.training.shards import Names
+
+_T = TypeVar("_T")
 
 
 class TargetScores(NamedTuple):
@@ -194,17 +197,8 @@ class TargetForward:
                 chunk=chunk,
             )
             return _whole(TargetScores(*scores), share)
-        parts = []
-        for start in range(0, max(1, batch.num_targets), chunk):
-            part = slice(start, start + chunk)
-            temperature = None if batch.temperature_S is None else batch.temperature_S[part]
-            support = None if batch.support_SK is None else batch.support_SK[part]
-            read = (self._head, read_SX[part], batch.targets_S[part], temperature, support, entropy_grad)
-            if batch.num_targets > chunk and torch.is_grad_enabled() and self._head is not None:
-                # The head has no randomness, so no random state is kept for recomputation.
-                parts.append(checkpoint(_score, *read, use_reentrant=False, preserve_rng_state=False))
-            else:
-                parts.append(_score(*read))
+        score = functools.partial(_score, self._head, entropy_grad=entropy_grad)
+        parts = in_chunks(score, chunk, read_SX, batch.targets_S, batch.temperature_S, batch.support_SK)
         entropies = [p.entropy_S for p in parts if p.entropy_S is not None]
         logprobs_S = torch.cat([p.logprobs_S for p in parts])
         return _whole(TargetScores(logprobs_S, torch.cat(entropies) if entropies else None), share)
@@ -344,6 +338,19 @@ def _inputs(batch: MicroBatch, share: ContextShare | None, *, dtype: torch.dtype
     if batch.packing is not None:
         inputs["packed_view"] = PackedView(batch.packing, batch.input_ids_BT.device, share)
     return inputs
+
+
+def in_chunks(score: Callable[..., _T], chunk: int, read_SX: Tensor, *inputs_S: Tensor | None) -> list[_T]:
+    """Return `score` of each chunk of targets, from a row of `read_SX` and of `inputs_S` per target; None stays None."""
+    parts = []
+    for start in range(0, max(1, len(read_SX)), chunk):
+        part = [None if one is None else one[start : start + chunk] for one in (read_SX, *inputs_S)]
+        if len(read_SX) > chunk and torch.is_grad_enabled():
+            # The head has no randomness, so no random state is kept for recomputation.
+            parts.append(checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(score(*part))
+    return parts
 
 
 def _score(

@@ -127,8 +127,6 @@ class RunObserver(Observer):
     def watch(self, running: Mapping[EpisodeState, int]) -> None:
         """Show the number of episodes in each state from now on."""
         self._running = running
-        if self._live is not None:
-            self._live.running = running
 
     def resume(self, step: int) -> None:
         """Resume after `step`: drop metrics and trajectories of later steps, which will run again."""
@@ -163,10 +161,7 @@ class RunObserver(Observer):
         """Show that a phase of `total` groups or episodes has begun; None if it does not count them."""
         if phase == "rollout" and not self._has_begun:
             self._has_begun, self._first_step = True, (time.monotonic(), 0)
-        if self._live is not None:
-            self._live.begin(phase, total)
-        else:
-            self._begin_progress(phase, total)
+        self._begin_progress(phase, total)
 
     def on_episode(self, *, total: int) -> None:
         """Show a finished episode of the `total` of a training step."""
@@ -284,24 +279,26 @@ class RunObserver(Observer):
         self._store.flush()  # before the step's metrics: a line of metrics means that its trajectories can be read
 
     def _advance(self, phase: str, total: int) -> None:
-        if self._live is not None:
-            self._live.advance(phase, total)
-            return
         if self._progress is None or self._progress.title != phase:
             self._begin_progress(phase, total)
         assert self._progress is not None
         self._progress.advance()
+        if self._live is not None:
+            self._live.show(self._progress)
 
     def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
         is_young = time.monotonic() - self._began < _OFTEN_S
         every_s = 1.5 if is_young else 10.0
         self._progress = Progress(phase, total, console=self._bars, every_s=every_s, running=self._running)
-        self._progress.__enter__()
+        if self._live is not None:
+            self._live.show(self._progress)
+        else:
+            self._progress.__enter__()
 
     def _end_phase(self) -> None:
-        if self._live is not None:
-            self._live.end_phase()
         if self._progress is not None:
+            if self._live is not None:
+                self._live.show(None)
             self._progress.__exit__(None, None, None)
             self._progress = None

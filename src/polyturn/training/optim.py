@@ -5,6 +5,7 @@ parameter, not even to load a state.
 
 Parameters in bfloat16 have float32 masters: gradients are summed, clipped and applied to the masters, and every step writes
 the rounded masters into the parameters. So an engine samples from exactly the weights that the training forward pass uses.
+With `offload`, masters and all that belongs to them stay on the CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class Optimizer:
         self._problem: str | None = None
         live = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         own = {n: self._own(n, p) for n, p in live}
-        self._masters = {n: nn.Parameter(p.detach().float()) for n, p in own.items() if p.dtype.itemsize < 4}
+        self._masters = {n: nn.Parameter(self._master(p.detach())) for n, p in own.items() if p.dtype.itemsize < 4}
+        if settings.offload and not self._masters:
+            raise ConfigError(
+                "offload is true and the model is in float32, so there are no masters to keep on the CPU; set it to false"
+            )
         self._copies = [(own[n], master) for n, master in self._masters.items()]
         self._named = [(n, self._masters.get(n, p)) for n, p in own.items()]
         # No decay for norms, whose neutral scale is not 0, and, as usual, none for biases.
@@ -115,10 +120,14 @@ class Optimizer:
             if parameter.grad is None:
                 continue
             if master.grad is None:
-                master.grad = parameter.grad.float()
+                master.grad = self._master(parameter.grad)
             else:
-                master.grad.add_(parameter.grad)
+                master.grad.add_(parameter.grad.to(master.device))
             parameter.grad = None
+
+    def _master(self, tensor: Tensor) -> Tensor:
+        """Return a float32 copy of a low-precision tensor, where the masters are."""
+        return tensor.to("cpu" if self.settings.offload else tensor.device).float()
 
     def spoil(self, problem: str) -> None:
         """Make every rank skip the next step, by setting the gradient to NaN."""

@@ -70,6 +70,9 @@ class OptimSettings:
     schedule: Annotated[ScheduleOptions, BeforeValidator(by_name)] = ScheduleOptions()
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients of a larger norm are scaled down to this norm; null does not clip."""
+    offload: bool = False
+    """Keep masters, moments and summed gradients in the machine's memory, and update there: 16 bytes a parameter less on the
+    GPUs, and slower steps. For model.dtype bfloat16."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more ends the run."""
 
@@ -169,7 +172,7 @@ class SftOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedOptions:
+class Degrees:
     """How `train.backend` distributes the trained model over devices."""
 
     ONLY: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -245,13 +248,16 @@ class TrainOptions:
     """Number of newest checkpoints to keep; the best one is always kept."""
     keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Keep the checkpoints of every so many steps forever; 0 keeps none."""
+    export: Literal["all", "best", "last"] = "all"
+    """The checkpoints that also contain the model in Hugging Face format: all; last: only the one at the run's end or
+    interruption; best: that one and the best of an evaluation. A run resumes from any of them."""
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
     """If a checkpoint cannot be written, as on a full disk. stop: the run ends with the last good checkpoint intact. warn:
     the run continues and tries again at the next checkpoint."""
     backend: NameOrObject = BACKEND
     """The backend of the trained model: torch (FSDP2 with several ranks), megatron (megatron-core, the extra `megatron`;
     docs/guides/megatron.md), or another entry point of `polyturn.backends`."""
-    distributed: DistributedOptions = DistributedOptions()
+    distributed: Degrees = Degrees()
     optim: OptimSettings = OptimSettings()
 
     def __post_init__(self) -> None:

@@ -28,12 +28,12 @@ from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
-from polyturn.engines.update_gate import WeightChannel
 from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, buckets
 from polyturn.infra.aio import OneThread
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA
+from polyturn.training.state import WeightChannel
 
 
 class RankedBackend:

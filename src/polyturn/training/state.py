@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from polyturn.core.task import Task
 from polyturn.data.sampler import TaskSampler
-from polyturn.engines.update_gate import WeightChannel
 from polyturn.evaluation.evaluate import EvalSet
 from polyturn.evaluation.options import EvalOptions
 from polyturn.infra.aio import OneThread
@@ -47,6 +47,22 @@ class LoopState:
     """"before" or "after" -> evaluation set -> metrics."""
 
 
+class WeightChannel(Protocol):
+    """Publishes the policy's weights to an engine."""
+
+    async def start(self, version: int) -> object:
+        """Publish the first weights as `version`."""
+        ...
+
+    async def publish(self, version: int) -> object:
+        """Publish the current weights as `version`.
+
+        Raises:
+            EngineError: the weights did not arrive.
+        """
+        ...
+
+
 class Data(NamedTuple):
     """The tasks for training and evaluation."""
 
@@ -61,6 +77,8 @@ class EngineLink:
     """The training loop's interface to the engine."""
 
     channel: WeightChannel
+    closed: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+    """Holds the episodes' requests back while weights are published, but not the channel's probes."""
     busy_s: Callable[[], float]
     """Returns the seconds the engine has spent generating so far."""
     metrics: Callable[[], Mapping[str, float]] = dict

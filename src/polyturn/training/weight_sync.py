@@ -6,6 +6,7 @@ So the transport is tested once, before training:
 
     noise     push the true weights, sample, compare logprobs with the trainer's: the usual difference
     canary    change every group of parameters such that a missing group differs by 20 times the noise; push; compare
+              (servers on the trainer's GPUs fall asleep first, and wake with the changed weights)
     then      push the true weights again, compare
 
 After every later push a probe checks version tags, and that logprobs differ by at most 3 times the noise. At the start, and
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +34,9 @@ from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.core.protocols import Engine
 from polyturn.core.sample import TrainSample
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.recovery import PooledServer, Refilled, ServerPool, Sleeper
+from polyturn.engines.recovery import Sleeper
+from polyturn.engines.replica import Replica
 from polyturn.engines.served import require_one_version
-from polyturn.engines.update_gate import WeightChannel
 from polyturn.infra.aio import OneThread, first_error
 from polyturn.training.backend import Backend
 from polyturn.training.checked_weights import WeightChecksums
@@ -87,9 +88,9 @@ class SharedGpus:
     rollout -> sleep -> score, update -> wake with the weights, then with the KV cache -> rollout
     """
 
-    def __init__(self, channel: WeightChannel, engine: Sleeper, backend: Backend) -> None:
-        """Push weights through `channel` after `backend` has released unused memory; `engine` sleeps and wakes."""
-        self._channel = channel
+    def __init__(self, sync: WeightSync, engine: Sleeper, backend: Backend) -> None:
+        """Push weights through `sync` after `backend` has released unused memory; `engine` sleeps and wakes."""
+        self._sync = sync
         self._engine = engine
         self._backend = backend
 
@@ -101,15 +102,19 @@ class SharedGpus:
         """
         await self._engine.sleep()
 
-    async def start(self, version: int) -> object:
-        """Push the first weights as `version`."""
+    async def start(self, version: int) -> SyncReport:
+        """Push the first weights as `version`; the canary wakes servers that sleep, as every later push does."""
         self._backend.free_cache()
-        return await self._channel.start(version)
+        return await self._sync.start(version, before_push=self._sleep_and_make_room)
 
-    async def publish(self, version: int) -> object:
+    async def publish(self, version: int) -> float:
         """Wake the servers with the current weights as `version`."""
         self._backend.free_cache()
-        return await self._channel.publish(version)
+        return await self._sync.publish(version)
+
+    async def _sleep_and_make_room(self) -> None:
+        await self.sleep()
+        self._backend.free_cache()
 
 
 class WeightSync:
@@ -132,7 +137,7 @@ class WeightSync:
         After the start, weights are read in `thread`, the trainer's thread, while episodes continue.
         """
         self._engine = engine
-        self._pool = engine if isinstance(engine, ServerPool) else None
+        self._pool = engine if isinstance(engine, EnginePool) else None
         self._source = source
         self._probe = probe
         self._to_checkpoint = to_checkpoint
@@ -145,15 +150,18 @@ class WeightSync:
         """The last pushed version, and the number of optimizer steps at that time."""
         self.noise: float | None = None
 
-    async def start(self, version: int) -> SyncReport:
+    async def start(self, version: int, *, before_push: Callable[[], Awaitable[object]] | None = None) -> SyncReport:
         """Verify that weights arrive at every engine, and leave all with the true weights as `version`.
+
+        `before_push` puts servers to sleep that sleep before every update. It is called before the canary, because servers
+        may lose an update while they sleep or wake with old weights, and before the true weights.
 
         Raises:
             EngineError: a group of parameters does not arrive; the message names the group.
         """
         await self._push(version)
-        if isinstance(self._engine, EnginePool):
-            require_one_version(self._engine)
+        if self._pool is not None:
+            require_one_version(self._pool)
         # Twice: the noise is the largest difference, which too few tokens would underestimate.
         samples = await self._sample(version)
         for name, more in (await self._sample(version)).items():
@@ -162,6 +170,8 @@ class WeightSync:
         if self._pool is not None:  # not before, because verification needs the noise
             self._pool.verify = self.verify
         with self._changed([s for own in samples.values() for s in own]) as changes:
+            if before_push is not None:
+                await before_push()
             sent = await self._push(version)
             seen = await self._sample(version)
             canaries = await self._differences(seen)
@@ -169,13 +179,16 @@ class WeightSync:
             for name, canary in canaries.items():
                 # If a group is missing, logprobs differ by that group's effect; otherwise only by the noise.
                 if canary > min(effects[name].values()) / 4:
-                    raise EngineError(self._verdict(name, changes, seen[name], canary))
+                    advice = "use another engine.weights" + (" or engine.update" if before_push is not None else "")
+                    raise EngineError(f"{self._verdict(name, changes, seen[name], canary)}; {advice}")
             # Now, because the change makes equal tensors, such as norms of ones, distinguishable.
             if not self._adapter_only:  # servers compute no checksums of adapters
                 await self._held.learn(self._engines(), sent)
+        if before_push is not None:
+            await before_push()
         await self.publish(version)
         # Not before, because the canary's weights have the same version as the true ones.
-        if isinstance(self._pool, Refilled):
+        if self._pool is not None:
             self._pool.current = self._current
         report = SyncReport(
             noise=self.noise,
@@ -250,7 +263,7 @@ class WeightSync:
     def _limit(self) -> float:
         return PROBE_FACTOR * (self.noise or 0.0)
 
-    def _replicas(self) -> dict[str, PooledServer]:
+    def _replicas(self) -> dict[str, Replica]:
         return {} if self._pool is None else {replica.name: replica for replica in self._pool.replicas if replica.is_live}
 
     def _engines(self) -> dict[str, Engine]:
@@ -310,7 +323,7 @@ class WeightSync:
         samples: dict[str, list[TrainSample]] = {}
         problems: list[EngineError] = []
 
-        async def sample(name: str, replica: PooledServer) -> None:
+        async def sample(name: str, replica: Replica) -> None:
             try:
                 samples[name] = await self._probe.sample(replica.engine, version)
             except EngineError as problem:
@@ -385,11 +398,11 @@ class WeightSync:
         if left[name] <= canary / 4:
             return (
                 f"{who} reports that it loaded the new weights, but still has the old {name} (with the old one "
-                f"logprobs differ by {left[name]:.1e}, with the new one by {canary:.1e}); use another engine.weights"
+                f"logprobs differ by {left[name]:.1e}, with the new one by {canary:.1e})"
             )
         return (
             f"{who} reports that it loaded the new weights, but its logprobs differ from theirs by {canary:.1e} (its "
-            f"noise is {self.noise:.1e}), so several groups of parameters did not arrive; use another engine.weights"
+            f"noise is {self.noise:.1e}), so several groups of parameters did not arrive"
         )
 
 

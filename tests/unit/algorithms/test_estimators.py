@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from polyturn.algorithms.advantages import (
     traits_of,
 )
 from polyturn.algorithms.advantages.base import MemberView
-from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.compat.verl.batch_estimator import as_estimator
 from polyturn.config.models import AlgorithmConfig
 from polyturn.config.parts import arguments_of
@@ -293,14 +291,6 @@ def test_own_estimator_may_ask_for_the_batch() -> None:
     groups, samples = batch(0)
     found = assign_advantages(groups, samples, estimator=ranks)
     assert max(float(s.advantages.max()) for s in found if s.advantages is not None) == 11
-
-
-def test_options_have_the_defaults_of_their_estimator() -> None:
-    for options in get_args(NamedEstimatorOptions):
-        own = {f.name: f.default for f in dataclasses.fields(options) if f.name != "name" and f.default is not None}
-        for name in get_args(get_type_hints(options)["name"]):
-            parameters = inspect.signature(advantages.resolve(name)).parameters
-            assert {k: parameters[k].default for k in own} == own, name
 
 
 EQUAL = ([0.1] * 3, [0.7] * 3, [1 / 3] * 7, [1e5 / 3] * 6, [1e14 / 3] * 5)

@@ -190,6 +190,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "another trainer's argument": ({"reward_funcs": [undescribed]}, ["'reward_funcs'", "reward=right"]),
     "name of several keys": ({"timeout_s": 3}, ["rollout.limits.timeout_s, engine.timeout_s"]),
     "last name of a deep key": ({"max_cooldown_s": 3}, ["'max_cooldown_s'"]),
+    "retired key": ({"reasoning_parser": "qwen3"}, ["'reasoning_parser'", "rollout.parser.reasoning"]),
     "wrong value": ({"steps": "many"}, ["train.steps is 'many'"]),
     "no name": ({"name": ""}, ["name is ''", "out/name"]),
 }

@@ -136,7 +136,7 @@ def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
         "time of a step, at most",
     ):
         assert words in called.out
-    assert re.search(r"tokens +\d+ MiB\n", called.out), "the longest name stands apart from its value"
+    assert re.search(r"tokens +[\d.]+ MB\n", called.out), "the longest name stands apart from its value"
     assert not re.search(r"(\d+ ){20}", called.out), "ids are shown when they are asked for"
     assert re.search(r"(\d+ ){20}", call("train", config, "--dry-run", "--ids").out)
     assert "clip_low" not in called.out and "null" not in called.out, "a default is not news"
@@ -306,6 +306,8 @@ def test_checkpoint_is_named_by_run_folder_or_model(trained: tuple[Path, Called]
     assert {model_folder(p) for p in (run_of(config), model.parent, model)} == {model}
     assert model_folder(None) is None
     refuses(lambda: model_folder(tmp_path), CheckpointError, "there is no model in")
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    refuses(lambda: model_folder(tmp_path), CheckpointError, "there is no model in", "train.export")
 
 
 def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.MonkeyPatch):

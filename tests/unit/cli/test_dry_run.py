@@ -55,6 +55,18 @@ def test_late_sum_of_one_ranks_gradients_is_logged(tmp_path: Path) -> None:
     assert called.code == 0 and "train.distributed.gradient_sync is last, which has no effect" in called.err
 
 
+@pytest.mark.parametrize(("is_folder", "words"), [(False, "one copy of the whole model"), (True, "no weights")])
+def test_cluster_driver_holds_weights_only_without_a_folder(tmp_path: Path, is_folder: bool, words: str) -> None:
+    model = {}
+    if is_folder:
+        tokenizer = tiny_tokenizer()
+        tiny_model(tokenizer).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        model = {"model": str(tmp_path / "model")}
+    report = polyturn.train(config=write_tiny_run(tmp_path), ray="auto", dry_run=True, **model)
+    assert report.estimates["driver"].endswith(words)
+
+
 def test_dry_run_elsewhere_is_refused() -> None:
     refuses(lambda: polyturn.evaluate(model="mine", dry_run=True), ConfigError, "'dry_run'", "polyturn.train")
 

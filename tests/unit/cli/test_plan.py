@@ -1,14 +1,16 @@
-"""`polyturn plan`: what fits is shown, what does not is refused with the nearest layout that does."""
+"""`train --dry-run --gpus N`: what fits is shown, what does not is refused with the nearest layout that does."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from polyturn.api.folders import open_source
+from polyturn.build.backend import check_backend
 from polyturn.build.gpu_plan import (
+    USABLE,
     Demand,
     GpuLayout,
     demand_of,
@@ -22,8 +24,9 @@ from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
-from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad
+from polyturn.training.options import Degrees
+from support.refusals import refuses
 from support.runs import Called, call_command, write_tiny_run
 
 GB = 10**9
@@ -44,7 +47,14 @@ EIGHT_BILLION = ModelSize(
 
 
 def plan(tmp_path: Path, *arguments: object) -> Called:
-    return call_command(main, "plan", write_tiny_run(tmp_path), *arguments)
+    return call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *arguments)
+
+
+def test_option_of_gpus_alone_is_refused(tmp_path: Path) -> None:
+    assert "--gpu-memory has no effect without --gpus" in plan(tmp_path, "--gpu-memory", 1).err
+    assert "--ids has no effect with --gpus" in plan(tmp_path, "--gpus", 1, "--ids").err
+    assert "--gpus works only with --dry-run" in call_command(main, "train", write_tiny_run(tmp_path), "--gpus", 1).err
+    assert "polyturn train CONFIG --dry-run --gpus N" in call_command(main, "plan", write_tiny_run(tmp_path)).err
 
 
 def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
@@ -52,7 +62,29 @@ def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     assert called.code == 0, called.err
     for words in ("2 ranks and 2 servers of 1 GPU", "float32 masters", "room for conversations", "over 50 GB/s"):
         assert words in called.out
-    assert re.search(r"fits +4 of 4 GPUs of 1 GB", called.out)
+    assert "fits: 4 of 4 GPUs of 1 GB" in called.out
+
+
+def test_offloaded_optimizer_leaves_the_gpus(tmp_path: Path) -> None:
+    called = plan(tmp_path, "model.dtype=bfloat16", "train.optim.offload=true", "--gpus", 1, "--gpu-memory", 1)
+    assert called.code == 0, called.err
+    assert "offloaded optimizers of all ranks" in called.out
+    assert "masters" not in called.out and "moments" not in called.out
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.dtype=float32"],
+        ["model.dtype=bfloat16", "model.lora={rank: 4}"],
+        ["model.dtype=bfloat16", "train.distributed.ranks=2", "train.distributed.tensor_parallel=2"],
+        ["model.dtype=bfloat16", "train.backend=megatron"],
+    ],
+)
+@pytest.mark.parametrize("key", ["train.optim.offload", "warm_start.optim.offload"])
+def test_offload_that_makes_no_sense_is_refused(key: str, settings: list[str], tmp_path: Path) -> None:
+    source, _ = open_source(write_tiny_run(tmp_path), [f"{key}=true", *settings])
+    refuses(lambda: check_backend(source), ConfigError, key, settings[-1].partition("=")[0].rpartition(".")[2])
 
 
 def test_too_many_gpus_are_refused_with_a_layout_that_fits(tmp_path: Path) -> None:
@@ -70,10 +102,10 @@ def test_megatron_ranks_are_planned_by_their_split(tmp_path: Path) -> None:
     backend = ["train.backend=megatron", "train.distributed={ranks: 4, tensor_parallel: 2, expert_parallel: 2}"]
     config = write_tiny_run(tmp_path)
     of_backend, of_torch = (load_of(open_source(config, given)[0], tokens=10) for given in (backend, ["train.epochs=1"]))
-    assert of_backend.megatron == Degrees(tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
+    assert of_backend.megatron == Degrees(ranks=4, tensor_parallel=2, expert_parallel=2) and of_backend.ranks == 4
     assert of_torch.megatron is None and of_torch.expert_parallel == of_backend.expert_parallel == 1
     small = ["--gpus", 8, "--gpu-memory", 0.1, "train.max_tokens_per_batch=10000000"]
-    called = call_command(main, "plan", config, *small, *backend)
+    called = call_command(main, "train", config, "--dry-run", *small, *backend)
     assert called.code != 0 and "raise tensor_parallel or pipeline_parallel" in called.err
 
 
@@ -103,6 +135,15 @@ def test_conversation_too_long_for_a_rank_is_split() -> None:
     assert with_split_context(demand, layout, gpus=16, limit=12 * GB) is None
 
 
+def test_131k_tokens_of_8b_fit_on_eight_gpus() -> None:
+    demand = Demand(EIGHT_BILLION, RankLoad(tokens=131_072, recomputes=True), context=131_072)
+    layout, limit = GpuLayout(4, 4, 1), int(80 * GB * USABLE)
+    assert not demand.fits(layout, limit=limit) and nearest(demand, layout, gpus=8, limit=limit) is None
+    assert with_split_context(demand, layout, gpus=8, limit=limit) == (2, GpuLayout(6, 2, 1))
+    split = demand._replace(load=replace(demand.load, context_parallel=4), row=4)
+    require_fit(split, layout, gpus=8, limit=limit)
+
+
 def test_ranks_with_the_same_samples_are_added_together(tmp_path: Path) -> None:
     wide = ["train.backend=megatron", "train.distributed={ranks: 8, tensor_parallel: 2, context_parallel: 4}"]
     row = demand_of(open_source(write_tiny_run(tmp_path), wide)[0]).row
@@ -117,7 +158,7 @@ SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bf
 def test_shared_gpus_are_counted_by_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
     assert called.code == 0, called.err
-    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and re.search(r"fits +2 of 2 GPUs", called.out)
+    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and "fits: 2 of 2 GPUs" in called.out
     for words in ("each GPU in rollout", "each GPU as weights arrive", "each GPU in an update", "left to a server"):
         assert words in called.out
 

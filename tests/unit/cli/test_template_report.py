@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from polyturn.cli.markers import add_template_markers
 from polyturn.cli.template_report import TemplateReport, report_template
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
-from polyturn.tokens.markers import add_template_markers
 from support.cases import each
 
 CODEC = Codec(tiny_tokenizer())

@@ -132,7 +132,6 @@ MISTAKES = [
     ("plugins=[broken.py]", ["a_module_that_is_nowhere"]),
     ("reward.function=fails.py:score", ["fails.py", "line 3", "ValueError"]),
     ("plugins=[ends.py]", ["ends.py", "SystemExit: 3"]),
-    ("rollout.scheduler=interrupts.py:S", ["interrupts.py", "KeyboardInterrupt"]),
     # plug-ins of the wrong form
     ("rollout.scheduler=mine.py:Ends", ["mine.py, line 13"]),
     ("data.sampler=mine.py:Chooses", ["data.sampler", "mine.py:Chooses"]),
@@ -170,7 +169,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("broken.py", "import a_module_that_is_nowhere\n"),
         ("fails.py", "import math\n\nSIZE = math.sqrt(-1)\n"),
         ("ends.py", "import sys\n\nsys.exit(3)\n"),
-        ("interrupts.py", "raise KeyboardInterrupt\n"),
     ):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
@@ -316,7 +314,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("report runs/none --metric reward/mean", "no folder 'runs/none'"),
         # values that do not fit
         ("export x -o y --dtype nonsense", "Invalid value for '--dtype': 'nonsense' is not one of 'float32'"),
-        ("plan c.yaml --gpus many", "--gpus': it must be a whole number"),
+        ("train c.yaml --gpus many", "--gpus': it must be a whole number"),
         # options that are given twice
         ("rollout c.yaml --tasks 3 -n 5", "--tasks is given 2 times"),
         ("train c.yaml --resume --no-resume", "--resume is given 2 times"),
@@ -371,7 +369,7 @@ def test_key_overridden_twice_is_logged(
     assert len(lines) == bool(keys) and all(keys in line for line in lines), lines
 
 
-def test_tool_of_a_row_that_the_run_lacks_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tool_of_a_row_that_the_run_lacks_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, tasks = write_tiny_run(tmp_path), tmp_path / "tasks.jsonl"
     rows = [json.loads(line) for line in tasks.read_text().splitlines()]
     rows[0]["extra_info"]["tools_kwargs"] = {"shuot": {"create_kwargs": {}}}
@@ -379,8 +377,8 @@ def test_tool_of_a_row_that_the_run_lacks_is_named(tmp_path: Path, caplog: pytes
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     called = call("train", config, "--dry-run")
     assert called.code == 0, called.err
-    shown = called.err + caplog.text
-    assert "2 of 6 tasks name the tool 'shuot'" in shown and "'shout'?" in shown
+    (line,) = [message for message in caplog.messages if "'shuot'" in message]
+    assert "'shout'?" in line
 
 
 THEIRS = [
@@ -395,7 +393,7 @@ THEIRS = [
 @pytest.mark.parametrize(("text", "flag"), THEIRS)
 def test_config_of_another_library_is_recognised(tmp_path: Path, text: str, flag: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    for words in ("train", "plan", "doctor", "config", "serve --config", "serve --openai --config"):
+    for words in ("train", "train --dry-run --gpus 8", "doctor", "config", "serve --config", "serve --openai --config"):
         assert_refused(call(*words.split(), tmp_path / "c.yaml"), f"add {flag}")
 
 

@@ -38,19 +38,19 @@ def _as_if_never_imported() -> Iterator[None]:
 
 def test_alias_is_the_native_module() -> None:
     assert compat.install("verl")
-    schemas = importlib.import_module("verl.tools.schemas")
-    assert schemas is polyturn.tools.schema is sys.modules["verl.tools.schemas"]
-    assert polyturn.tools.schema.__spec__ is not None
-    assert polyturn.tools.schema.__spec__.name == polyturn.tools.schema.__name__ == "polyturn.tools.schema"
+    search = importlib.import_module("verl.tools.search_tool")
+    assert search is polyturn.tools.search is sys.modules["verl.tools.search_tool"]
+    assert polyturn.tools.search.__spec__ is not None
+    assert polyturn.tools.search.__spec__.name == polyturn.tools.search.__name__ == "polyturn.tools.search"
     names: dict[str, object] = {}
     exec(
         "from verl.interactions.base import BaseInteraction\n"
         "from verl.utils.reward_score import gsm8k\n"
-        "import verl.tools.schemas as schemas",
+        "import verl.tools.search_tool as search",
         names,
     )
     assert names["BaseInteraction"] is polyturn.BaseInteraction
-    assert (names["gsm8k"], names["schemas"]) == (polyturn.rewards.gsm8k, schemas)
+    assert (names["gsm8k"], names["search"]) == (polyturn.rewards.gsm8k, search)
 
 
 async def test_replaced_scorer_reaches_the_native_classes() -> None:
@@ -131,7 +131,7 @@ def test_folder_called_verl_is_no_library(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("verl")
     assert import_attr("verl.interactions.base.BaseInteraction") is polyturn.BaseInteraction
-    assert importlib.import_module("verl.tools.schemas") is polyturn.tools.schema
+    assert importlib.import_module("verl.tools.schemas").ToolResponse is polyturn.tools.schema.ToolResponse
 
 
 def test_every_listed_module_is_there() -> None:
@@ -143,7 +143,7 @@ def test_every_listed_module_is_there() -> None:
 def test_package_shares_the_names_of_its_body() -> None:
     compat.install("verl")
     package = importlib.import_module("verl.utils.reward_score")
-    body = importlib.import_module("polyturn.rewards.default")
+    body = importlib.import_module("polyturn.compat.verl.reward_score")
     assert package.default_compute_score is body.default_compute_score
     assert "default_compute_score" in dir(package)
     with patch("verl.utils.reward_score.default_compute_score", return_value=0.5):

@@ -28,9 +28,9 @@ from polyturn.compat.swift.args.arguments import (
     to_native,
 )
 from polyturn.compat.swift.command import dispatch, read_swift, rlhf
-from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 from support.refusals import refuses
 
@@ -124,7 +124,7 @@ soft_max_length soft_cache_length cosine_min_len_value_wrong cosine_max_len_valu
 cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty reward_funcs reward_weights
 reward_model reward_model_plugin log_completions log_entropy top_entropy_quantile sync_ref_model ref_model_sync_steps
 ref_model_mixup_alpha tau_pos tau_neg real_tau truncation_strategy loss_scale dataset_shuffle teacher_kl_coef
-advantage_reweight sdar_loss_coef
+advantage_reweight sdar_loss_coef num_infer_workers vllm_device ckpt_dir add_non_thinking_prefix
 """
 
 

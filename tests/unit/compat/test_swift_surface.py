@@ -16,8 +16,9 @@ import pytest
 from polyturn import compat
 from polyturn.batching.loss_scale import build_loss_scale
 from polyturn.compat.swift.adapter import SwiftScheduler
-from polyturn.compat.swift.base import MultiTurnScheduler
+from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
+from polyturn.compat.swift.schedulers import ThinkingModelTipsScheduler
 from polyturn.compat.swift.shapes import check_scheduler
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
@@ -264,6 +265,41 @@ def test_scheduler_of_whole_groups_is_refused_before_the_run(scheduler: type[Mul
         SwiftScheduler(scheduler).check_task(task())
 
 
+class AssertsWithTokenizer(Asserts):
+    """Reads the engine's tokenizer first."""
+
+    async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+        assert self.tokenizer is not None
+        return await super().async_infer(infer_requests, request_config, **kwargs)
+
+
+class MadeWithTokenizer(Shares):
+    """Is made with the run's tokenizer, so it cannot be made before the run."""
+
+    def __init__(self, *args: Any, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(*args, tokenizer=tokenizer, **kwargs)
+
+
+@pytest.mark.parametrize("scheduler", [AssertsWithTokenizer, MadeWithTokenizer])
+async def test_scheduler_of_whole_groups_is_refused_in_its_first_run(scheduler: type[MultiTurnScheduler]) -> None:
+    driver = SwiftScheduler(scheduler)
+    driver.check_task(task())
+    with pytest.raises(ConfigError, match=rf"{scheduler.__name__}\.async_infer .* whole group"):
+        await run_episode(scripted_context(["a"], scheduler=driver), task(), id="g0/0")
+
+
+async def test_batches_that_sample_themselves_run() -> None:
+    class Samples(Wraps):
+        async def async_infer(self, infer_requests: list[Any], request_config: Any, **kwargs: Any) -> list[Any]:
+            response = await self.infer_engine.infer_async(infer_requests[0], request_config)
+            reply = {"role": "assistant", "content": response.choices[0].message.content}
+            return [RolloutOutput(response=response, messages=[*infer_requests[0].messages, reply])]
+
+    SwiftScheduler(Samples).check_task(task())
+    trajectory = await play_swift(Samples, ["a"])
+    assert [trajectory.error, trajectory.turns[0].message.text] == [None, "a"]
+
+
 async def test_wrapper_of_single_requests_runs() -> None:
     SwiftScheduler(Wraps).check_task(task())
     trajectory = await play_swift(Wraps, ["a", "b"], max_turns=2)
@@ -289,20 +325,25 @@ class BareEngine:
 
 
 @pytest.mark.parametrize("problem", [None, ValueError("engine"), asyncio.CancelledError()])
-async def test_trajectory_end_is_called_on_every_exit_of_a_bare_engine(problem: BaseException | None) -> None:
-    ends: list[tuple[list[str], BaseException | None]] = []
+@pytest.mark.parametrize("base", [RolloutScheduler, MultiTurnScheduler, ThinkingModelTipsScheduler])
+async def test_hooks_are_called_on_every_exit_of_a_bare_engine(base: Any, problem: BaseException | None) -> None:
+    calls: list[Any] = []
 
-    class Mine(MultiTurnScheduler):
+    class Mine(base):  # type: ignore[misc]
         def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
             return {"infer_request": infer_request}
 
-        async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> None:
-            ends.append(([one.uuid for one in requests], error))
+        async def on_trajectory_start(self, requests: list[Any]) -> None:
+            calls.append([one.uuid for one in requests])
 
-    request = RolloutInferRequest(messages=[{"role": "user", "content": "2+2?"}], uuid="u")
+        async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> None:
+            calls.append(([one.uuid for one in requests], error))
+
+    prompt: Any = [{"role": "user", "content": "2+2?"}]
+    request = RolloutInferRequest(messages=prompt, data_dict={"solution": "4"}, uuid="u")
     with contextlib.suppress(ValueError, asyncio.CancelledError):
         await Mine(BareEngine(problem), 2).run(request, RequestConfig())
-    assert ends == [(["u"], problem)]
+    assert calls == [["u"], (["u"], problem)]
 
 
 def test_images_of_infos_are_handed_over_in_base64(tmp_path: Path) -> None:

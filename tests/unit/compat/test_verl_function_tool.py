@@ -11,8 +11,9 @@ import pytest
 
 from polyturn.compat.verl import function_tool as module
 from polyturn.compat.verl.function_tool import function_tool, get_function_tool
+from polyturn.compat.verl.tool_registry import load_all_tools
+from polyturn.compat.verl.tool_schemas import OpenAIFunctionCallSchema, OpenAIFunctionParsedSchema
 from polyturn.core.errors import ConfigError
-from polyturn.tools.registry import load_all_tools
 from polyturn.tools.schema import ToolResponse
 from support.refusals import refuses
 
@@ -107,3 +108,12 @@ def test_file_is_read_once_and_names_do_not_collide(tmp_path: Path) -> None:
     assert module.load_function_tools_from_path(str(file)) == first
     items = {"tools": [{"class_name": "polyturn.tools.gsm8k.Gsm8kTool"}]}
     refuses(lambda: load_all_tools(items, file), ConfigError, "['calc_gsm8k_reward']", "collide")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "is_bad"), [('{"a": 1}', {"a": 1}, False), ("{a", {}, True), ("[1]", {}, True)]
+)
+def test_parsed_call_is_read(text: str, arguments: dict, is_bad: bool) -> None:
+    parsed = OpenAIFunctionParsedSchema(name="f", arguments=text)
+    call, bad = OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
+    assert (call.name, call.arguments, bad) == ("f", arguments, is_bad)

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter
 from polyturn.compat.verl_config.compose import compose_file, compose_name
 from polyturn.compat.verl_config.convert import CONVERTERS
 from polyturn.compat.verl_config.table import table
-from polyturn.compat.verl_config.translate import Translation, translate
+from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 from support.refusals import refuses
 

@@ -12,7 +12,8 @@ from polyturn.compat import install
 from polyturn.compat.verl.managed_reward import as_batch, score
 from polyturn.compat.verl.reward_manager import NaiveRewardManager, register
 from polyturn.compat.verl_config.compose import compose_name
-from polyturn.compat.verl_config.translate import Translation, translate
+from polyturn.compat.verl_config.translate import translate
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.plugins import import_attr

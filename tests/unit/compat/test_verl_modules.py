@@ -43,6 +43,7 @@ def test_users_files_find_their_names() -> None:
         "from verl.workers.reward_manager.dapo import DAPORewardManager\n"
         "from verl.workers.reward_manager.abstract import AbstractRewardManager\n"
         "from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY\n"
+        "from verl.tools.utils.tool_registry import OpenAIFunctionToolSchema\n"
         "from verl.experimental.agent_loop.tool_agent_loop import AgentState\n"
         "from verl.experimental.agent_loop.utils import resolve_config_path\n"
         "from verl.experimental.agent_loop.tool_parser import HermesToolParser, Qwen3XMLToolParser\n",

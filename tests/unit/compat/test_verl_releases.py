@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from polyturn.compat.verl_config.compose import BASE, OF_VERL, Composed, compose_name
-from polyturn.compat.verl_config.overrides import BACKENDS, leaves
+from polyturn.compat.verl_config.compose import BASE, OF_VERL, compose_name
+from polyturn.compat.verl_config.overrides import BACKENDS
 from polyturn.compat.verl_config.table import is_of_verl, release_keys, table, wrong_kind
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.translate.tree import Composed, leaves
 from polyturn.core.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(300)  # a test translates a hundred configs

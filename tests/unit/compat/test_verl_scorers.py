@@ -11,7 +11,7 @@ import pytest
 
 from polyturn import compat
 from polyturn.compat.verl import sandbox_fusion_utils
-from polyturn.rewards import code, gsm8k
+from polyturn.rewards import code, gsm8k, math
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +98,25 @@ def test_scorer_is_the_native_module() -> None:
         assert default_compute_score("openai/gsm8k", "x", "1") == 0.25
 
 
+def test_search_r1_finds_a_right_answer_in_another() -> None:
+    search_r1, truth = scorer("search_r1_like_qa_em"), {"target": ["the Beatles"]}
+    assert search_r1.compute_score_subem("<answer>Beatles, 1962</answer>", truth) == 1.0
+    assert search_r1.compute_score_subem("<answer>Stones</answer>", truth, format_score=0.25) == 0.25
+    assert search_r1.compute_score_subem("Beatles", truth) == 0.0
+
+
+def test_replaced_scorer_of_a_module_with_further_names_is_the_native_one() -> None:
+    with patch("verl.utils.reward_score.math_reward.compute_score", return_value=0.25):
+        assert math.compute_score("x", "1") == 0.25
+    assert math.compute_score("x", "1") == 0.0
+
+
 def test_answers_are_compared_in_parts() -> None:
-    math = scorer("math")
-    box = math.last_boxed_only_string(r"so \boxed{\frac{1}{2}}.")
-    assert (box, math.remove_boxed(box)) == (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}")
-    assert math.last_boxed_only_string("nothing") is None
-    assert [math.is_equiv("7", "7."), math.is_equiv("7", None), math.is_equiv(None, None)] == [True, False, True]
+    verls = scorer("math")
+    box = verls.last_boxed_only_string(r"so \boxed{\frac{1}{2}}.")
+    assert (box, verls.remove_boxed(box)) == (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}")
+    assert verls.last_boxed_only_string("nothing") is None
+    assert [verls.is_equiv("7", "7."), verls.is_equiv("7", None), verls.is_equiv(None, None)] == [True, False, True]
     prime = scorer("prime_math")
     assert [prime.grade_answer("0.7", "0.70"), prime.grade_answer(None, "7")] == [True, False]
 

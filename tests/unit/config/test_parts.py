@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any, get_args
 
+import pytest
 from pydantic import TypeAdapter
 
 from polyturn.algorithms.advantages import advantages
-from polyturn.algorithms.advantages.base import traits_of
 from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.algorithms.loss_options import LossOptions, NamedLossOptions
 from polyturn.algorithms.losses import policy_losses, takes_option
@@ -18,6 +19,8 @@ from polyturn.config.load import load_config, write_resolved
 from polyturn.config.models import AlgorithmConfig, RunConfig
 from polyturn.config.parts import arguments_of
 from polyturn.config.schema import keys_of, kinds_of
+from polyturn.core.errors import ConfigError
+from support.refusals import refuses
 
 OWN = {field.name for field in dataclasses.fields(LossOptions)} | {"name"}
 
@@ -64,12 +67,23 @@ def test_options_of_a_loss_are_its_arguments() -> None:
         assert all(takes_option(loss, key) for key in set(keys_of(options)) - OWN), name
 
 
-def test_options_of_an_estimator_are_its_arguments() -> None:
+def test_every_estimator_has_options_that_pickle_finds() -> None:
     found = named(NamedEstimatorOptions)
     ours = [name for name in advantages if advantages.resolve(name).__module__.startswith("polyturn.algorithms")]
     assert sorted(found) == sorted(ours)
     for name, options in found.items():
-        estimator = advantages.resolve(name)
-        arguments = {p.name for p in inspect.signature(estimator).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        ours = {"state"} if traits_of(estimator).keeps_state else set()
-        assert arguments - ours == set(keys_of(options)) - {"name"}, name
+        made = options(name=name)
+        assert pickle.loads(pickle.dumps(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("{name: gae, lam: 1.5}", ["algorithm.advantage.lam", "1.5", "1"]),
+        ("{name: grpo, norm_by_sdt: false}", ["norm_by_sdt", "norm_by_std"]),
+        ("{name: mt_grpo, outcome: rset}", ["algorithm.advantage.outcome", "'rset'", "'rest'"]),
+        ("{name: grpo_passk, k: 0}", ["algorithm.advantage.k", "0", "at least 1"]),
+    ],
+)
+def test_wrong_option_of_an_estimator_is_refused(options: str, words: list[str]) -> None:
+    refuses(lambda: load_config(RunConfig, None, ["model.path=x", f"algorithm.advantage={options}"]), ConfigError, *words)

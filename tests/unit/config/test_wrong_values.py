@@ -5,6 +5,7 @@ Other packages test only that this sentence reaches the user. How files and over
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from polyturn.algorithms.estimator_options import NamedEstimatorOptions
 from polyturn.algorithms.loss_options import NamedLossOptions
 from polyturn.config.load import load_config, schema_table
 from polyturn.config.models import RunConfig
+from polyturn.config.retired import RETIRED
 from polyturn.config.schema import keys_of, kinds_of
 from polyturn.core.errors import ConfigError
 from polyturn.infra.plugins import import_attr
@@ -48,6 +50,21 @@ WRONG = [
     ("algorithm.norm_length=9", "'algorithm.aggregate.norm_length'?"),
     ("algorithm.clip_low=0.1", "mean 'algorithm.loss.clip_low'?"),
     ("policies.guest.model.reference=x", "'policies.guest.model.reference' 'model.reference'?"),
+    # keys and values of former versions
+    ("algorithm.kl_estimator=k1", "'algorithm.kl_estimator' 'k1' no longer write algorithm.kl.estimator"),
+    ("engine.order=fifo", "'engine.order' 'fifo' no longer remove order of arrival"),
+    ("warm_start.optim.warmup_ratio=0.1", "'warm_start.optim.warmup_ratio' no longer warmup_steps"),
+    (
+        "reward.routes={own/*: {name: 'a.py:f', kwargs: {bonus: 1}}}",
+        "'reward.routes.own/*.kwargs' no longer beside the name",
+    ),
+    ("rollout.tools.breaker.min_episodes=2", "'rollout.tools.breaker.min_episodes' no longer remove"),
+    ("policies.guest={model: {path: y}, train: true}", "'policies.guest.train' no longer a run trains one policy"),
+    ("reward.batch.wait_s=null", "reward.batch.wait_s None no longer such as 1.0"),
+    ("engine={kind: vllm, weights: shared_memory}", "engine.weights 'shared_memory' no longer use folder"),
+    ("engine={kind: vllm, weights: disk}", "engine.weights 'disk' use folder, with engine.weights_folder"),
+    ("engine={kind: vllm, weights: http}", "engine.weights 'http' use gloo"),
+    ("engine={kind: vllm, weights: group}", "engine.weights 'group' use nccl between GPUs, or gloo"),
     # values of another type or form
     ("train.steps=many", "train.steps 'many' whole number"),
     ("train.steps=1.5", "train.steps 1.5 whole number"),
@@ -116,6 +133,12 @@ def test_wrong_value_is_one_sentence_with_its_key(override: str, words: str) -> 
     message = str(caught.value)
     assert [word for word in words.split() if word not in message] == [], message
     assert "\n" not in message
+
+
+def test_retired_keys_are_gone_and_their_successors_exist() -> None:
+    keys = {row.key for row in schema_table(RunConfig)}
+    named = {name for text in RETIRED.values() for name in re.findall(r"[a-z]+(?:\.[a-z_]+)+", text)}
+    assert [keys & RETIRED.keys(), named - keys] == [set(), set()]
 
 
 def test_missing_section_is_named_with_its_keys() -> None:

@@ -93,7 +93,7 @@ def test_substitute_task_is_of_the_same_source():
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"a": 1, "b": 1, "c": 1, "cc": 1}, r"weight for 'cc', which is no task's data_source. Did you mean 'c'"),
+        ({"a": 1, "b": 1, "c": 1, "cc": 1}, r"weight for 'cc', which no task has as its data_source. Did you mean 'c'"),
         ({"a": 1, "b": 1}, "no weight for the data_source 'c' with 6 tasks; 0 leaves them out"),
     ],
 )

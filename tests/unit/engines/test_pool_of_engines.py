@@ -114,20 +114,6 @@ def test_request_waits_while_all_servers_are_down() -> None:
 
 
 @virtual
-async def test_servers_join_and_leave_a_running_pool() -> None:
-    engines = servers(2)
-    pool = EnginePool(engines[:1], slots=1)
-    running = [asyncio.create_task(pool.generate(ask(f"g/{i}"))) for i in range(4)]
-    await asyncio.sleep(0.1)
-    second = pool.join(engines[1])
-    await asyncio.gather(*running)
-    done = [r.num_done for r in pool.replicas]
-    pool.leave(second)
-    await pool.generate(ask("h/0"))
-    assert [*done, second.num_done] == [2, 2, 2]
-
-
-@virtual
 async def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = servers(2)
     pool = EnginePool(engines)

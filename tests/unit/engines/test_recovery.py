@@ -36,7 +36,7 @@ def run_recovery(engine: RestartableEngine, *, verify: Any = None, served: Any =
     """Let a replica that was given version 3 fail and come back."""
 
     async def main() -> tuple[Replica, list[PoolWeights]]:
-        replica = Replica(engine, "replica 0", 0, 8, version=3)
+        replica = Replica(engine, "replica 0", 8, version=3)
         target = PoolWeights(3, {"w": 1})
         seen: list[PoolWeights] = []
 
@@ -133,7 +133,7 @@ async def test_cancelled_recovery_ends_where_its_cleanup_fails() -> None:
     engine.fail()
     recovery = asyncio.create_task(
         recover(
-            Replica(engine, "replica 0", 0, 8, version=3),
+            Replica(engine, "replica 0", 8, version=3),
             engine,
             served=lambda: PoolWeights(3, {"w": 1}),
             again=lambda served: contextlib.nullcontext(served.weights),
@@ -270,18 +270,6 @@ async def test_restarted_server_waits_for_the_next_weights() -> None:
     answers = await asyncio.gather(*(pool.generate(ask(f"b{i}")) for i in range(4)))
     assert (before, pool.replicas[0].is_live) == (False, True)
     assert [answer.policy_versions[-1][1] for answer in answers] == [2] * 4
-
-
-@virtual
-async def test_joining_server_waits_for_the_next_weights() -> None:
-    pool = EnginePool([RestartableEngine()])
-    await pool.update_weights(1)
-    late = RestartableEngine()
-    replica = pool.join(late)
-    await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(4)))
-    before = replica.is_live
-    await pool.update_weights(2)
-    assert (before, replica.is_live, late.pushed) == (False, True, [2])
 
 
 @virtual

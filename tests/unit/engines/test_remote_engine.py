@@ -29,6 +29,7 @@ from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from polyturn.engines.weight_transfer import WeightTransfer
 from support.echo_server import EchoEngine
 from support.refusals import refuses, refuses_later
 from support.services import Handler, serving
@@ -213,6 +214,44 @@ async def test_context_of_the_server_bounds_prompts() -> None:
             await engine.generate(GenerateRequest(request_id="r", session_id="r", prompt_ids=[1] * 70))
 
 
+def running(version: str, *, backend: str | None = None) -> Handler:
+    """Answer as a running vLLM server of a version, with a transfer of weights or without."""
+    config = {
+        "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
+        "aux_output_config": {"enable_return_routed_experts": False},
+        "weight_transfer_config": None if backend is None else {"backend": backend},
+    }
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"vllm_config": config, "world_size": 1, "version": version, "success": True})
+
+    return handle
+
+
+@pytest.mark.parametrize("backend", [None, "nccl"])
+async def test_server_without_the_transfer_is_told_its_flag(backend: str | None) -> None:
+    async def open_link(transport: Any, servers: Any) -> Any:
+        raise AssertionError
+
+    async with serving(running("0.32.0", backend=backend)) as url:
+        transfer = WeightTransfer("gloo", open_link)
+        engine = VllmEngine(url, ServedModel(vocab_size=10), transfer=transfer)
+        words = ("engine.weights", url, "--weight-transfer-config.backend gloo", backend or "no weight transfer")
+        await refuses_later(lambda: engine.update_weights(0, weights={"w": torch.ones(1)}), EngineError, *words)
+        await engine.close()
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.31.2", True), (VllmEngine.tested_version, False)])
+async def test_running_server_of_an_untested_version_warns(
+    version: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(running(version)) as url:
+        engine = VllmEngine(url, ServedModel(vocab_size=10))
+        await engine.update_weights(0)
+        await engine.close()
+    assert warns is (f"runs vllm {version}, and polyturn is tested with {VllmEngine.tested_version}" in caplog.text)
+
+
 async def test_banned_id_is_sampled_anew() -> None:
     answers = iter([7, 3, 3, 5])
     prompts: list[list[int]] = []
@@ -276,7 +315,7 @@ async def test_server_is_restarted_a_bounded_number_of_times() -> None:
     assert await supervisor.start() is first
     second = await supervisor.again("it died")
     assert not first.is_alive and second.is_alive
-    with pytest.raises(EngineGoneError, match=r"it died, and it has been restarted 1 times already .*max_restarts"):
+    with pytest.raises(EngineGoneError, match=r"it died, and it has been restarted 1 time already .*max_restarts"):
         await supervisor.again("it died")
     await supervisor.stop()
     assert not second.is_alive

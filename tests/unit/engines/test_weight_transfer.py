@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RankLostError
 from polyturn.engines.options import ServerOptions
@@ -125,6 +123,16 @@ async def test_error_of_the_trainer_reaches_every_server(problem):
     async with asyncio.timeout(30):
         _, results = await push(WeightTransfer("gloo", open_link), {"w": 1}, servers)
     assert results == [problem, problem]
+
+
+async def test_group_that_cannot_meet_names_the_folder_and_address():
+    async def open_link(way, servers):
+        raise EngineLostError("the gloo group with the servers broke (timed out)")
+
+    _, (problem,) = await push(WeightTransfer("gloo", open_link), {"w": 1}, [Server("http://127.0.0.1:8000")])
+    assert isinstance(problem, EngineLostError)
+    for word in ("timed out", "127.0.0.1", "engine.weights: folder"):
+        assert word in str(problem)
 
 
 class Gated(Link):
@@ -273,15 +281,6 @@ def test_auto_is_the_folder_where_all_servers_see_it():
     assert choose_transport("auto", [near, far]) == "gloo"
     assert choose_transport("auto", [near, far], has_gpu=True) == "nccl"
     assert choose_transport("auto", [near, far], is_shared=True) == "folder"
-
-
-@pytest.mark.parametrize(
-    ("value", "successor"),
-    [("shared_memory", "folder"), ("disk", "folder, with"), ("http", "gloo"), ("group", "nccl between GPUs, or gloo")],
-)
-def test_retired_transport_names_its_successor(value, successor, tmp_path):
-    with pytest.raises(ConfigError, match=rf"{value} .*{successor}"):
-        load_config(RunConfig, None, [f"out={tmp_path}", "engine.kind=vllm", f"engine.weights={value}"])
 
 
 def test_server_on_this_machine_uses_loopback():

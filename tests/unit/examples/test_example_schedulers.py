@@ -116,6 +116,15 @@ async def test_react_call_is_answered_inside_the_message() -> None:
     assert t.metrics["dropped_cut"] > 0
 
 
+async def test_reward_never_reads_the_observation_inside_the_message() -> None:
+    says = ['<think>hm</think>Action: add\nAction Input: {"a": 2, "b": 3}', "Final Answer: 6"]
+    t = await play(says, React(), tools=[add])
+    assert "Observation: 5" in t.messages[-1].text
+    own = 'Action: add\nAction Input: {"a": 2, "b": 3}Final Answer: 6'
+    assert t.text_of("answer") == own
+    assert t.text_of("turn") == t.text_of("turns") == f"<think>hm</think>{own}"
+
+
 @pytest.mark.parametrize(
     ("written", "observed"),
     [

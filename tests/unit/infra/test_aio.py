@@ -1,4 +1,4 @@
-"""Work in a thread of its own, and what a cancellation of its caller does to it."""
+"""Work in a thread of its own, what a cancellation of its caller does to it, and the pace of calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
-from polyturn.infra.aio import OneThread, finish
+from polyturn.infra.aio import OneThread, Pace, finish
 from support.refusals import refuses_later
+from support.virtual_time import run_virtual
 
 
 async def test_one_thread_runs_in_order_and_raises_errors():
@@ -106,3 +107,14 @@ async def test_error_of_work_keeps_the_cancellation_as_context(waits_by: str):
         await running
     assert isinstance(caught.value.__context__, asyncio.CancelledError)
     assert running.cancelling() == 1, "a caller that goes on after errors can ask"
+
+
+def test_calls_are_let_through_evenly() -> None:
+    async def times() -> list[float]:
+        pace, at = Pace(4), []
+        for _ in range(4):
+            await pace.wait()
+            at.append(asyncio.get_running_loop().time())
+        return at
+
+    assert run_virtual(times()) == [0.0, 0.25, 0.5, 0.75]

@@ -132,16 +132,12 @@ async def test_code_that_ignores_cancellation_counts_until_it_ends() -> None:
     assert one.num_abandoned == 0
 
 
-class Quits(KeyboardInterrupt):
-    """A subclass, as libraries raise it."""
-
-
 class Unreadable(BaseException):
     def __str__(self) -> str:
         raise SystemExit("not even its message")
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit, Quits, Unreadable])
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit, Unreadable])
 @pytest.mark.parametrize("waits", [True, False])
 @virtual
 async def test_errors_that_would_end_the_loop_become_runtime_errors(error: type[BaseException], waits: bool) -> None:

@@ -71,6 +71,23 @@ async def test_cancellation_and_end_of_peer_reach_the_other_side() -> None:
     await cancelled.wait()
 
 
+async def test_notified_method_runs_and_its_error_is_dropped() -> None:
+    noted: list[int] = []
+
+    async def note(value: int) -> None:
+        noted.append(value)
+
+    ours, theirs = await pair({"note": note})
+    for value in (1, 2):
+        ours.notify("note", value)
+    ours.notify("missing")
+    await ours.call("note", 3)
+    assert noted == [1, 2, 3]
+    theirs.close()
+    await refuses_later(lambda: ours.call("note", 4), EngineError, "the other is gone")
+    ours.notify("note", 5)
+
+
 async def test_unpicklable_value_fails_only_its_call() -> None:
     class Own:
         """Of no module: as the classes of a program's own file are."""

@@ -17,7 +17,7 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.task import InteractionRef, Task
 from polyturn.environments.registry import find_adapter
-from polyturn.interactions.context import check_row
+from polyturn.interactions.checks import check_row
 from polyturn.rewards.function import RewardFunction
 from support.refusals import refuses
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.core.errors import ConfigError, DataError, RewardError
 from polyturn.rewards import code, exact_match, geo3k, math, math_dapo, search_r1
-from polyturn.rewards.default import default_compute_score
-from polyturn.tools.python_sandbox.isolation import Isolation
+from polyturn.sandbox.python.isolation import Isolation
 from support.isolated import need_isolation
 from support.refusals import refuses
 from support.scripted_server import scripted_server
@@ -151,13 +151,6 @@ def test_geo3k_scores_the_answer_and_the_form(text: str, score: float) -> None:
 )
 def test_search_r1_compares_the_last_answer_with_the_right_ones(text: Any, truth: Any, score: float) -> None:
     assert search_r1.compute_score(text, truth, format_score=0.25) == score
-
-
-def test_search_r1_finds_a_right_answer_in_another() -> None:
-    truth = {"target": ["the Beatles"]}
-    assert search_r1.compute_score_subem("<answer>Beatles, 1962</answer>", truth) == 1.0
-    assert search_r1.compute_score_subem("<answer>Stones</answer>", truth, format_score=0.25) == 0.25
-    assert search_r1.compute_score_subem("Beatles", truth) == 0.0
 
 
 class Sandbox:
@@ -312,7 +305,7 @@ def test_unreadable_tests_are_a_data_error_whatever_the_program(tests: Any, mess
 
 def test_programs_without_a_sandbox_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: code.Sandbox(url=None, python="/nowhere/python").require(), ConfigError, "'/nowhere/python'")
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.sandbox.python.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     refuses(lambda: code.Sandbox(url=None).require(), ConfigError, "reward.sandbox.url is not set", "no bubblewrap")
     refuses(
         lambda: code.compute_score(PLUS_ONE, IO_TESTS, sandbox=code.Sandbox(url=None)),

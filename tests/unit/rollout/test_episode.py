@@ -283,6 +283,18 @@ async def test_event_loop_goes_on_while_long_text_is_encoded(monkeypatch: pytest
 def test_every_nth_episode_is_compared_with_a_full_render() -> None:
     context = scripted_context([], sanity_every=3)
     assert [context.is_sanity_due() for _ in range(5)] == [True, False, False, True, False]
+    for mode in ("off", "disable"):
+        assert not scripted_context([], sanity_every=1, sanity_mode=mode).is_sanity_due()
+
+
+def test_copied_context_shares_no_private_state() -> None:
+    context = scripted_context([])
+    context.encoder_for(task())
+    context.is_sanity_due()
+    copied = dataclasses.replace(context, sanity_every=2)
+    private = [one.name for one in dataclasses.fields(context) if not one.init]
+    assert not [name for name in private if getattr(copied, name) is getattr(context, name)]
+    assert copied.reported is context.reported and copied.running is context.running
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("strict", KINDS), ("ignore_strippable", ("other",))])

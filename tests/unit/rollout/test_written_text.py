@@ -11,8 +11,11 @@ from polyturn.core.messages import Message
 from polyturn.rewards.options import CallOptions
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.edits import as_written
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
+from polyturn.rollout.open_turn import OpenTurn
 from polyturn.rollout.run_episode import run_episode
+from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tokens.parsers import parsers
 
@@ -56,6 +59,30 @@ async def test_form_is_scored_as_the_model_wrote_it() -> None:
     context = scripted_context(["\\boxed{4} <think>x</think>"], limits=Limits(max_turns=1))
     reward = (await run_episode(context, row, id="e0")).reward
     assert reward is not None and reward.total == pytest.approx(0.9), "right, in the wrong form"
+
+
+class Tips(MultiTurnScheduler):
+    """Lets the message go on once after a tip: after the turn's text, or after a text of the scheduler's own."""
+
+    stateless = True
+
+    def __init__(self, text: str | None = None) -> None:
+        self.text = text
+
+    async def step(self, episode: Episode, turn: OpenTurn) -> Any:
+        if turn.index > 0:
+            return None
+        if self.text is None:
+            return episode.go_on(" Check: 42. ", keep="It is 4")
+        return episode.rewrite([*episode.messages[:-1], {"role": "assistant", "content": self.text}], goes_on=True)
+
+
+@pytest.mark.parametrize(("scheduler", "own"), [(Tips(), "It is 4So 5."), (Tips("It is 42. "), "So 5.")])
+async def test_text_of_a_message_that_went_on_is_the_models_alone(scheduler: Tips, own: str) -> None:
+    context = scripted_context(["It is 41.", "So 5."], scheduler=scheduler)
+    trajectory = await run_episode(context, task(), id="e0")
+    assert "42" in trajectory.messages[-1].text
+    assert [trajectory.text_of(which) for which in ("answer", "turn")] == [own, own]
 
 
 def test_changed_message_is_not_rendered_as_written() -> None:

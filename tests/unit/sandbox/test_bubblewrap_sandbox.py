@@ -24,7 +24,7 @@ from polyturn.sandbox import (
     open_sandbox,
     read_spec,
 )
-from polyturn.tools.python_sandbox import cgroup
+from polyturn.sandbox.python import cgroup
 from support.refusals import refuses_later
 from support.sandboxes import needs_bubblewrap, needs_root, processes_with, wait_until
 

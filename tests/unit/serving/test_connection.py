@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from polyturn.serving.auth import ServerRules, guarded
+from polyturn.serving.body import while_wanted
 from polyturn.serving.listen import MAX_HEAD_BYTES, bind, serving
-from polyturn.serving.openai.http import while_wanted
 
 HOST = b"Host: localhost\r\n"
 

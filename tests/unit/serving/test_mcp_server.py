@@ -22,7 +22,7 @@ from polyturn.cli.main import app as command_line
 from polyturn.core.errors import ConfigError, ToolError
 from polyturn.serving.auth import ServerRules, guarded
 from polyturn.serving.listen import http_config
-from polyturn.serving.mcp import ToolServer, _Shares
+from polyturn.serving.mcp import ToolServer
 from polyturn.tools.base import BaseTool
 from polyturn.tools.mcp_client import list_tools
 from polyturn.tools.mcp_connection import McpServer
@@ -214,44 +214,3 @@ def test_options_that_do_not_go_together_are_refused(arguments: list[str], messa
     refused = CliRunner().invoke(command_line, ["serve", *given])
     assert isinstance(refused.exception, ConfigError)
     assert message in str(refused.exception)
-
-
-class Sessions:
-    """Gives every request without a session a new one."""
-
-    num = 0
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.num += 1
-        name = f"s{self.num}".encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"mcp-session-id", name)]})
-        await send({"type": "http.response.body", "body": b""})
-
-
-def ask(app: Any, client: str, *, method: str = "POST", session: str | None = None) -> tuple[int, str]:
-    said: list[Any] = []
-
-    async def send(message: Any) -> None:
-        said.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b""}
-
-    headers = [] if session is None else [(b"mcp-session-id", session.encode())]
-    asyncio.run(app({"type": "http", "method": method, "client": (client, 1), "headers": headers}, receive, send))
-    return said[0]["status"], dict(said[0]["headers"]).get(b"mcp-session-id", b"").decode()
-
-
-def test_client_holds_no_more_than_its_share_of_the_sessions() -> None:
-    now = [0.0]
-    app = _Shares(Sessions(), idle_s=60.0, max_of_one=2, clock=lambda: now[0])
-    first = ask(app, "10.0.0.1")[1]
-    assert ask(app, "10.0.0.1")[0] == 200
-    assert ask(app, "10.0.0.1")[0] == 429
-    assert ask(app, "10.0.0.2")[0] == 200
-    assert ask(app, "10.0.0.1", session=first)[0] == 200, "a session that it has is answered"
-    assert ask(app, "10.0.0.1", method="DELETE", session=first)[0] == 200
-    assert ask(app, "10.0.0.1")[0] == 200
-    assert ask(app, "10.0.0.1")[0] == 429
-    now[0] = 61.0  # all of them were silent, and are over
-    assert ask(app, "10.0.0.1")[0] == 200

@@ -130,10 +130,10 @@ def test_weights_by_another_way_are_refused_by_name(server: str, path: str):
     ("body", "says"),
     [
         (b"{", "not JSON"),
-        (b'{"infer_requests": 3}', "list of requests"),
+        (b'{"infer_requests": 3}', "must be a list (requests, each an object with `messages`)"),
         (b'{"infer_requests": [], "request_config": {"n": 2}}', "request_config.n is 2"),
         (b'{"infer_requests": [], "request_config": {"temprature": 1}}', "temperature"),
-        (b'{"infer_requests": [], "timeout_s": -1}', "positive"),
+        (b'{"infer_requests": [], "timeout_s": -1}', "timeout_s is -1"),
     ],
 )
 def test_wrong_request_is_refused_by_name(server: str, body: bytes, says: str):

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from polyturn.serving.sandbox import SandboxService, create_app
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.serving.sandbox import Program, SandboxService, create_app
 
 WITHIN_S = 60
 
@@ -55,14 +55,14 @@ async def is_running(sandboxes: list[Endless]) -> None:
 
 
 async def test_cancelled_program_is_stopped_and_frees_its_slot(service: SandboxService, sandboxes: list[Endless]) -> None:
-    running = asyncio.create_task(service.run({"code": "endless"}))
+    running = asyncio.create_task(service.run(Program(code="endless")))
     await is_running(sandboxes)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert sandboxes[0].stopped.is_set()
     async with asyncio.timeout(WITHIN_S):
-        result = await service.run({"code": "quick"})
+        result = await service.run(Program(code="quick"))
     assert result is not None
     assert result.status == "exit"
 
@@ -89,6 +89,6 @@ async def test_client_that_leaves_ends_its_program(service: SandboxService, sand
         asking = asyncio.create_task(client.post("/run_code", json={"code": "endless"}, timeout=WITHIN_S))
         await is_running(sandboxes)
         has_left.set()
-        reply = await asking
-    assert reply.status_code == 499
+        with pytest.raises(AssertionError):  # of httpx: there is no answer
+            await asking
     assert sandboxes[0].stopped.is_set()

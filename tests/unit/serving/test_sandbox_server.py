@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from polyturn.sandbox.python.limits import SandboxLimits
 from polyturn.serving.sandbox import SandboxService, create_app
 from polyturn.tools.http_service import ServiceReply
-from polyturn.tools.python_sandbox import SandboxLimits
 from polyturn.tools.sandbox import read_reply
 from support.isolated import need_isolation, start_sandbox
 
@@ -53,13 +53,14 @@ async def test_ends_of_a_program_are_told_apart(body: dict[str, Any], status: st
     [
         (b"[" * 100_000, "JSON"),
         ([], "JSON object"),
-        ({"code": 1}, "`code`"),
+        ({"code": 1}, "code is 1"),
+        ({}, "code is missing"),
         ({"code": "", "memory_limit_MB": "1G"}, "memory_limit_MB is '1G'"),
         ({"code": "", "language": "rust"}, "language is 'rust'"),
         ({"code": "", "run_timeout": -1}, "run_timeout is -1"),
         ({"code": "", "stdin": 5}, "stdin"),
         ({"code": "", "files": {"a": 1}}, "base64"),
-        ({"code": "", "fetch_files": "a"}, "list of names"),
+        ({"code": "", "fetch_files": "a"}, "must be a list (names of files"),
         ({"code": "", "fetch_files": ["a"] * 257}, "256"),
     ],
 )

@@ -43,8 +43,8 @@ def rollout(rules: ServerRules) -> Any:
 
 
 def sandbox(rules: ServerRules) -> Any:
+    from polyturn.sandbox.python.limits import SandboxLimits
     from polyturn.serving.sandbox import SandboxService, create_app
-    from polyturn.tools.python_sandbox.limits import SandboxLimits
 
     def start() -> Any:
         raise AssertionError("nothing here runs a program")

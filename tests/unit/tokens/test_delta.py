@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from polyturn.cli.markers import add_template_markers
 from polyturn.core.errors import ConfigError, TemplateError
 from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.markers import add_template_markers
 from support.refusals import refuses
 
 CODEC = Codec(tiny_tokenizer())

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from polyturn.cli.markers import add_template_markers
 from polyturn.core.errors import TemplateError
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec, load_codec
-from polyturn.tokens.markers import add_template_markers
 from polyturn.tokens.probe import TemplateProbe, dialogues, probe_template
 from support.cases import each
 from support.refusals import refuses

@@ -8,7 +8,8 @@ from polyturn.core.messages import Message, Origin, ToolCall
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.sanity import KINDS, check, differences, refused
+from polyturn.tokens.sanity import KINDS, check_mode, differences, refused
+from support.differences import check
 from support.refusals import refuses
 
 CODEC = Codec(tiny_tokenizer())
@@ -84,10 +85,12 @@ def test_first_difference_comes_with_place_and_context() -> None:
     assert "wrong" in found.full
 
 
-def test_modes_pass_over_strippable_or_all_differences() -> None:
-    assert kind("a", "b", "off") is None
-    assert kind("a", "b", "disable") is None
-    refuses(lambda: kind("a", "b", "stric"), ConfigError, "'strict'")
+def test_unknown_mode_comes_with_the_closest_one() -> None:
+    assert [check_mode(mode) for mode in ("strict", "off", "disable")] == ["strict", "off", "off"]
+    refuses(lambda: check_mode("stric"), ConfigError, "'strict'")
+
+
+def test_lenient_mode_passes_over_strippable_differences() -> None:
     assert kind("a  b", "a b", "ignore_strippable") is None
     assert kind("a  b", "a b c", "ignore_strippable") == "other"
     held, full = HEAD + "a  b" + TAIL + "\n<|im_start|>user\nx", HEAD + "a b" + TAIL + "\n<|im_start|>user\ny"

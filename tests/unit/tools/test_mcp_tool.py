@@ -19,12 +19,11 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.testing import check_tool
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.episode_tools import EpisodeTools
-from polyturn.tools.mcp import MCPBaseTool, MCPSearchTool, Pace
+from polyturn.tools.mcp import MCPBaseTool, MCPSearchTool
 from polyturn.tools.mcp_connection import McpLimits, McpServer
 from polyturn.tools.registry import initialize_tools_from_config
 from polyturn.tools.toolbox import Toolbox
 from support.tools_parts import Held, until
-from support.virtual_time import run_virtual
 
 pytestmark = pytest.mark.timeout(300)  # processes start, and a busy machine takes long to import what they need
 
@@ -115,14 +114,3 @@ async def test_mcp_tool_keeps_the_contract_of_tools(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("polyturn.testing.suites.common.LONGEST_BLOCK_S", 50.0)  # a busy machine holds the loop up
     (tool,) = raw_tools(McpServer("s", RAW, session="episode"), "count")
     await check_tool(tool, calls=[{}, {}, {}])
-
-
-def test_calls_are_let_through_evenly() -> None:
-    async def times() -> list[float]:
-        pace, at = Pace(4), []
-        for _ in range(4):
-            await pace.wait()
-            at.append(asyncio.get_running_loop().time())
-        return at
-
-    assert run_virtual(times()) == [0.0, 0.25, 0.5, 0.75]

@@ -19,12 +19,15 @@ import pytest
 import yaml
 
 from polyturn.core.errors import ConfigError, ToolError
-from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool, interpreter, standstill
-from polyturn.tools.python_sandbox.cgroup import make_group
-from polyturn.tools.python_sandbox.fusion import reply_of
-from polyturn.tools.python_sandbox.interpreter import MAX_FETCHED_BYTES, Interpreter
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python, require_isolation
-from polyturn.tools.python_sandbox.seccomp import filter_program
+from polyturn.sandbox.python import interpreter, standstill
+from polyturn.sandbox.python.cgroup import make_group
+from polyturn.sandbox.python.fusion import reply_of
+from polyturn.sandbox.python.interpreter import MAX_FETCHED_BYTES, Interpreter
+from polyturn.sandbox.python.isolation import Isolation, bare_python, require_isolation
+from polyturn.sandbox.python.limits import SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
+from polyturn.sandbox.python.seccomp import filter_program
+from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.registry import initialize_tools_from_config
 from support.benchmark import load_benchmark
 from support.isolated import need_isolation, start_sandbox
@@ -101,7 +104,7 @@ def test_attempts_in_an_ordinary_users_sandbox_are_contained() -> None:
 
 
 def test_code_is_refused_where_bubblewrap_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyturn.tools.python_sandbox.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
+    monkeypatch.setattr("polyturn.sandbox.python.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
     refuses(lambda: PythonSandbox({}), ConfigError, "no bubblewrap", "allow_unsafe")
     assert require_isolation(allow_unsafe=True) is Isolation.NONE
 
@@ -268,7 +271,7 @@ while os.getpid() in (first, second) or not (first and second):
 
 def test_sandbox_that_does_not_stand_still_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = start_sandbox(timeout_s=TIMEOUT_S)
-    monkeypatch.setattr("polyturn.tools.python_sandbox.interpreter.stand_still", lambda first: False)
+    monkeypatch.setattr("polyturn.sandbox.python.interpreter.stand_still", lambda first: False)
     result = sandbox.run("print(1)")
     assert (result.status, result.stdout, result.is_alive, sandbox.is_alive) == ("ok", "1\n", False, False)
 

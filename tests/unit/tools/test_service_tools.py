@@ -17,6 +17,7 @@ from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.sandbox import SandboxFusionTool
 from polyturn.tools.search import SearchTool
 from polyturn.tools.toolbox import Toolbox
+from polyturn.tools.zoom import ImageZoomInTool
 from support.refusals import refuses
 from support.services import serve
 
@@ -166,13 +167,26 @@ def test_schema_keeps_every_keyword() -> None:
         (SearchTool, {}, "'retrieval_service_url'"),
         (SearchTool, {"retrieval_service_url": "http://a/", "index": "a"}, "not both"),
         (SearchTool, {"retrieval_service_url": "localhost:8000"}, "'localhost:8000'"),
-        (SearchTool, {"retrieval_service_url": "http://a/", "timeout": 0}, "timeout 0"),
+        (SearchTool, {"retrieval_service_url": "http://a/", "timeout": 0}, "timeout is 0"),
         (SearchTool, {"retrieval_service_url": "http://a/", "topk": 0}, "topk is 0"),
+        (SearchTool, {"retrieval_service_url": "http://a/", "top_k": 5}, "'topk'"),
+        (SearchTool, {"retrieval_service_url": "http://a/", "token": 7}, "token"),
         (SandboxFusionTool, {}, "sandbox_fusion_url"),
+        (SandboxFusionTool, {"sandbox_fusion_url": "http://a/", "default_timeuot": 5}, "'default_timeout'"),
+        (ImageZoomInTool, {"num_worker": 5}, "'num_workers'"),
+        (ImageZoomInTool, {"rate_limit": 0}, "rate_limit is 0"),
     ],
 )
 def test_config_that_cannot_work_is_refused(tool: Any, config: dict[str, Any], message: str) -> None:
     refuses(lambda: tool(config), ConfigError, message)
+
+
+@pytest.mark.parametrize("tool", [SearchTool, SandboxFusionTool, ImageZoomInTool])
+def test_subclass_may_read_further_keys(tool: Any) -> None:
+    url = {SearchTool: "retrieval_service_url", SandboxFusionTool: "sandbox_fusion_url"}.get(tool)
+    config = {"rate_limit": 7, "enable_global_rate_limit": True, "type": "native", **({url: "http://a/"} if url else {})}
+    assert type("Mine", (tool,), {})({**config, "mine": 1}).config["mine"] == 1
+    refuses(lambda: tool({**config, "mine": 1}), ConfigError, "'mine'")
 
 
 # ---- sandbox --------------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from polyturn.tools.schema import (
-    OpenAIFunctionCallSchema,
-    OpenAIFunctionParsedSchema,
     OpenAIFunctionPropertySchema,
     OpenAIFunctionToolSchema,
     ToolResponse,
@@ -50,15 +48,6 @@ def test_unnamed_keys_take_no_part_in_equality() -> None:
     assert OpenAIFunctionPropertySchema(type="array") != OpenAIFunctionPropertySchema(type="string")
     other = {**RAW, "function": {**RAW["function"], "parameters": {"type": "object", "properties": {}, "required": []}}}
     assert OpenAIFunctionToolSchema(**RAW) != OpenAIFunctionToolSchema(**other)
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "is_bad"), [('{"a": 1}', {"a": 1}, False), ("{a", {}, True), ("[1]", {}, True)]
-)
-def test_parsed_call_is_read(text: str, arguments: dict, is_bad: bool) -> None:
-    parsed = OpenAIFunctionParsedSchema(name="f", arguments=text)
-    call, bad = OpenAIFunctionCallSchema.from_openai_function_parsed_schema(parsed)
-    assert (call.name, call.arguments, bad) == ("f", arguments, is_bad)
 
 
 def test_response_knows_what_it_holds() -> None:

@@ -14,14 +14,16 @@ import polyturn
 from polyturn.core.errors import ToolConnectionError, ToolUnavailableError
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.rollout.run_episode import run_episode
+from polyturn.sandbox.python.interpreter import Interpreter, SandboxStartError
+from polyturn.sandbox.python.isolation import Isolation, bare_python
+from polyturn.sandbox.python.limits import SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.tools import python_sandbox
 from polyturn.tools.base import BaseTool
 from polyturn.tools.breaker import BreakerSettings
 from polyturn.tools.options import ToolOptions
-from polyturn.tools.python_sandbox import PythonSandbox, SandboxLimits, WarmPool
-from polyturn.tools.python_sandbox import tool as sandbox_tool
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.isolation import Isolation, bare_python
+from polyturn.tools.python_sandbox import PythonSandbox
 from polyturn.tools.toolbox import Toolbox
 from polyturn.training.rollout_metrics import rollout_metrics
 from support.refusals import refuses
@@ -54,7 +56,7 @@ async def test_sandbox_that_cannot_be_started_fails_the_trajectory(monkeypatch: 
     def refuses(*args: Any, **kwargs: Any) -> Interpreter:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(sandbox_tool, "Interpreter", refuses)
+    monkeypatch.setattr(python_sandbox, "Interpreter", refuses)
     tool = PythonSandbox({"warm": 0, "allow_unsafe": True})
     trajectory = await play(Toolbox([tool], PATIENT), tool.name)
     assert trajectory.is_failed

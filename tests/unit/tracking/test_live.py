@@ -15,7 +15,8 @@ from polyturn.core.lifecycle import EpisodeState
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.testing.episodes import scripted_context, task
-from polyturn.tracking.live import LiveStatus, sparkline
+from polyturn.tracking.console import Progress, sparkline
+from polyturn.tracking.live import LiveStatus
 from polyturn.training.observer import RunObserver
 
 STEP = {
@@ -59,29 +60,31 @@ def test_status_shows_figures_and_time_left():
     live = LiveStatus(100, terminal()[0])
     for step in (11, 12):
         live.step(step, STEP | {"rollout/success": 0.04 * step + 0.04}, eta="4m32s")
-    live.advance("rollout", 256)
+    progress = Progress("rollout", 256)
+    progress.advance()
+    live.show(progress)
     live.stop()
     text = drawn(live)
     for part in ("step 12/100", "12 %", "eta 4m32s", "success 0.520 ▁█", "reward 0.610", "4,060 tokens/s", "turns 2.30"):
         assert part in text, part
-    assert "tool errors 1.2 %" in text and "rollout 1 of 256" in text
+    assert "tool errors 1.2 %" in text and "rollout: 1 of 256" in text
 
 
 def test_phase_that_counts_nothing_shows_its_seconds():
     now = 3.0
-    live = LiveStatus(100, terminal()[0], clock=lambda: now)
-    live.begin("training", None)
+    live = LiveStatus(100, terminal()[0])
+    live.show(Progress("training", clock=lambda: now))
     live.stop()
     now = 15.0
-    assert "training 12s" in drawn(live)
+    assert "training: 12s" in drawn(live)
 
 
 def test_status_shows_what_episodes_do_now():
     live = LiveStatus(100, terminal()[0])
-    live.running = running = Counter({EpisodeState.GENERATING: 9, EpisodeState.TOOL_CALLING: 2})
-    live.begin("rollout", 256)
+    running = Counter({EpisodeState.GENERATING: 9, EpisodeState.TOOL_CALLING: 2})
+    live.show(Progress("rollout", 256, running=running))
     live.stop()
-    assert "rollout 0 of 256; 9 generate, 2 call tools" in drawn(live)
+    assert "rollout: 0 of 256, 0s so far; 9 generate, 2 call tools" in drawn(live)
     running[EpisodeState.TOOL_CALLING], running[EpisodeState.INTERACTING] = 0, 4
     assert "9 generate, 4 wait for an interaction" in drawn(live)
 

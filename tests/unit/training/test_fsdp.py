@@ -18,10 +18,9 @@ from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, RankLostError
 from polyturn.core.metrics import Mean, Sum
 from polyturn.engines.weight_transport import TensorKind
-from polyturn.training.backend import Degrees
 from polyturn.training.fsdp import Sharded
 from polyturn.training.lora import add_lora
-from polyturn.training.options import LoraSettings
+from polyturn.training.options import Degrees, LoraSettings
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import RankedBackend, merge_ranks
 from polyturn.training.shards import require_same_shapes

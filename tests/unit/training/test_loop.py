@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,7 @@ class Rig:
             engine=EngineLink(
                 channel=SharedWeights(context.engine),
                 busy_s=lambda: 0.0,
+                closed=self.closed,
                 sleep=self.sleep if sleeps else None,
                 thread=thread,
             ),
@@ -203,6 +205,12 @@ class Rig:
             observer=self.observer,
             clock=clock,
         )
+
+    @contextlib.asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        self.events.append(("closed",))
+        yield
+        self.events.append(("opened",))
 
     async def sleep(self) -> None:
         self.events.append(("sleep", self.version))
@@ -244,6 +252,12 @@ def test_step_without_staleness_generates_trains_publishes(tmp_path: Path):
         assert all(s.old_logprobs is None for s in batch), "the policy is still the one that sampled: nothing to score"
     assert rig.of("score") == []
     assert [rig.observer.metrics[s]["buffer/staleness"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_requests_are_held_back_while_weights_are_published(tmp_path: Path):
+    rig = Rig(tmp_path).run()
+    order = [e[0] for e in rig.of("optim_step", "closed", "weights", "opened")]
+    assert order == ["weights", *["optim_step", "closed", "weights", "opened"] * 3]
 
 
 @pytest.mark.parametrize(("max_staleness", "begins"), [(0, True), (1, False)])
@@ -335,6 +349,23 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
     best = rig.checkpoints.best()
     assert best is not None and rig.checkpoints.load(best)["policy"]["steps"] == 2
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000002", "step-000005"]
+
+
+@pytest.mark.parametrize(("export", "exported"), [("all", [0, 1, 2, 3, 4]), ("best", [0, 2, 4]), ("last", [4])])
+def test_model_is_exported_with_the_wanted_checkpoints(tmp_path: Path, export: str, exported: list[int]):
+    rig = Rig(
+        tmp_path,
+        is_right=right_in_evaluations_of({2: 3}),
+        eval_sets=("greedy",),
+        eval_every=1,
+        checkpoint_every=1,
+        steps=4,
+        keep=9,
+        export=export,
+    ).run()
+    assert [int(p.parent.name[-6:]) for p in sorted(tmp_path.glob("step-*/model"))] == exported
+    best = rig.checkpoints.best()
+    assert best is not None and best.name == "step-000002" and len([*tmp_path.glob("step-*")]) == 5
 
 
 @pytest.mark.parametrize(("good", "best"), [({0: 3, 1: 1, 2: 1}, 0), ({0: 0, 1: 1, 2: 2}, 2)])

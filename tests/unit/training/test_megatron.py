@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from polyturn.core.errors import ConfigError
-from polyturn.training.backend import Degrees
 from polyturn.training.lora import add_lora
 from polyturn.training.megatron.weights import entries, require_split, source_rows
-from polyturn.training.options import LoraSettings
+from polyturn.training.options import Degrees, LoraSettings
 from polyturn.training.shards import box_of
 from support.models import tiny_model
 from support.rank_matrix import judge, names_of

@@ -10,8 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from polyturn.engines.weight_transport import BUCKET_BYTES
-from polyturn.training.backend import Degrees
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes, sync_seconds
+from polyturn.training.options import Degrees
 from support.models import tiny_model
 from support.ranks import results_of_ranks
 

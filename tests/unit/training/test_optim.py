@@ -46,6 +46,24 @@ def test_only_matrices_decay():
     assert net.norm.tolist() == [1.0, 1.0]
 
 
+def test_offloaded_optimizer_takes_the_same_steps():
+    nets = [Net().to(torch.bfloat16) for _ in range(2)]
+    optimizers = [Optimizer(net, OptimSettings(lr=0.01, offload=net is nets[1])) for net in nets]
+    for value in (0.5, -2.0, 3.0):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            for _ in range(2):  # two micro-batches
+                set_grad(net, value)
+                optimizer.collect()
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    kept = [tensor for tensors in optimizers[1].sections().values() for tensor in tensors.values()]
+    assert kept and all(tensor.device.type == "cpu" for tensor in kept)
+
+
+def test_offload_without_masters_is_refused():
+    refuses(lambda: Optimizer(Net(), OptimSettings(offload=True)), ConfigError, "offload", "float32")
+
+
 def test_step_is_adam_and_reports_the_norm():
     """The first step of Adam moves by lr against the sign, whatever the size of the gradient (Kingma and Ba 2015)."""
     net = Net()

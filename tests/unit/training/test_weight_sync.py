@@ -21,7 +21,7 @@ from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.ranked import GatheredWeights
-from polyturn.training.weight_sync import WeightSync
+from polyturn.training.weight_sync import SharedGpus, WeightSync
 from support.refusals import refuses_later
 from support.weight_server import NORM, ChecksumServer, WeightLink, WeightServer, probe, sending_pool, weight_policy
 
@@ -109,6 +109,46 @@ async def test_adapter_is_proved_part_by_part():
             await WeightSync(WithAdapter(model, keeps=part), policy, probe(), **options).start(0)
 
 
+class Sleepy(WeightServer):
+    """A server on the trainer's GPU that loses weights in its sleep: what it is sent meanwhile, or all new ones."""
+
+    def __init__(self, policy, *, fault=""):
+        super().__init__(policy)
+        self.fault = fault
+        self.log = []
+
+    async def sleep(self):
+        self.log.append("sleep")
+
+    async def update_weights(self, version, *, weights=None):
+        wakes = self.log[-1:] == ["sleep"]
+        self.log.append("weights")
+        if wakes and self.fault == "loses the update":  # its memory was released and is empty
+            weights = {name: torch.zeros_like(value) for name, value in weights.items()}
+        elif wakes and self.fault == "keeps old weights":
+            weights = None
+        await self.engine.update_weights(version, weights=weights)
+
+
+def shared_gpus(server, policy):
+    pool = EnginePool([server])
+    return SharedGpus(WeightSync(pool, policy, probe()), pool, policy.backend)
+
+
+async def test_canary_wakes_servers_that_sleep():
+    policy = weight_policy()
+    report = await shared_gpus(server := Sleepy(policy), policy).start(0)
+    assert report.canary < report.smallest_effect / 4
+    assert server.log == ["weights", "sleep", "weights", "sleep", "weights"]
+
+
+@pytest.mark.parametrize("fault", ["loses the update", "keeps old weights"])
+async def test_server_that_wakes_without_new_weights_ends_the_start(fault):
+    policy = weight_policy()
+    channel = shared_gpus(Sleepy(policy, fault=fault), policy)
+    await refuses_later(lambda: channel.start(0), EngineError, "replica 0", "did not arrive", "engine.update")
+
+
 async def test_later_sync_that_does_not_arrive_ends_the_run():
     policy = weight_policy()
     engine = WeightServer(policy)
@@ -183,7 +223,7 @@ async def test_server_that_goes_wrong_or_is_lost_is_left_out(fault, caplog):
     assert await sync.publish(1) <= 3 * sync.noise
     assert [replica.is_live for replica in pool.replicas] == [True, False]
     assert "replica 1 is left out" in caplog.text
-    pool.leave(pool.replicas[0])
+    engines[0].is_lost = engines[1].is_lost = True
     await refuses_later(lambda: sync.publish(2), EngineError, "version 2")
 
 

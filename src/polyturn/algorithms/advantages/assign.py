@@ -45,7 +45,7 @@ def assign_advantages(
         min_members: Smallest group that can teach (`members_needed`), at least the estimator's `min_group`. The trajectories
             of a smaller group, or of an agent that appears in fewer of them, get 0 and are left out of the statistics.
         has_scored: Whether earlier steps had the scores or states of turns that the estimator needs. Then a step without any
-            is no error, and its turns count as not scored.
+            is not an error, and its turns count as not scored.
         state: The state of an estimator that declares `keeps_state`, which it changes; None starts with an empty state.
 
     Raises:

@@ -14,10 +14,11 @@ import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
@@ -208,7 +209,16 @@ def stream(samples: Sequence[TrainSample]) -> Stream:
     return Stream(sample_N[order], token_N[order], turn_N[order])
 
 
-Outcome = Literal["rest", "add", "ignore", "end"]
+# Annotations of arguments that several estimators have: ranges and descriptions of the keys of `algorithm.advantage`.
+Epsilon = Annotated[float, Field(ge=0, description="Added to the divisor.")]
+NormByStd = Annotated[
+    bool,
+    Field(description="Divide the group's advantages by their standard deviation; false makes grpo Dr. GRPO."),
+]
+TurnDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per turn.")]
+Outcome = Annotated[
+    Literal["rest", "add", "ignore", "end"], Field(description="The combination of the reward and the scores of turns.")
+]
 """How a trajectory's reward and the scores of its turns make the reward of each turn.
 
 rest      its score; the last turn also gets the rest of the trajectory's reward, so that all rewards sum to it
@@ -216,7 +226,7 @@ add       its score; the last turn also gets the trajectory's reward
 ignore    its score
 end       nothing; the last turn gets the trajectory's reward
 """
-OUTCOMES: tuple[str, ...] = get_args(Outcome)
+OUTCOMES: tuple[str, ...] = get_args(get_args(Outcome)[0])
 
 
 def turn_rewards(member: MemberView, outcome: Outcome) -> NDArray[np.float64]:

@@ -10,14 +10,17 @@ import fnmatch
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from polyturn.algorithms.advantages.base import (
     OUTCOMES,
     BatchAdvantages,
+    Epsilon,
     GroupView,
+    NormByStd,
     Outcome,
     centred,
     declare,
@@ -34,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 @declare(scope="batch")
 def reinforce_plus_plus(
-    batch: Sequence[GroupView], *, gamma: float = 1.0, outcome: Outcome = "end", eps: float = 1e-8
+    batch: Sequence[GroupView],
+    *,
+    eps: Epsilon = 1e-8,
+    gamma: Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, per token.")] = 1.0,
+    outcome: Outcome = "end",
 ) -> BatchAdvantages:
     """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
 
@@ -56,7 +63,7 @@ def reinforce_plus_plus(
 
 
 @declare(scope="batch", min_group=2)
-def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-8) -> BatchAdvantages:
+def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: Epsilon = 1e-8) -> BatchAdvantages:
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
 
     A = (r - mean of the group - mean) / sqrt(var + eps), with the outer mean and var over tokens. Source: Hu et al. 2025
@@ -66,7 +73,11 @@ def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: float = 1e-
 
 
 @declare(scope="batch", min_group=2)
-def gpg(batch: Sequence[GroupView], *, f_norm: float = 1.0) -> BatchAdvantages:
+def gpg(
+    batch: Sequence[GroupView],
+    *,
+    f_norm: Annotated[float, Field(gt=0, description="The divisor of the differences.")] = 1.0,
+) -> BatchAdvantages:
     """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
 
     alpha = B / (B - M), with B the number of trajectories in the batch and M the number in groups of equal rewards, whose
@@ -99,7 +110,12 @@ def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
 
 
 @declare(scope="batch", keeps_state=True)
-def rae(batch: Sequence[GroupView], *, state: dict[str, Any], decay: float = 0.95) -> BatchAdvantages:
+def rae(
+    batch: Sequence[GroupView],
+    *,
+    state: dict[str, Any],
+    decay: Annotated[float, Field(ge=0, lt=1, description="Weight of the old mean when rewards are added.")] = 0.95,
+) -> BatchAdvantages:
     """Subtract a running mean of the rewards of the same game and role: A = r - b, then b <- decay b + (1 - decay) r.
 
     A game is the task's data source, and a role is an agent with a separate reward. All rewards of a step are compared with
@@ -118,8 +134,14 @@ def rae(batch: Sequence[GroupView], *, state: dict[str, Any], decay: float = 0.9
     return spread(batch, scalars)
 
 
+_Within = Annotated[
+    tuple[str, ...],
+    Field(description="Names of agents, with wildcards, that are compared within their trajectory; null takes solver*."),
+]
+
+
 @declare(scope="batch")
-def hierarchical_grpo(batch: Sequence[GroupView], *, within: Sequence[str] = ("solver*",)) -> BatchAdvantages:
+def hierarchical_grpo(batch: Sequence[GroupView], *, within: _Within = ("solver*",)) -> BatchAdvantages:
     """Centre rewards among agents that did the same work: A = r - mean of the peers.
 
     Agents whose names match a pattern of `within` (`fnmatch`) are compared with the other matching agents of their
@@ -156,10 +178,12 @@ _RARE = ("interaction", "turns", "overlong")
 def gdpo(
     batch: Sequence[GroupView],
     *,
-    weights: Mapping[str, float] | None = None,
-    norm_by_std: bool = True,
-    whiten_batch: bool = True,
-    eps: float = 1e-6,
+    eps: Epsilon = 1e-6,
+    norm_by_std: NormByStd = True,
+    weights: Annotated[
+        Mapping[str, float] | None, Field(description="Weight of each named score; null takes those of the reward.")
+    ] = None,
+    whiten_batch: Annotated[bool, Field(description="Normalise the sum over the batch.")] = True,
 ) -> BatchAdvantages:
     """Normalise each reward component by itself, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
 

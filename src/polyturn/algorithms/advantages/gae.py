@@ -11,10 +11,11 @@ no values and rewards here, so the critic's output at observations has no effect
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from polyturn.algorithms.advantages.base import (
     BatchAdvantages,
@@ -22,6 +23,7 @@ from polyturn.algorithms.advantages.base import (
     MemberView,
     Outcome,
     Stream,
+    TurnDiscount,
     declare,
     discounted,
     rewards_at_ends,
@@ -31,16 +33,19 @@ from polyturn.algorithms.advantages.base import (
 from polyturn.algorithms.advantages.batch import check_outcome
 
 Numbers = NDArray[np.float64]
+_Gamma = Annotated[float, Field(ge=0, le=1, description="Discount of later rewards, per token; for turn_gae per turn.")]
+_Lam = Annotated[float, Field(ge=0, le=1, description="Weight of later steps, per token or turn like `gamma`.")]
+_Whiten = Annotated[bool, Field(description="Normalise over the step's trained tokens.")]
 
 
 @declare(scope="batch", needs_values=True)
 def gae(
     batch: Sequence[GroupView],
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: _Gamma = 1.0,
+    lam: _Lam = 1.0,
     outcome: Outcome = "rest",
-    whiten_batch: bool = True,
+    whiten_batch: _Whiten = True,
 ) -> BatchAdvantages:
     """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens only.
 
@@ -61,10 +66,10 @@ def gae(
 def turn_gae(
     batch: Sequence[GroupView],
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: _Gamma = 1.0,
+    lam: _Lam = 1.0,
     outcome: Outcome = "rest",
-    whiten_batch: bool = True,
+    whiten_batch: _Whiten = True,
 ) -> BatchAdvantages:
     """Estimate the advantage of each turn, with a whole completion as one action: the same recursion over turns.
 
@@ -91,12 +96,12 @@ def turn_gae(
 def bilevel_gae(
     batch: Sequence[GroupView],
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    turn_gamma: float = 1.0,
-    turn_lam: float = 1.0,
+    gamma: _Gamma = 1.0,
+    lam: _Lam = 1.0,
     outcome: Outcome = "rest",
-    whiten_batch: bool = True,
+    whiten_batch: _Whiten = True,
+    turn_gamma: TurnDiscount = 1.0,
+    turn_lam: Annotated[float, Field(ge=0, le=1, description="Weight of later turns.")] = 1.0,
 ) -> BatchAdvantages:
     """Estimate turns first, then the tokens within each, so that discounting tokens does not blur turns.
 

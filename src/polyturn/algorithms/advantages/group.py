@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from polyturn.algorithms.advantages.base import Rewards, centred, declare, on_weighted
+from polyturn.algorithms.advantages.base import Epsilon, NormByStd, Rewards, centred, declare, on_weighted
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import TrainingError
 from polyturn.core.sample import TrainSample
@@ -19,7 +21,9 @@ Samples = Sequence[Sequence[TrainSample]]
 
 
 @declare(min_group=2, only_compares=True)
-def grpo(rewards_G: Rewards, samples_G: Samples, *, norm_by_std: bool = True, eps: float = 1e-6) -> list[list[Floats]]:
+def grpo(
+    rewards_G: Rewards, samples_G: Samples, *, eps: Epsilon = 1e-6, norm_by_std: NormByStd = True
+) -> list[list[Floats]]:
     """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
 
     The standard deviation is the unbiased one (n - 1). A single member gets 0. Source: Shao et al. 2024 (DeepSeekMath),
@@ -69,7 +73,12 @@ def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 
 @declare(min_group=2, draws="k", only_compares=True)
 def grpo_passk(
-    rewards_G: Rewards, samples_G: Samples, *, k: int | None = None, norm_by_std: bool = True, eps: float = 1e-6
+    rewards_G: Rewards,
+    samples_G: Samples,
+    *,
+    eps: Epsilon = 1e-6,
+    norm_by_std: NormByStd = True,
+    k: Annotated[int | None, Field(ge=1, description="Number of tries; null is the whole group.")] = None,
 ) -> list[list[Floats]]:
     """Reward the best of k tries instead of the average one.
 
@@ -112,7 +121,7 @@ def grpo_passk(
 
 
 @declare(min_group=2, only_compares=True)
-def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: float = 1e-6) -> list[list[Floats]]:
+def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: Epsilon = 1e-6) -> list[list[Floats]]:
     """Divide by the mean instead of the spread: A = (r - mean) / (mean + eps), for rewards that are not negative.
 
     With rewards of 0 and 1 the mean is the success rate p, and dividing by it turns the gradient of p into that of log p:

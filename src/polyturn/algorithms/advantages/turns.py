@@ -9,15 +9,20 @@ All tokens of a turn get the same number. Turns follow one another in the order 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from polyturn.algorithms.advantages.base import (
     BatchAdvantages,
+    Epsilon,
     GroupView,
     MemberView,
+    NormByStd,
     Outcome,
+    TurnDiscount,
     centred,
     declare,
     on_turns,
@@ -31,11 +36,13 @@ from polyturn.algorithms.advantages.batch import check_outcome
 def return_to_go(
     batch: Sequence[GroupView],
     *,
-    gamma: float = 1.0,
+    eps: Epsilon = 1e-6,
+    norm_by_std: Annotated[
+        bool, Field(description="Divide the group's advantages by their standard deviation, which biases them.")
+    ] = False,
     outcome: Outcome = "rest",
-    baseline: bool = True,
-    norm_by_std: bool = False,
-    eps: float = 1e-6,
+    gamma: TurnDiscount = 1.0,
+    baseline: Annotated[bool, Field(description="Subtract the mean of the group's other members.")] = True,
 ) -> BatchAdvantages:
     """Credit each turn with the scores from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
 
@@ -63,10 +70,10 @@ def return_to_go(
 def mt_grpo(
     batch: Sequence[GroupView],
     *,
-    outcome_weight: float = 1.0,
+    eps: Epsilon = 1e-6,
+    norm_by_std: NormByStd = True,
     outcome: Outcome = "end",
-    norm_by_std: bool = True,
-    eps: float = 1e-6,
+    outcome_weight: Annotated[float, Field(description="Weight of the outcome relative to the turn.")] = 1.0,
 ) -> BatchAdvantages:
     """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
 
@@ -102,11 +109,11 @@ def mt_grpo(
 def gigpo(
     batch: Sequence[GroupView],
     *,
-    step_weight: float = 1.0,
-    gamma: float = 0.95,
+    eps: Epsilon = 1e-6,
+    norm_by_std: NormByStd = True,
     outcome: Outcome = "rest",
-    norm_by_std: bool = True,
-    eps: float = 1e-6,
+    step_weight: Annotated[float, Field(description="Weight of the comparison of turns.")] = 1.0,
+    gamma: TurnDiscount = 0.95,
 ) -> BatchAdvantages:
     """Compare trajectories in their group, and turns taken in the same state: A_k = E + step_weight S_k.
 

@@ -30,6 +30,7 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import Task
 from polyturn.infra.plugin_shape import has_parameter, num_positional, takes_any_keyword
+from polyturn.infra.run_sync import in_own_loop
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.rollout_protocol import MEDIA, RequestConfig, RolloutInferRequest, RolloutOutput
 
@@ -98,6 +99,7 @@ class SwiftScheduler(MultiTurnScheduler):
         self.shared = bool(self._class.shared)
         self._prototype: RolloutScheduler | None = None
         self._has_tried = False
+        self._is_checked = not overrides_batches(self._class)
         self._lives: dict[str, _Live] = {}
 
     def __copy__(self) -> SwiftScheduler:
@@ -124,17 +126,22 @@ class SwiftScheduler(MultiTurnScheduler):
                 context_managers.find(manager)
 
     def _check_batches(self, request: RolloutInferRequest) -> None:
-        """Try a user's own `async_infer` once, if its object can be created without a tokenizer."""
-        if not overrides_batches(self._class) or self._has_tried:
+        """Try a user's own `async_infer` once, if its object can be created without a tokenizer; else the first run does."""
+        if self._is_checked or self._has_tried:
             return
         self._has_tried = True
         if self._made is not None or not has_parameter(self._class, "tokenizer"):
-            refuse_groups(self._made or self._make(self._max_turns), request)
+            scheduler = self._made or self._make(self._max_turns)
+            self._is_checked = in_own_loop(lambda: refuse_groups(scheduler, request))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the user's scheduler to its end; its result determines what is trained."""
         scheduler, engine, config = self._for(episode)
-        live = self._lives[episode.id] = _Live(scheduler, to_request(episode.task, uuid=episode.id))
+        request = to_request(episode.task, uuid=episode.id)
+        if not self._is_checked:
+            self._is_checked = True
+            await refuse_groups(scheduler, request, engine=engine)
+        live = self._lives[episode.id] = _Live(scheduler, request)
         outputs: list[RolloutOutput] = []
         try:
             returned = await scheduler_run(scheduler, live.request, config)

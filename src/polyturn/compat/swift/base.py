@@ -16,7 +16,8 @@ import difflib
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
@@ -212,12 +213,28 @@ class RolloutScheduler(ABC):  # noqa: B024
     ) -> RolloutOutput | list[RolloutOutput]:
         """Run one turn."""
         assert self.infer_engine is not None
-        response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+        async with self._trajectory(infer_request):
+            response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
         choice = response.choices[0]
         turns = Turns()
         turns.add(choice, ids=None, mask=None, logprobs=None, goes_on=False)
         message = {"role": "assistant", "content": choice.message.content}
         return turns.output(response, messages=[*infer_request.messages, message], infos={"num_turns": 1})
+
+    @asynccontextmanager
+    async def _trajectory(self, request: RolloutInferRequest) -> AsyncIterator[None]:
+        """Call the hooks around a trajectory; inside an episode, the episode calls `on_trajectory_end`."""
+        error: BaseException | None = None
+        try:
+            await self._ask(self.on_trajectory_start, [request])
+            yield
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            if not isinstance(self.infer_engine, SchedulerEngine):
+                arguments = ([request], error)[: num_positional(self.on_trajectory_end)]
+                await self._ask(self.on_trajectory_end, *arguments)
 
     async def _ask(self, method: Any, *args: Any) -> Any:
         """Call a method that may be overridden by the user."""
@@ -257,28 +274,18 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
-        """Run a trajectory to its end; inside an episode, the episode calls `on_trajectory_end`."""
-        if isinstance(self.infer_engine, SchedulerEngine):
+        """Run a trajectory to its end."""
+        async with self._trajectory(infer_request):
             return await self._drive(infer_request, request_config, **kwargs)
-        error: BaseException | None = None
-        try:
-            return await self._drive(infer_request, request_config, **kwargs)
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            arguments = ([infer_request], error)[: num_positional(self.on_trajectory_end)]
-            await self._ask(self.on_trajectory_end, *arguments)
 
     async def _drive(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
-    ) -> RolloutOutput | list[RolloutOutput]:
+    ) -> RolloutOutput:
         engine, request, turns = self.infer_engine, infer_request, Turns()
         assert engine is not None
         infos: dict[str, Any] = {}
         response: ChatCompletionResponse | None = None
         current = 0
-        await self._ask(self.on_trajectory_start, [request])
         while True:
             if current == 0 and request.messages and request.messages[-1]["role"] == "assistant":
                 request.messages.pop()  # the row's own answer

@@ -29,12 +29,12 @@ from polyturn.compat.swift.args.arguments import (
     rollout_to_native,
     to_native,
 )
-from polyturn.compat.verl_config.compose import Composed
-from polyturn.compat.verl_config.paths import absolute
-from polyturn.compat.verl_config.translate import Translation
 from polyturn.config.load import Loaded, load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.parts import Section, arguments_of
+from polyturn.config.translate.paths import absolute
+from polyturn.config.translate.translation import Translation
+from polyturn.config.translate.tree import Composed
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.plugins import load_plugins
 

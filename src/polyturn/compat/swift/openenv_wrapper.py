@@ -10,13 +10,11 @@ and async code. A step is never repeated, so a lost connection ends its episode.
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import threading
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from polyturn.environments.openenv import OpenEnv, OpenEnvSession
+from polyturn.infra.run_sync import in_background
 
 _DEFAULT_URL = "http://localhost:8000"
 
@@ -61,18 +59,10 @@ class OpenEnvWrapper:
             _wait(session.close())
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all connections."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="polyturn-openenv", daemon=True).start()
-    return loop
-
-
 def _metadata(reply: Mapping[str, Any]) -> dict[str, Any]:
     metadata = reply.get("metadata")
     return dict(metadata) if isinstance(metadata, Mapping) else {}
 
 
 def _wait(work: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+    return in_background(work, thread="polyturn-openenv")

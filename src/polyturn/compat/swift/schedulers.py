@@ -86,25 +86,26 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
         request = infer_request
         outputs: list[RolloutOutput] = []
         assert self.infer_engine is not None
-        while True:
-            history = _without_reasoning(request.messages)
-            own_request = RolloutInferRequest(**{**vars(request), "messages": history})
-            response = await self.infer_engine.infer_async(own_request, request_config, **kwargs)
-            choice = response.choices[0]
-            message = {"role": "assistant", "content": choice.message.content}
-            request.messages.append(message)
-            turn = len(outputs) + 1
-            outputs.append(
-                RolloutOutput(
-                    response=response,
-                    messages=[*history, message],
-                    response_token_ids=choice.token_ids or [],
-                    rollout_infos={"num_turns": turn},
+        async with self._trajectory(request):
+            while True:
+                history = _without_reasoning(request.messages)
+                own_request = RolloutInferRequest(**{**vars(request), "messages": history})
+                response = await self.infer_engine.infer_async(own_request, request_config, **kwargs)
+                choice = response.choices[0]
+                message = {"role": "assistant", "content": choice.message.content}
+                request.messages.append(message)
+                turn = len(outputs) + 1
+                outputs.append(
+                    RolloutOutput(
+                        response=response,
+                        messages=[*history, message],
+                        response_token_ids=choice.token_ids or [],
+                        rollout_infos={"num_turns": turn},
+                    )
                 )
-            )
-            if await self._ask(self.check_finished, request, choice, turn):
-                return outputs
-            request = (await self._ask(self.step, request, choice, turn))["infer_request"]
+                if await self._ask(self.check_finished, request, choice, turn):
+                    return outputs
+                request = (await self._ask(self.step, request, choice, turn))["infer_request"]
 
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int

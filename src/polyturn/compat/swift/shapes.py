@@ -10,7 +10,6 @@ from typing import Any
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class
-from polyturn.infra.run_sync import in_own_loop
 from polyturn.serving.rollout_protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -52,11 +51,14 @@ def overrides_batches(cls: type[RolloutScheduler]) -> bool:
     return cls.async_infer is not RolloutScheduler.async_infer
 
 
-def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> None:
+async def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest, *, engine: Any = None) -> bool:
     """Refuse a scheduler whose `async_infer` needs the requests of a whole group, because an episode has one request.
 
     The check calls it with one request and with two equal ones, and a replaced `run` records them: an override that only
     prepares requests or reads outputs passes all of them on.
+
+    Returns:
+        Whether the check came to an end: it needed no attribute of a missing engine, and no completion.
 
     Raises:
         ConfigError: the method raises for a single request, or does not pass all requests to `run`.
@@ -72,16 +74,17 @@ def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest) -> 
             return RolloutOutput(response=response, messages=request.messages)
 
         trial: Any = copy.copy(scheduler)
-        trial.run, trial.infer_engine = run, _NoEngine()
+        trial.run, trial.infer_engine = run, _TrialEngine(engine)
         requests = [replace(copy.deepcopy(request), uuid=f"{request.uuid}-{number}") for number in range(num)]
         try:
-            in_own_loop(lambda: trial.async_infer(list(requests), RequestConfig()))  # noqa: B023
-        except _NeedsEngine:
-            return  # it can only be checked in the first episode
+            await trial.async_infer(list(requests), RequestConfig())
         except Exception as problem:
+            if isinstance(problem, _Samples) or (engine is None and isinstance(problem, AttributeError)):
+                return False
             raise _needs_group(scheduler, f"raises {one_line(problem)} with one request") from problem
         if noted != {one.uuid for one in requests}:
             raise _needs_group(scheduler, f"runs {len(noted)} of {num} equal requests")
+    return True
 
 
 def _needs_group(scheduler: RolloutScheduler, why: str) -> ConfigError:
@@ -91,15 +94,31 @@ def _needs_group(scheduler: RolloutScheduler, why: str) -> ConfigError:
     )
 
 
-class _NeedsEngine(AttributeError):
-    """Code needs an engine, which does not exist yet."""
+class _Samples(Exception):
+    """Code needs a completion, which the check does not sample."""
 
 
-class _NoEngine:
-    """Replaces the engine during the check."""
+class _TrialEngine:
+    """Replaces the engine during the check, with the attributes of the real one, if there is one."""
+
+    def __init__(self, engine: Any) -> None:
+        self._real = engine
+
+    @property
+    def engine(self) -> _TrialEngine:
+        """The engine itself."""
+        return self
+
+    async def infer_async(self, *_: Any, **__: Any) -> Any:
+        raise _Samples
 
     async def _batch_infer_stream(self, tasks: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
         return [await task for task in tasks]
 
     def __getattr__(self, name: str) -> Any:
-        raise _NeedsEngine(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *dir(self._real)]

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from polyturn.compat.verl.reward_loop import RewardManagerBase
 from polyturn.compat.verl.reward_manager import RawRewardFn, register, with_known_rewards
-from polyturn.rewards.default import default_compute_score
+from polyturn.compat.verl.reward_score import default_compute_score
 
 __all__ = ["AsyncTokenBucket", "RateLimitedRewardManager"]
 

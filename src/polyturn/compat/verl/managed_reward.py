@@ -14,7 +14,6 @@ Row managers (`run_single`) run in an event loop of this process.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -28,6 +27,7 @@ from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.compat.verl.reward_loop import RewardManagerBase
 from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
+from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
 from polyturn.compat.verl_config.convert_reward import MANAGER_S, NUM_PROCESSES
@@ -35,7 +35,7 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 from polyturn.infra.plugin_shape import lacks
 from polyturn.infra.plugins import import_attr
-from polyturn.rewards.default import default_compute_score
+from polyturn.infra.run_sync import in_background
 from polyturn.rewards.processes import Processes
 
 
@@ -88,10 +88,10 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
     async def make() -> RewardManagerBase:
         return cls(config=OmegaConf.create(config), **own)
 
-    manager = asyncio.run_coroutine_threadsafe(make(), _loop()).result()
+    manager = in_background(make(), thread="reward-managers")
 
     def judge(trajectory: Trajectory) -> dict[str, Any]:
-        result = asyncio.run_coroutine_threadsafe(manager.run_single(as_batch(trajectory)), _loop()).result()
+        result = in_background(manager.run_single(as_batch(trajectory)), thread="reward-managers")
         return {**(result.get("reward_extra_info") or {}), "score": float(result["reward_score"])}
 
     return judge
@@ -131,14 +131,6 @@ def _by_name(function: Any, processes: Processes) -> Callable[..., Any]:
         return processes(**{**bound, **dict(zip(signature.parameters, arguments.args, strict=False)), **arguments.kwargs})
 
     return call
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of row managers, which runs in its own thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward-managers", daemon=True).start()
-    return loop
 
 
 def as_batch(trajectory: Trajectory) -> DataProto:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from polyturn.rewards.math import last_boxed, last_boxed_only_string, remove_boxed
+from polyturn.compat.verl.math_reward import last_boxed_only_string, remove_boxed
+from polyturn.rewards.math import last_boxed
 from polyturn.rewards.math_dapo import ANSWER, INVALID, compute_score, normalize_final_answer
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 
 from polyturn.compat.verl.limited import TokenBucket
 from polyturn.core.errors import UnknownNameError, did_you_mean
-from polyturn.tools.mcp import Pace
+from polyturn.infra.aio import Pace
 from polyturn.tools.mcp_client import list_tools, read_servers
 from polyturn.tools.mcp_connection import McpServer
 from polyturn.tools.schema import OpenAIFunctionToolSchema

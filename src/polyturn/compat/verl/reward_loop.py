@@ -18,7 +18,7 @@ from typing import Any
 
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.reward_manager import RawRewardFn, register, texts
-from polyturn.rewards.default import default_compute_score
+from polyturn.compat.verl.reward_score import default_compute_score
 
 __all__ = ["NaiveRewardManager", "RewardLoopManagerBase", "RewardManagerBase", "register"]
 

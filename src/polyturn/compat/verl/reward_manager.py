@@ -24,9 +24,9 @@ import torch
 
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.import_utils import load_extern_object
+from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.infra.plugins import is_same_source
-from polyturn.rewards.default import default_compute_score
 
 logger = logging.getLogger(__name__)
 

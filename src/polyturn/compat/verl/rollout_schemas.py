@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
-from polyturn.tools.schema import OpenAIFunctionToolCall, ToolResponse
+from polyturn.compat.verl.tool_schemas import OpenAIFunctionToolCall
+from polyturn.tools.schema import ToolResponse
 
 BASE_CHAT_HISTORY = [
     {"role": "system", "content": "You are a helpful assistant."},

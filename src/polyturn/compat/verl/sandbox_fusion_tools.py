@@ -21,7 +21,6 @@ from polyturn.rewards.code import Sandbox
 from polyturn.tools import sandbox
 from polyturn.tools.http_service import ServiceReply
 from polyturn.tools.schema import ToolResponse
-from polyturn.tools.search import max_concurrent
 
 T = TypeVar("T")
 
@@ -55,10 +54,7 @@ def init_execution_pool(
     """
     if mode is not PoolMode.ThreadMode:
         raise NotImplementedError(f"a pool runs its functions in threads; {mode} is not offered")
-    limit = {"rate_limit": rate_limit} if enable_global_rate_limit else {"enable_global_rate_limit": False}
-    return ExecutionPool(
-        max_concurrent({"num_workers": num_workers, **limit}, num_workers=num_workers, rate_limit=rate_limit)
-    )
+    return ExecutionPool(min(num_workers, rate_limit) if enable_global_rate_limit else num_workers)
 
 
 class VerlSandboxFusionTool(sandbox.SandboxFusionTool):

@@ -12,11 +12,12 @@ from typing import Literal, NamedTuple
 
 from polyturn.cli.console import program
 from polyturn.cli.run_as import find_like
-from polyturn.compat.verl_config.compose import BASE, Composed, base_folder, compose_file, compose_name
-from polyturn.compat.verl_config.paths import absolute
+from polyturn.compat.verl_config.compose import BASE, base_folder, compose_file, compose_name
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
+from polyturn.config.translate.paths import absolute
+from polyturn.config.translate.tree import Composed
 from polyturn.core.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def train(tree: Composed, *, folder: Path | None, command: Sequence[str], resume
 
     quiet_transformers()
     source = ConfigSource(config=loaded.config, base=(folder or Path()).resolve())
-    when: bool | Literal["auto"] = "auto" if translation.resumes and not resume else resume
+    resumes = any((fate.key, fate.value) == ("trainer.resume_mode", "auto") for fate in translation.fates)
+    when: bool | Literal["auto"] = "auto" if resumes and not resume else resume
 
     def again(name: str) -> list[str]:
         renamed = [] if name == loaded.config.name else [f"+polyturn.name={name}"]

@@ -20,7 +20,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, leaves, refuse_backend
+from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, refuse_backend
 from polyturn.compat.verl_config.table import is_of_verl, table
 from polyturn.config.load import tell_repeated
+from polyturn.config.translate.tree import Composed, Unresolved, leaves
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
 
@@ -44,33 +44,6 @@ OF_VERL = Path("verl", "trainer", "config")
 """The tree's folder in a checkout of verl."""
 MAX_NAME = 200
 """Largest number of characters of a file's name; file systems allow about 250."""
-
-
-class Unresolved(str):
-    """The expression of a value that cannot be resolved; an error is raised only if the value is needed."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
-    """A whole, resolved tree."""
-
-    values: dict[str, Any]
-    """Plain data; values that cannot be resolved are `Unresolved`."""
-    origin: Mapping[str, str]
-    """Dotted key -> the file or override that wrote its value; without keys of the base."""
-
-    def where(self, key: str) -> str:
-        """Return " (in run.yaml)" for a written key or section, else ""."""
-        for at, origin in self.origin.items():
-            if at == key or at.startswith(f"{key}.") or key.startswith(f"{at}."):
-                return f" ({origin})"
-        return ""
-
-    def is_written(self, key: str) -> bool:
-        """Return whether a file or an override wrote the key or a key below it."""
-        return any(at == key or at.startswith(f"{key}.") for at in self.origin)
 
 
 def compose_file(path: Path, overrides: Sequence[str] = ()) -> Composed:

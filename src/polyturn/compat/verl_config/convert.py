@@ -22,10 +22,10 @@ from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.convert_optim import backend, megatron_schedule, optimizer, warmup
 from polyturn.compat.verl_config.convert_reward import module_of, placed, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
-from polyturn.compat.verl_config.source import Source
 from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.config.models import AlgorithmConfig
 from polyturn.config.schema import child, meant, takes_more
+from polyturn.config.translate.source import Source
 from polyturn.core.errors import did_you_mean, one_line
 from polyturn.core.task import NATIVE_AGENTS
 from polyturn.tokens.parsers import parsers

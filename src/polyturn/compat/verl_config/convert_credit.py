@@ -11,7 +11,7 @@ from polyturn.compat.verl_config.convert_loss import KL_ESTIMATORS
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.source import Source
+    from polyturn.config.translate.source import Source
 
 CONTROL = "algorithm.kl_ctrl"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.source import Source
+    from polyturn.config.translate.source import Source
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"

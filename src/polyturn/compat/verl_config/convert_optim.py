@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.source import Source
+    from polyturn.config.translate.source import Source
 
 ACTOR = "actor_rollout_ref.actor"
 STRATEGY = f"{ACTOR}.strategy"

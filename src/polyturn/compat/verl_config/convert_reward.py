@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.source import Source
+    from polyturn.config.translate.source import Source
 
 
 MANAGER = "reward_model.reward_manager"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from polyturn.compat.verl_config.source import Source
+    from polyturn.config.translate.source import Source
 
 KEEP_ALL = 1_000_000
 TRACKERS = {

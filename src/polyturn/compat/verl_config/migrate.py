@@ -11,12 +11,12 @@ from rich.table import Table
 
 from polyturn.cli.console import Output, command
 from polyturn.compat.verl_config.compose import compose_file
-from polyturn.compat.verl_config.document import fate_table
-from polyturn.compat.verl_config.paths import relative_to
 from polyturn.compat.verl_config.translate import translate
 from polyturn.config.load import load_values
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import default_tree
+from polyturn.config.translate.document import fate_table
+from polyturn.config.translate.paths import relative_to
 from polyturn.core.errors import ConfigError
 from polyturn.infra.writable import check_file_writable
 

@@ -6,7 +6,7 @@ Override.parse("+data.seed=1").apply(tree, origin)
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.table import table
+from polyturn.config.translate.tree import leaves
 from polyturn.core.errors import ConfigError
 
 BACKENDS = {
@@ -114,12 +115,3 @@ def refuse_backend(text: str, *, what: str) -> None:
                 f"{what}: {backend} and its keys do not exist here: start from ppo_trainer, use strategy fsdp, and leave "
                 f"out every {name} key"
             )
-
-
-def leaves(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and value of every leaf; empty mappings are leaves."""
-    if isinstance(values, Mapping) and values:
-        for key, inner in values.items():
-            yield from leaves(inner, (*path, str(key)))
-    else:
-        yield path, values

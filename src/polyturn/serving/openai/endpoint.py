@@ -31,7 +31,7 @@ from starlette.routing import Route
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.serving.auth import ServerRules, check_token
 from polyturn.serving.auth import guarded as guard_app
-from polyturn.serving.body import Refusal
+from polyturn.serving.body import Refusal, while_wanted
 from polyturn.serving.listen import bind, serving
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
@@ -44,7 +44,6 @@ from polyturn.serving.openai.http import (
     read_reward,
     readable,
     stream_answer,
-    while_wanted,
 )
 
 logger = logging.getLogger(__name__)

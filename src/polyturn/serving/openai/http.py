@@ -2,17 +2,15 @@
 
 BadRequest                              an error in the form that the client's library reads (`guarded`)
 a value of an unexpected type           a sentence without a stack trace (`readable`)
-a client that disconnects               the work for it is cancelled (`while_wanted`)
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -28,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 MAX_VALUES = 1 << 15
 """Largest number of lists and objects in one request (messages, parts, calls, schemas); converting them stays fast."""
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -51,33 +48,6 @@ def guarded(handler: Handler, error: Callable[[BadRequest], dict[str, Any]]) -> 
         return json_answer(error(refused), status=refused.status, headers={"x-should-retry": "false"})
 
     return run
-
-
-async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it if the client disconnects. The body must have been read.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-    """
-    asking, has_left = asyncio.current_task(), False
-    assert asking is not None
-
-    async def watch() -> None:
-        nonlocal has_left
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        has_left = True
-        asking.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if has_left and asking.uncancel() == 0:
-            raise ClientDisconnect from None
-        raise
-    finally:
-        watching.cancel()
 
 
 async def read_object(request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:

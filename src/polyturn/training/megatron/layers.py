@@ -26,9 +26,9 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from polyturn.engines.routers import LIVE
-from polyturn.training.backend import Degrees
 from polyturn.training.megatron.weights import is_sparse
 from polyturn.training.model import value_head
+from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import PackedView, attend_packed
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from polyturn.core.errors import ConfigError
-from polyturn.training.backend import Degrees
 from polyturn.training.lora import ADAPTER, adapted_layers
 from polyturn.training.megatron.weights import HEAD, Entry, counted, source_rows
+from polyturn.training.options import Degrees
 
 
 def adapter_entries(model: nn.Module, weights: Iterable[Entry], config: PreTrainedConfig, degrees: Degrees) -> list[Entry]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from polyturn.algorithms.balance import balance_loss
@@ -25,13 +24,13 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Mean, Metrics
 from polyturn.core.routing import RouteShape
 from polyturn.engines.routers import LIVE, require_same_shape
-from polyturn.training.backend import Degrees
 from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.lora import ADAPTER, adapted_layers, adapter_tensors
 from polyturn.training.megatron.layers import make_gpt
 from polyturn.training.megatron.lora import adapter_entries, add_adapter
 from polyturn.training.megatron.weights import ShardedNames, entries, is_sparse, value_entries
-from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, ScoringModel, TargetScores, ValueModel
+from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, ScoringModel, TargetScores, ValueModel, in_chunks
+from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import PackedView
 from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
 
@@ -195,16 +194,8 @@ class MegatronPolicy(MegatronModel):
         weight = gpt.embedding.word_embeddings.weight if self._is_tied and self._is_first else gpt.output_layer.weight
         max_logits = MAX_LOGITS_CPU if read_SH.device.type == "cpu" else MAX_LOGITS
         chunk = max(MIN_CHUNK, max_logits * self._tp.size() // self._vocab)
-        parts = []
-        for start in range(0, max(1, own.num_targets), chunk):
-            part = slice(start, start + chunk)
-            temperature = None if own.temperature_S is None else own.temperature_S[part]
-            inputs = (weight, read_SH[part], own.targets_S[part], temperature, self._tp, entropy_grad)
-            if own.num_targets > chunk and torch.is_grad_enabled():
-                parts.append(checkpoint(_score, *inputs, use_reentrant=False, preserve_rng_state=False))
-            else:
-                parts.append(_score(*inputs))
-        return torch.cat(parts, dim=1)
+        score = functools.partial(_score, weight, group=self._tp, entropy_grad=entropy_grad)
+        return torch.cat(in_chunks(score, chunk, read_SH, own.targets_S, own.temperature_S), dim=1)
 
     def _balance(self, batch: MicroBatch) -> Tensor:
         """Return [B] the balance loss of each sequence, averaged over layers. Its gradient reaches this rank's positions and

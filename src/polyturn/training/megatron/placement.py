@@ -25,14 +25,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.routers import Routers
-from polyturn.training.backend import Degrees
-from polyturn.training.fsdp import OverRanks
+from polyturn.training.fsdp import OptimizerOverRanks, OverRanks
 from polyturn.training.lora import base_weights, plain_name
 from polyturn.training.megatron.lora import adapter_entries
 from polyturn.training.megatron.model import MegatronModel, MegatronPolicy, MegatronValues
 from polyturn.training.megatron.weights import HEAD, entries, require_split
 from polyturn.training.model import ScoringModel, ValueModel
 from polyturn.training.optim import Optimizer, OptimSettings
+from polyturn.training.options import Degrees
 from polyturn.training.part_loading import is_unread, read_weights
 from polyturn.training.shards import Origin
 
@@ -191,7 +191,7 @@ def _make_groups(degrees: Degrees, device: torch.device) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # required even with dropout 0
 
 
-class MegatronOptimizer(Optimizer):
+class MegatronOptimizer(OptimizerOverRanks):
     """AdamW over this rank's rows: ranks with the same part of a weight divide its master and moments by rows.
 
     Each rank sums the gradient of its samples. A step reduces these sums to each rank's rows, and gathers the new rows on
@@ -291,9 +291,3 @@ class MegatronOptimizer(Optimizer):
         return DTensor.from_local(
             rows, self._mesh(name), [Shard(0)], run_check=False, shape=live.shape, stride=live.stride()
         )
-
-    def _skip(self, problem: str) -> None:
-        """Skip the step with the reason of the first rank that has one."""
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, self._problem)
-        super()._skip(next((r for r in reasons if r is not None), problem))

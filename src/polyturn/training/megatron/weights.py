@@ -23,8 +23,8 @@ from transformers import PreTrainedConfig
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.weight_transport import TensorKind
-from polyturn.training.backend import Degrees
 from polyturn.training.lora import plain_name
+from polyturn.training.options import Degrees
 from polyturn.training.shards import Boxes, Names, Origin, box_of, local_part, start_of
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")

@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 
 from polyturn.compat.swift.args.convert import CONVERTERS
-from polyturn.compat.verl_config.compose import Composed
-from polyturn.compat.verl_config.table import Table, read_table
-from polyturn.compat.verl_config.translate import Translation, translate
 from polyturn.config.load import tell_repeated
+from polyturn.config.sources import nested
+from polyturn.config.translate.table import Table, read_table
+from polyturn.config.translate.translation import Translation, translate
+from polyturn.config.translate.tree import Composed
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
 
@@ -177,13 +178,11 @@ def _given(name: str, text: str) -> Any:
 
 def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with dotted native keys as a tree."""
-    nested = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
+    tree = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
     for key in (k for k in values if k.startswith("polyturn.")):
-        tree: Any = values[key]
-        for part in reversed(key.split(".")):
-            tree = {part: tree}
-        nested["polyturn"] = _joined(nested.get("polyturn"), tree["polyturn"], "polyturn")
-    return nested
+        section = nested(tuple(key.split(".")), values[key])["polyturn"]
+        tree["polyturn"] = _joined(tree.get("polyturn"), section, "polyturn")
+    return tree
 
 
 def _joined(one: Any, other: Any, key: str) -> Any:

@@ -24,7 +24,7 @@ from polyturn.compat.swift.args.convert_loss import (
     teacher,
 )
 from polyturn.compat.swift.args.convert_megatron import decay, iterations, megatron, updates_per_rollout
-from polyturn.compat.verl_config.source import Source
+from polyturn.config.translate.source import Source
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from polyturn.compat.swift.args.arguments import megatron_table, rollout_table, table
-from polyturn.compat.verl_config.document import rows_as_markdown
+from polyturn.config.translate.document import rows_as_markdown
 
 _HEAD = """\
 # ms-swift's arguments

@@ -29,11 +29,11 @@ from typing import Any
 
 from polyturn.core.errors import PolyturnError
 from polyturn.infra.readable import is_readable
-from polyturn.tools.python_sandbox.cgroup import ControlGroup, make_group
-from polyturn.tools.python_sandbox.isolation import ENVIRONMENT, Isolation, bwrap
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
-from polyturn.tools.python_sandbox.seccomp import filter_program
-from polyturn.tools.python_sandbox.standstill import go_on, stand_still
+from polyturn.sandbox.python.cgroup import ControlGroup, make_group
+from polyturn.sandbox.python.isolation import ENVIRONMENT, Isolation, bwrap
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.seccomp import filter_program
+from polyturn.sandbox.python.standstill import go_on, stand_still
 
 START_S = 20.0
 """Seconds that a sandbox may take to start on a busy machine."""
@@ -328,7 +328,7 @@ class Interpreter:
 @functools.cache
 def _worker() -> str:
     """Read the worker's source once, so that an upgrade of the package during a long run does not mix two versions."""
-    return resources.files("polyturn.tools.python_sandbox").joinpath("worker.py").read_text()
+    return resources.files("polyturn.sandbox.python").joinpath("worker.py").read_text()
 
 
 class _Printed:

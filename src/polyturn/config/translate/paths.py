@@ -1,4 +1,4 @@
-"""Converts the paths of a translated configuration from the working directory, as in verl, to the config's folder."""
+"""Converts the paths of a translated configuration from the working directory to the config's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyturn.compat.verl_config.translate import Translation
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 
 

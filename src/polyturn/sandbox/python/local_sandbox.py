@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyturn.core.errors import ConfigError, RewardError, one_line
-from polyturn.tools.python_sandbox import isolation
-from polyturn.tools.python_sandbox.fusion import reply_of
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
-from polyturn.tools.python_sandbox.pool import WarmPool
+from polyturn.sandbox.python import isolation
+from polyturn.sandbox.python.fusion import reply_of
+from polyturn.sandbox.python.interpreter import Interpreter, SandboxStartError
+from polyturn.sandbox.python.limits import OUTPUT_OF_PROGRAMS, SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
 
 
 class LocalSandbox:

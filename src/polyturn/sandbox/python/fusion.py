@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyturn.tools.python_sandbox.limits import RunResult
+from polyturn.sandbox.python.limits import RunResult
 
 
 def reply_of(result: RunResult) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from polyturn.core.errors import ConfigError
-from polyturn.tools.python_sandbox.limits import SandboxLimits
+from polyturn.sandbox.python.limits import SandboxLimits
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

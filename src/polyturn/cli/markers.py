@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.errors import TemplateError, one_line
+from polyturn.core.errors import TemplateError
+from polyturn.tokens.lexed import lexed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,46 +85,9 @@ def add_template_markers(
     return changed, missing
 
 
-def string_literals(template: str) -> Iterator[str]:
-    """Yield the string literals in the template's code.
-
-    Raises:
-        TemplateError: the template is not valid Jinja.
-    """
-    for kind, value in _lexed(template):
-        if kind == "string":
-            yield value[1:-1].encode("raw_unicode_escape", "backslashreplace").decode("unicode_escape", "replace")
-
-
-def names_read(template: str) -> frozenset[str]:
-    """Return the attribute names in the template's code: `content` in `message.content`.
-
-    Raises:
-        TemplateError: the template is not valid Jinja.
-    """
-    names, before = set[str](), ""
-    for kind, value in _lexed(template):
-        if kind == "name" and before == ".":
-            names.add(value)
-        before = value
-    return frozenset(names)
-
-
 def _literals(template: str) -> Iterator[str]:
     """Yield the text of the template outside of Jinja tags, and its string literals."""
-    return (value for kind, value in _lexed(template) if kind in ("data", "string"))
-
-
-def _lexed(template: str) -> Iterator[tuple[str, str]]:
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        for _, kind, value in Environment(autoescape=False).lex(template):
-            yield kind, value
-    except TemplateSyntaxError as problem:
-        raise TemplateError(
-            f"the chat template is not valid Jinja ({one_line(problem)}, line {problem.lineno}); repair it"
-        ) from problem
+    return (value for kind, value in lexed(template) if kind in ("data", "string"))
 
 
 def _renders(template: str) -> Iterator[str]:

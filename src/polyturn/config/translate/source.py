@@ -1,6 +1,6 @@
-"""Source: the input of converters, another framework's configuration, and their output, the native one.
+"""Source: the input of converters, another trainer's configuration, and their output, the native one.
 
-    values {"actor_rollout_ref.actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and origins
+    values {"actor.clip_ratio": 0.2}   ->   native {"algorithm": {"loss": {"clip_low": 0.2}}}, and origins
 
 Each converter is one function that reads and writes only this object.
 """
@@ -24,7 +24,7 @@ class Source:
     """The keys that converters have read."""
     native: dict[str, Any] = field(default_factory=dict)
     origin: dict[tuple[str | int, ...], str] = field(default_factory=dict)
-    """Native key -> the verl key that determined it."""
+    """Native key -> the original key that determined it."""
     paths: list[tuple[str, ...]] = field(default_factory=list)
     """Native keys whose values are paths."""
     notes: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Source:
         return value
 
     def put(self, native_key: str, value: Any, *, by: str) -> None:
-        """Set a native key, determined by the verl key `by`. A part's name and its options may be set in any order."""
+        """Set a native key, determined by the original key `by`. A part's name and its options may be set in any order."""
         *above, last = native_key.split(".")
         at = self.native
         for part in above:

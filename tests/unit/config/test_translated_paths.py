@@ -1,11 +1,11 @@
-"""Where the paths of a translated verl config start from."""
+"""Where the paths of a translated configuration start from."""
 
 from pathlib import Path
 
 import pytest
 
-from polyturn.compat.verl_config.paths import absolute, moved
-from polyturn.compat.verl_config.translate import Translation
+from polyturn.config.translate.paths import absolute, moved
+from polyturn.config.translate.translation import Translation
 from polyturn.core.errors import ConfigError
 
 LONG = "x" * 5000 + ".yaml"
@@ -15,7 +15,7 @@ LONG = "x" * 5000 + ".yaml"
 def tools(name: str) -> Translation:
     native = {"rollout": {"tools": {"file": name}}}
     paths = (("rollout", "tools", "file"),)
-    return Translation(native=native, origin={}, paths=paths, native_paths=(), fates=(), resumes=False)
+    return Translation(native=native, origin={}, paths=paths, native_paths=(), fates=())
 
 
 def test_path_is_looked_up_beside_the_config(tmp_path: Path) -> None:

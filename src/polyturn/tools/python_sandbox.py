@@ -20,11 +20,11 @@ from pydantic import Field
 from polyturn.core.errors import ToolError, ToolUnavailableError
 from polyturn.infra.settings import AtLeastOne, Seconds, Settings, Text
 from polyturn.infra.threads import DaemonThreads
+from polyturn.sandbox.python.interpreter import Interpreter, SandboxStartError
+from polyturn.sandbox.python.isolation import bare_python, interpreter_folders, require_isolation
+from polyturn.sandbox.python.limits import RunResult, SandboxLimits
+from polyturn.sandbox.python.pool import WarmPool
 from polyturn.tools.base import BaseTool
-from polyturn.tools.python_sandbox.interpreter import Interpreter, SandboxStartError
-from polyturn.tools.python_sandbox.isolation import bare_python, interpreter_folders, require_isolation
-from polyturn.tools.python_sandbox.limits import RunResult, SandboxLimits
-from polyturn.tools.python_sandbox.pool import WarmPool
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from polyturn.tools.python_sandbox.cgroup import sweep
-from polyturn.tools.python_sandbox.interpreter import START_S, Interpreter, SandboxStartError
+from polyturn.sandbox.python.cgroup import sweep
+from polyturn.sandbox.python.interpreter import START_S, Interpreter, SandboxStartError
 
 PAUSES_S = (0.1, 0.4)
 """Seconds to pause before each new try of a failed start, because a lack of processes or memory may be temporary."""
