@@ -10,7 +10,7 @@
 The environments of the second tier are built in the background, at low priority, while the first tier runs.
 
 A failed test runs once more, alone. If it fails again, it has failed. If it passes, it is reported as FLAKY and added to
-.ci/flaky.tsv: three entries of one test within thirty days are a defect of that test.
+flaky.tsv in the user's cache, which clean clones share: three entries of one test within thirty days are a defect.
 
 Every process of a run inherits POLYTURN_CI, so that nothing outlives the run: not even a grandchild in a session of its own.
 """
@@ -26,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -36,8 +37,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".ci" / "state"
 """Logs and JUnit files of the last run."""
-FLAKY = ROOT / ".ci" / "flaky.tsv"
-PASSED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyturn" / "ci" / "passed"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyturn" / "ci"
+FLAKY = CACHE / "flaky.tsv"
+PASSED = CACHE / "passed"
 """The commits that passed, one per line."""
 PYTHON = ROOT / ".venv" / "bin" / "python"
 MIN_PASSED = 5000
@@ -48,7 +50,7 @@ TESTS_S = 30 * 60
 """Far above the eight minutes that two free cores take: the limit is there to end a hang, also on a slow machine."""
 MARKS_S = 35 * 60
 """For all marks together."""
-RUN_S = 80 * 60
+RUN_S = 70 * 60
 """The marks end at this time after the start of the run."""
 RETRIES_S = 10 * 60
 """For all second tries of a stage together; a test that gets none has failed."""
@@ -79,6 +81,7 @@ class Outcome:
     failed: list[str] = field(default_factory=list)
     flaky: list[str] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
+    warnings: int = 0
     problem: str = ""
     """Why the stage did not finish; empty if it did."""
     slowest: list[tuple[float, str]] = field(default_factory=list)
@@ -170,13 +173,16 @@ class Run:
 
     def _pytest(self, outcome: Outcome, arguments: Sequence[str], *, timeout_s: float) -> tuple[int | None, list[str]]:
         junit = STATE / f"{outcome.stage}.xml"
-        last_failed = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
-        for file in (junit, last_failed):
+        cache = ROOT / ".pytest_cache" / "v"
+        last_failed, warnings = cache / "cache" / "lastfailed", cache / "polyturn" / "warnings"  # of tests/conftest.py
+        for file in (junit, last_failed, warnings):
             file.unlink(missing_ok=True)
         command = [str(PYTHON), "-m", "pytest", *arguments, f"--junitxml={junit}", "--tb=short", "-o", "junit_family=xunit1"]
         status = self.run(command, timeout_s=timeout_s)
         if junit.exists():
             _read_junit(junit, outcome)
+        if warnings.exists():
+            outcome.warnings = json.loads(warnings.read_text())
         return status, list(json.loads(last_failed.read_text())) if last_failed.exists() else []
 
 
@@ -216,11 +222,26 @@ def clean() -> None:
         if not pids:
             break
         time.sleep(0.2)
+    remove_ray_sessions(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray"))
     for folder in Path("/dev/shm").glob("polyturn-*"):
         owner = folder / "owner"
         pid = owner.read_text().split()[0] if owner.is_file() and owner.read_text().split() else ""
         if pid.isdigit() and not Path("/proc", pid).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_ray_sessions(folder: Path) -> None:
+    """Remove the folders of Ray's sessions that no living process started or names in its arguments."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(file.read_bytes())
+    for session in folder.glob("session_*_*"):  # session_DATE_TIME_PID, with the id of the process that started it
+        is_used = Path("/proc", session.name.rpartition("_")[2]).exists() or any(
+            session.name.encode() in command for command in commands
+        )
+        if not is_used and not session.is_symlink():
+            shutil.rmtree(session, ignore_errors=True)
 
 
 def number_of_processes() -> int:
@@ -250,6 +271,7 @@ def note_flaky(tests: Sequence[str], commit: str) -> list[str]:
     new = [[today.isoformat(), commit[:8], test] for test in tests]
     if new:
         header = "date\tcommit\ttest\n" if not FLAKY.exists() else ""
+        FLAKY.parent.mkdir(parents=True, exist_ok=True)
         with FLAKY.open("a") as file:
             file.write(header + "".join("\t".join(row) + "\n" for row in new))
     since = (today - datetime.timedelta(days=30)).isoformat()
@@ -281,7 +303,7 @@ def report(run: Run, outcomes: Sequence[Outcome], often_flaky: Sequence[str]) ->
             print(f"FLAKY {outcome.stage}: {test}  {_reason(outcome, test)}")
         if outcome.problem:
             print(f"NOT FINISHED {outcome.stage}: {outcome.problem}")
-        red = red or (blocking and bool(outcome.failed)) or (outcome is first and bool(outcome.problem))
+        red = red or (blocking and outcome.is_red)
         skipped = sum(outcome.skipped.values())
         note = "" if blocking else " (reported, not blocking)"
         print(f"{outcome.stage}: {outcome.passed} passed, {len(outcome.failed)} failed, {skipped} skipped{note}")
@@ -290,8 +312,11 @@ def report(run: Run, outcomes: Sequence[Outcome], often_flaky: Sequence[str]) ->
         red = True
     for test in often_flaky:
         print(f"DEFECT: {test} was flaky three times within thirty days")
-    passed, failed = (sum(n) for n in zip(*((o.passed, len(o.failed)) for o in outcomes), strict=True))
-    print(f"{passed} passed, {failed} failed in {time.monotonic() - run.start:.0f} s: CI {'failed' if red else 'passed'}")
+    passed, failed, warnings = (
+        sum(numbers) for numbers in zip(*((o.passed, len(o.failed), o.warnings) for o in outcomes), strict=True)
+    )
+    seconds = time.monotonic() - run.start
+    print(f"{passed} passed, {failed} failed, {warnings} warnings in {seconds:.0f} s: CI {'failed' if red else 'passed'}")
     return not red
 
 
@@ -347,7 +372,7 @@ def second_tier(run: Run, builds: dict[str, subprocess.Popen[bytes]]) -> list[Ou
     for mark in MARKS:
         limit_s = min(MARK_S.get(mark, DEFAULT_MARK_S), end - time.monotonic())
         if limit_s < 60:
-            outcomes.append(Outcome(stage=mark, problem=f"left out: the marks before took {MARKS_S // 60} minutes"))
+            outcomes.append(Outcome(stage=mark, problem="left out: the stages before took all the time"))
             continue
         with run.stage(mark):
             # The two real engines share no processor time with anything else; other marks run one test at a time.

@@ -74,7 +74,8 @@ class Tree:
         self.package = self.root / "src" / "polyturn"
         self.texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.package.rglob("*.py"))}
         self.modules = {path: ast.parse(text) for path, text in self.texts.items()}
-        pages = [self.root / "README.md", self.root / "CONTRIBUTING.md", *sorted((self.root / "docs").rglob("*.md"))]
+        top = [self.root / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+        pages = [*top, *sorted((self.root / "docs").rglob("*.md"))]
         self.pages = {path: path.read_text(encoding="utf-8") for path in pages if path.exists()}
 
     @cached_property

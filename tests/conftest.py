@@ -87,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIME_LIMITS[folders[order(item)[1]]]))
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Leave the number of warnings in the cache, beside the failed tests, for the report of .ci/run."""
+    if (cache := getattr(config, "cache", None)) is not None:
+        cache.set("polyturn/warnings", len(terminalreporter.stats.get("warnings", [])))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
     """Run finalizers at the end of the file that left them, so that a warning from one names the right file."""

@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 from engine_servers import CLIENTS, interpreter, launch_spec, needs_server, on_servers
 from PIL import Image
 
@@ -20,7 +19,7 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.multimodal import MediaProcessor
 from support.refusals import refuses_later
 from support.runs import call_command, trained_steps
-from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision import tiny_processor, tiny_vision_model, trainer_logprobs, vision_tokenizer
 from support.vision_run import write_vision_run
 
 pytestmark = pytest.mark.engines
@@ -48,7 +47,6 @@ def test_logprobs_behind_images_are_the_trainers(kind, tmp_path):
         content=(*({"type": "image", "image": m.source} for m in shown), {"type": "text", "text": "Which is larger?"}),
     )
     ids = media.expand(codec.encode(codec.template.render([message], add_generation_prompt=True)), [message])
-    image_id = media.token_ids[0]
 
     async def ask() -> None:
         server = await Server.start(launch_spec(kind, tmp_path, max_context=512, sees=True))
@@ -61,20 +59,13 @@ def test_logprobs_behind_images_are_the_trainers(kind, tmp_path):
                 )
                 done = await engine.generate(request)
                 assert not np.isin(done.token_ids, media.token_ids).any()
-                assert np.abs(done.logprobs - wanted(done.token_ids)).max() < 1e-4
+                expected = trainer_logprobs(model, media, ids, shown, done, temperature=0.7)
+                assert np.abs(done.logprobs - expected).max() < 1e-4
             other = GenerateRequest(request_id="o", session_id="s", prompt_ids=ids[:8], sampling=sampling, media=shown)
             await refuses_later(lambda: engine.generate(other), EngineError, "does not stand in the")
         finally:
             await engine.close()
             await server.stop()
-
-    def wanted(sampled):
-        row = torch.tensor(np.concatenate([ids, sampled])[None].astype(np.int64))
-        with torch.no_grad():
-            types = (row == image_id).long()
-            logits = model(input_ids=row, mm_token_type_ids=types, **media.inputs(shown)).logits[0]
-        logprobs = torch.log_softmax(logits.float() / 0.7, -1)
-        return logprobs[len(ids) - 1 + np.arange(len(sampled)), sampled.astype(np.int64)].numpy()
 
     asyncio.run(ask())
 

@@ -5,8 +5,11 @@ The model is random and would never call; a parser of the run's own reads whatev
 
 import json
 
+from transformers import AutoModelForCausalLM
+
+from polyturn.cli.main import main
 from polyturn.store.stored_run import open_store
-from support.runs import write_tiny_run
+from support.runs import call_command, write_tiny_run
 
 PLUGINS = '''
 
@@ -75,3 +78,20 @@ def metrics_of(run):
     """Return the metrics of each step of a run."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss/grad_norm" in line]
+
+
+ADAPTER = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
+
+
+def assert_adapter_trained(folder):
+    """Check a run with ADAPTER: it learns from the engine's own samples, and its export has the adapter merged."""
+    run = folder / "runs" / "tiny"
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == [1, 2, 3] and all(step["loss/grad_norm"] > 0 for step in steps)
+    assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4 < abs(steps[1]["policy/kl_to_reference"])
+    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engine samples with the adapter"
+    assert (run / "checkpoints" / "step-000003" / "model" / "adapter_model.safetensors").is_file()
+    exported = call_command(main, "export", run, "-o", folder / "exported")
+    assert exported.code == 0, exported.err
+    whole = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    assert not any("lora" in name for name in whole.state_dict()), "merged"

@@ -9,11 +9,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from cluster_run import assert_each_call_ran_once, metrics_of, write_run
+from cluster_run import ADAPTER, assert_adapter_trained, assert_each_call_ran_once, metrics_of, write_run
 from transformers import AutoModelForCausalLM
 
 from polyturn import build
@@ -22,6 +21,8 @@ from polyturn.cli.main import main
 from polyturn.training.hf import save_model
 from support.forked import Forked, run_forked
 from support.runs import call_command
+from support.sandboxes import wait_until
+from support.tools_parts import is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -29,13 +30,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE
 
 CRITIC = ["algorithm.advantage=gae"]
 STEERED_KL = ["algorithm.kl={coef: 0.01, target: 1.0, horizon: 12}"]
-
-
 ENDLESS = ["train.steps=100000", "warm_start.steps=0"]
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "polyturn", *map(str, arguments)]
 
 
 def from_a_folder(config):
@@ -68,27 +63,11 @@ def test_two_ranks_run_each_tool_call_once(tmp_path):
 @pytest.mark.timeout(600)
 def test_adapter_of_two_ranks_resumes_in_one_process(tmp_path):
     config = write_run(tmp_path)
-    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
-    done = subprocess.run(
-        command("train", config, "--nproc", 2, "train.steps=2", *lora),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "runs" / "tiny"
-    steps = metrics_of(run)
-    assert len(steps) == 2 and all(step["loss/grad_norm"] > 0 for step in steps)
-    assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4 < abs(steps[1]["policy/kl_to_reference"])
-    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engine samples with the adapter"
-    assert (run / "checkpoints" / "step-000002" / "model" / "adapter_model.safetensors").is_file()
-    called = call_command(main, "train", config, *lora, "--resume", "train.steps=3")
+    done = run_forked("train", config, "--nproc", 2, "train.steps=2", *ADAPTER, env=ENVIRONMENT)
+    assert done.returncode == 0, done.err
+    called = call_command(main, "train", config, *ADAPTER, "--resume", "train.steps=3")
     assert called.code == 0, called.err
-    exported = call_command(main, "export", run, "-o", tmp_path / "exported")
-    assert exported.code == 0, exported.err
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert not any("lora" in name for name in whole.state_dict()), "merged"
+    assert_adapter_trained(tmp_path)
 
 
 @pytest.mark.timeout(900)
@@ -126,14 +105,9 @@ def test_killed_rank_ends_the_run_behind_its_restarts(tmp_path):
 def test_critic_resumes_with_any_number_of_ranks(tmp_path):
     config = write_run(tmp_path)
     for step, ranks in enumerate((2, 1, 2), start=1):
-        done = subprocess.run(
-            command("train", config, "--nproc", ranks, f"train.steps={step}", *CRITIC, *(["--resume"] if step > 1 else [])),
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
+        resume = ["--resume"] if step > 1 else []
+        done = run_forked("train", config, "--nproc", ranks, f"train.steps={step}", *CRITIC, *resume, env=ENVIRONMENT)
+        assert done.returncode == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "tiny")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["critic/grad_norm"] > 0 and step["critic/skipped_steps"] == 0 for step in steps)
@@ -216,17 +190,6 @@ def newest(checkpoints):
 def kill_rank(rank, *, of):
     (pid,) = [pid for pid in children_of(of) if rank_of(pid) == rank]
     os.kill(pid, signal.SIGKILL)
-
-
-def wait_until(is_so):
-    while not is_so():
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    """Whether a process runs; one that ended and that nobody asked about does not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def children_of(pid):

@@ -14,8 +14,7 @@ import uuid
 from functools import partial
 
 import pytest
-from cluster_run import assert_each_call_ran_once, metrics_of, write_run
-from transformers import AutoModelForCausalLM
+from cluster_run import ADAPTER, assert_adapter_trained, assert_each_call_ran_once, metrics_of, write_run
 
 from polyturn.cli.main import main
 from polyturn.core.errors import EngineError, EngineLostError
@@ -260,19 +259,9 @@ def test_groups_cut_off_on_a_worker_are_counted(address, tmp_path):
 @pytest.mark.slow
 def test_adapter_trains_on_a_cluster(address, tmp_path):
     config = write_run(tmp_path)
-    lora = ["model.lora={rank: 2, alpha: 8}", "algorithm.kl.coef=0.01", "train.optim.lr=1e-2"]
-    done = call_command(main, "train", config, "--ray", address, "train.steps=3", *lora, *PLACES)
+    done = call_command(main, "train", config, "--ray", address, "train.steps=3", *ADAPTER, *PLACES)
     assert done.code == 0, done.err
-    run = tmp_path / "runs" / "tiny"
-    steps = metrics_of(run)
-    assert len(steps) == 3 and all(step["loss/grad_norm"] > 0 for step in steps)
-    assert abs(steps[0]["policy/kl_to_reference"]) < 1e-4 < abs(steps[-1]["policy/kl_to_reference"])
-    assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engines sample with the adapter"
-    assert (run / "checkpoints" / "step-000003" / "model" / "adapter_model.safetensors").is_file()
-    exported = call_command(main, "export", run, "-o", tmp_path / "exported")
-    assert exported.code == 0, exported.err
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert not any("lora" in name for name in whole.state_dict())
+    assert_adapter_trained(tmp_path)
 
 
 @pytest.mark.slow

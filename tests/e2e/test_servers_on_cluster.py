@@ -6,7 +6,6 @@ The servers are the cheapest (`support/echo_server.py`); `tests/contract/test_tr
 import asyncio
 import os
 import signal
-import time
 import uuid
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from polyturn.engines.following import FollowingPool, PoolView
 from polyturn.engines.request_limits import ServedModel
 from support.echo_server import EchoEngine, echo_pool, missing_server
 from support.ray_processes import MARK, processes_of
+from support.tools_parts import until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'polyturn[ray]'")
 
@@ -81,13 +81,6 @@ async def ask(engine, number):
         request_id=name, session_id=f"s{number}", prompt_ids=[1], sampling=SamplingParams(max_tokens=4)
     )
     return await engine.generate(request)
-
-
-async def until(is_so):
-    deadline = time.monotonic() + 120
-    while not is_so() and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.1)
-    assert is_so()
 
 
 def gpus_of(pid):

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from polyturn.algorithms.aggregate import MODES, loss_coefs
 from polyturn.algorithms.correction import correct
@@ -33,7 +31,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, with_marks
 from polyturn.training.rank_group import assign
-from support.models import tiny_model
+from support.models import in_float64, tiny_model
 from support.samples import sample_of
 
 torch.set_num_threads(1)
@@ -41,19 +39,7 @@ VOCAB = 48
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
-def exact_model() -> PreTrainedModel:
-    """A tiny Qwen3 whose norms keep float64: transformers' own round to float32, which hides differences below 1e-8."""
-    model = tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=1)
-    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, Qwen3RMSNorm)]
-    assert len(norms) == 2 * 4 + 1
-    for name, norm in norms:
-        parent, _, attribute = name.rpartition(".")
-        size = len(norm.weight)
-        setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(size, eps=norm.variance_epsilon))
-    return model
-
-
-MODEL = exact_model()
+MODEL = in_float64(tiny_model(VOCAB, hidden=16, layers=2, heads=2, kv_heads=1))
 TEACHER = tiny_model(VOCAB, hidden=16, layers=1, heads=2, kv_heads=1, seed=7).double()
 
 

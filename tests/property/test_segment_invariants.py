@@ -42,7 +42,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from support.invariants import check_invariants, sampled_turns
-from support.models import tiny_model
+from support.models import in_float64, tiny_model
 
 torch.set_num_threads(1)
 TASK = Task(id="t", prompt=())
@@ -222,18 +222,7 @@ def exact_policy(mode: str, segment_weight: str) -> ModelPolicy:
     )
 
 
-def exact_model() -> Any:
-    """A tiny Llama in float64, norms included."""
-    model = tiny_model(VOCAB, kind="llama", hidden=16, layers=2, heads=2, kv_heads=1).double()
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LlamaRMSNorm":
-            parent, _, attribute = name.rpartition(".")
-            norm = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon).double()
-            setattr(model.get_submodule(parent), attribute, norm)
-    return model
-
-
-MODEL = exact_model()
+MODEL = in_float64(tiny_model(VOCAB, kind="llama", hidden=16, layers=2, heads=2, kv_heads=1))
 
 
 def group_of(seed: int, *, is_cut: bool) -> TrajectoryGroup:

@@ -1,7 +1,6 @@
-"""I5: the ids an episode grows turn by turn are those of a full render, or the check says why not. Over the tiny
-tokenizer, and over Qwen's real vocabulary with the published templates where they lie.
+"""I5: where the ids that an episode grows turn by turn differ from a full render, the check says why.
 
-Also: whatever an environment says, it adds no control token to the ids.
+That they are equal, over many templates and hostile texts, is in `test_template_exactness.py`.
 """
 
 from __future__ import annotations
@@ -35,36 +34,19 @@ def tiny() -> Codec:
     return Codec(tiny_tokenizer())
 
 
-@functools.cache
-def qwen(template: str) -> Codec:
-    return load_codec(
-        str(SHARED / "tokenizers" / "qwen2"), chat_template=str(SHARED / "chat_templates" / f"{template}.jinja")
-    )
-
-
-CONTROL = [
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "<tool_call>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-    "<|im_",
-    "end|>",
-]
+CONTROL = ["<|im_", "end|>", "tool_call>", "tool_response>", "think>"]
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u0000"), min_size=0, max_size=12).filter(
     lambda text: not any(tag in text for tag in CONTROL)  # hypothesis also draws texts that stand in the code it tests
 )
 plain_text = st.one_of(
     st.sampled_from(["", "4", " a b\n", "\n\n", "What is 2 + 2?", "é日🙂", '{"a": "b"}', "</", "<"]), words
 )
-any_text = st.lists(st.one_of(plain_text, st.sampled_from(CONTROL)), max_size=4).map("".join)
 values = st.one_of(st.integers(-99, 99), st.booleans(), st.sampled_from(["x", 'quote "', "é"]))
 calls = st.lists(st.tuples(st.sampled_from(["add", "look_up"]), st.dictionaries(st.sampled_from("abc"), values)), max_size=3)
 
 
 @st.composite
-def conversations(draw: st.DrawFn, text: st.SearchStrategy[str]) -> list[Message]:
+def conversations(draw: st.DrawFn) -> list[Message]:
     """A prompt, then turns with their answers: tool results for as many calls as were made, else a user's reply."""
     messages = [Message(role="system", content="Be brief.")] if draw(st.booleans()) else []
     messages.append(Message(role="user", content="Hi, " + draw(plain_text)))
@@ -76,9 +58,9 @@ def conversations(draw: st.DrawFn, text: st.SearchStrategy[str]) -> list[Message
         said = "" if made and draw(st.booleans()) else "So " + draw(plain_text).strip()
         messages.append(Message(role="assistant", content=said, tool_calls=made))
         for call in made:
-            messages.append(Message(role="tool", content=draw(text), tool_call_id=call.id, name=call.name))
+            messages.append(Message(role="tool", content=draw(plain_text), tool_call_id=call.id, name=call.name))
         if not made or draw(st.booleans()):
-            messages.append(Message(role="user", content=draw(text)))
+            messages.append(Message(role="user", content=draw(plain_text)))
     messages.append(Message(role="assistant", content="done"))
     return messages
 
@@ -108,38 +90,7 @@ def chatml(message: Message) -> str:
     return "\n".join([*([message.content] if message.content else []), *blocks]) + "<|im_end|>"  # type: ignore[list-item]
 
 
-@given(conversations(plain_text))
-def test_grown_ids_equal_a_full_render(messages: list[Message]) -> None:
-    encoder = DeltaEncoder(tiny(), tools=TOOLS)
-    ids = grow(tiny(), encoder, messages, chatml)
-    assert check(ids, encoder.full(messages), tiny()) is None
-    assert encoder.full(messages)[: len(ids)].tolist() == ids
-
-
-@given(conversations(any_text))
-def test_grown_ids_equal_a_full_render_with_control_text(messages: list[Message]) -> None:
-    encoder = DeltaEncoder(tiny(), tools=TOOLS)
-    ids = grow(tiny(), encoder, messages, chatml)
-    assert check(ids, encoder.full(messages), tiny()) is None
-
-
-@given(conversations(any_text), st.data())
-def test_environment_adds_no_control_token(messages: list[Message], data: st.DataObject) -> None:
-    codec, encoder = tiny(), DeltaEncoder(tiny(), tools=TOOLS)
-    heard = [m for m in messages[1:] if m.role in ("tool", "user")][-3:]
-    heard = [
-        Message(role=m.role, content=m.content, tool_call_id=m.tool_call_id, name=m.name and data.draw(any_text))
-        for m in heard
-    ]
-    if not heard:
-        return
-    last = codec.stop_token_ids[0]
-    quiet = [Message(role=m.role, content="4", tool_call_id=m.tool_call_id, name=m.name and "add") for m in heard]
-    said = codec.control_in(encoder.extend(heard, last_id=last))
-    assert said.tolist() == codec.control_in(encoder.extend(quiet, last_id=last)).tolist()
-
-
-@given(conversations(plain_text), st.sampled_from(["\n", " ", "<think>\nhm\n</think>\n\n"]))
+@given(conversations(), st.sampled_from(["\n", " ", "<think>\nhm\n</think>\n\n"]))
 def test_sanity_check_explains_different_ids(messages: list[Message], before: str) -> None:
     """A model may start a turn with white space, which a full render merges, or think without the message keeping it."""
     encoder = DeltaEncoder(tiny(), tools=TOOLS)
@@ -151,20 +102,11 @@ def test_sanity_check_explains_different_ids(messages: list[Message], before: st
 
 
 @needs_shared
-@pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507", "qwen3_vl"])
-@given(messages=conversations(any_text))
-def test_grown_ids_equal_a_full_render_when_published(template: str, messages: list[Message]) -> None:
-    codec = qwen(template)
-    encoder = DeltaEncoder(codec, tools=TOOLS)
-    ids = grow(codec, encoder, messages, chatml)
-    assert check(ids, encoder.full(messages), codec) is None
-
-
-@needs_shared
-@given(messages=conversations(plain_text))
+@given(messages=conversations())
 def test_positional_reasoning_differs_only_in_reasoning(messages: list[Message]) -> None:
     """Qwen 3 writes an empty thought into the turns behind the last user message when it renders them as history."""
-    codec = qwen("qwen3")
+    template = str(SHARED / "chat_templates" / "qwen3.jinja")
+    codec = load_codec(str(SHARED / "tokenizers" / "qwen2"), chat_template=template)
     encoder = DeltaEncoder(codec, tools=TOOLS)
     found = check(grow(codec, encoder, messages, chatml), encoder.full(messages), codec)
     assert found.kind == "reasoning_stripped"

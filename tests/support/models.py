@@ -115,6 +115,16 @@ def _family(kind: str, *, hidden: int, heads: int, num_experts: int) -> tuple[An
     return families[kind]
 
 
+def in_float64(model: Any) -> Any:
+    """Return the model in float64, norms included: transformers' own round to float32, which hides small differences."""
+    import torch
+
+    for name, norm in [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon))
+    return model.double()
+
+
 def write_brief_model(folder: Path, *, max_positions: int = 2048) -> None:
     """Write a tokenizer and a model of which every sixth token or so ends the turn, so that conversations have several."""
     import torch

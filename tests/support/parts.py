@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec
 
-import numpy as np
-
 import polyturn
+from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.interactions.base import BaseInteraction
 from polyturn.rollout.scheduler import MultiTurnScheduler
+from support.invariants import check_invariants
 from support.virtual_time import run_virtual
 
 Args = ParamSpec("Args")
@@ -37,6 +37,16 @@ def virtual(test: Callable[Args, Coroutine[Any, Any, None]]) -> Callable[Args, N
 def call(name: str, **arguments: Any) -> str:
     """Return a completion that calls a tool, as Hermes models write it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def seen_script(says: Sequence[str], seen: list[GenerateRequest]) -> Callable[[GenerateRequest], str]:
+    """Return a script that keeps the requests in `seen`, and repeats its last answer."""
+
+    def answer(request: GenerateRequest) -> str:
+        seen.append(request)
+        return says[min(len(seen), len(says)) - 1]
+
+    return answer
 
 
 @polyturn.tool
@@ -90,12 +100,5 @@ class Steps(MultiTurnScheduler):
 def check_tokens(t: Trajectory) -> None:
     """Check I2 to I4 of a trajectory: each sampled token that was not cut has its weight once, replays have none."""
     assert not t.is_failed, t.error
-    num_weighted = sum(int((s.loss_weights > 0).sum()) for s in t.segments)
-    assert num_weighted == t.num_sampled_tokens == t.metrics["sampled_tokens"] - t.metrics.get("dropped_cut", 0)
-    for segment in t.segments:
-        assert np.array_equal(segment.loss_weights > 0, segment.sampled_mask)
-        if segment.parent is not None:
-            shared = t.segments[segment.parent.segment].token_ids[: segment.parent.length]
-            assert np.array_equal(segment.token_ids[: len(shared)], shared)
-    refs = [ref for turn in t.turns for ref in turn.spans]
-    assert len(refs) == len(set(refs)), "a span belongs to one turn"
+    check_invariants(t)
+    assert t.num_sampled_tokens == t.metrics["sampled_tokens"] - t.metrics.get("dropped_cut", 0)

@@ -22,8 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from polyturn.algorithms.aggregate import loss_coefs
 from polyturn.algorithms.losses import policy_losses
@@ -41,7 +40,7 @@ from polyturn.training.loss_terms import LossSettings
 from polyturn.training.options import Degrees, LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, policy_backend
 from support.megatron_cpu import pretend
-from support.models import tiny_model
+from support.models import in_float64, tiny_model
 from support.samples import sample_of
 from support.states import stored, tensors_in
 from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
@@ -228,18 +227,14 @@ class ExactRouter(Qwen3MoeTopKRouter):
 
 
 def exact_model(seed=0, layers=LAYERS, kind="qwen3", **sizes):
-    """A tiny Qwen3 in float64; transformers' own norms round to float32, which would hide small differences."""
-    model = tiny_model(VOCAB, kind, hidden=16, layers=layers, heads=2, kv_heads=2, seed=seed, **sizes)
-    for name, module in list(model.named_modules()):
-        parent, _, attribute = name.rpartition(".")
-        if isinstance(module, Qwen3RMSNorm | Qwen3MoeRMSNorm):
-            norm = torch.nn.RMSNorm(len(module.weight), eps=module.variance_epsilon)
-            setattr(model.get_submodule(parent), attribute, norm)
-        elif isinstance(module, Qwen3MoeTopKRouter):
+    """A tiny Qwen3 in float64."""
+    model = in_float64(tiny_model(VOCAB, kind, hidden=16, layers=layers, heads=2, kv_heads=2, seed=seed, **sizes))
+    for module in model.modules():
+        if isinstance(module, Qwen3MoeTopKRouter):
             module.__class__ = ExactRouter
     if kind == "qwen3_moe":  # torch groups no matrices in float64
         model.set_experts_implementation("eager")
-    return model.double()
+    return model
 
 
 def base_of(case, device, *, seed=0):

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.tokens.codec import Codec
 from polyturn.tokens.probe import TemplateProbe, probe_template
 from polyturn.tracking.jsonl import read_metrics
@@ -117,6 +120,11 @@ def write_tiny_run(folder: Path, *, num_tasks: int = 6) -> Path:
     config = folder / "config.yaml"
     config.write_text(CONFIG.format(out=folder / "runs"))
     return config
+
+
+def tiny_source(folder: Path, *overrides: str) -> ConfigSource:
+    """Write the run, and return its configuration with these settings."""
+    return ConfigSource(config=load_config(RunConfig, write_tiny_run(folder), overrides).config, base=folder)
 
 
 def trained_steps(run: Path) -> list[dict[str, Any]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,12 +46,24 @@ case $1 in
 esac
 """
 
+_RUN = """
+import asyncio, sys
+from polyturn.sandbox import SandboxSpec, open_sandbox
+
+async def main():
+    await open_sandbox(SandboxSpec(backend=sys.argv[1], image="i", workdir=sys.argv[2]))
+    print("ready", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
 
 class StandIn:
     """A folder on PATH with a program that records how it is called."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder = folder
+        self.folder, self.name = folder, name
         program = folder / name
         program.write_text(_PROGRAM)
         program.chmod(0o755)
@@ -61,6 +76,17 @@ class StandIn:
         """Return the arguments of each call of one of its commands."""
         lines = (self.folder / "calls").read_text().splitlines()
         return [call for call in map(json.loads, lines) if call[0] == command]
+
+    @contextlib.contextmanager
+    def killed_run(self) -> Iterator[None]:
+        """Open a sandbox in a process, and kill that process when the block ends."""
+        command = [sys.executable, "-c", _RUN, self.name, str(self.folder / "work")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None and run.stdout.readline() == "ready\n"
+            try:
+                yield
+            finally:
+                run.kill()
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> StandIn:

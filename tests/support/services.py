@@ -1,4 +1,7 @@
-"""Small real HTTP servers: one that answers with a function of the posted JSON, and an application in a thread.
+"""Small real HTTP servers: of an aiohttp handler, of a function of the posted JSON, and of an application in a thread.
+
+async with serving(handler) as url:
+    client = HttpClient(url)
 
 async with serve(lambda asked, number: {"result": []}) as server:
     tool = SearchTool({"retrieval_service_url": server.url})
@@ -13,10 +16,26 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Handler) -> AsyncIterator[str]:
+    """Serve every method and path with one handler; gives the address, without a slash at its end."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 class LocalService:
@@ -31,7 +50,7 @@ class LocalService:
 
 @contextlib.asynccontextmanager
 async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[LocalService]:
-    """Serve POST, under any path, with `answer(json, number of the request)`: a reply, or (HTTP status, reply)."""
+    """Serve JSON under any path, with `answer(json, number of the request)`: a reply, or (HTTP status, reply)."""
     served = LocalService()
 
     async def handle(request: web.Request) -> web.Response:
@@ -50,17 +69,9 @@ async def serve(answer: Callable[[dict[str, Any], int], Any]) -> AsyncIterator[L
         finally:
             served.busy -= 1
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    served.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    try:
+    async with serving(handle) as url:
+        served.url = f"{url}/"
         yield served
-    finally:
-        await runner.cleanup()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polyturn.core.errors import EngineError, EngineLostError
+from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineCapabilities
 
@@ -168,3 +168,35 @@ class TimedEngine:
     def _fail(self, run: _TimedRequest, why: str) -> None:
         if not run.future.done():
             run.future.set_exception(EngineLostError(why))
+
+
+class RestartableEngine(TimedEngine):
+    """A server that can be asked how it is, and is started again after `dead_s`, so often and no more."""
+
+    def __init__(self, *, dead_s: float = 10.0, max_restarts: int = 1, keeps_weights: bool = False) -> None:
+        super().__init__(plan=lambda request: 100, name="server")
+        self.dead_s, self.max_restarts, self.keeps_weights = dead_s, max_restarts, keeps_weights
+        self.num_restarts = 0
+        self.is_down = False
+        self.pushed: list[int] = []
+
+    async def look(self) -> None:
+        self._check()
+
+    def fail(self) -> None:
+        self.kill()
+        self.is_down = True
+
+    async def revive(self) -> None:
+        if not self.is_down:
+            return
+        if self.num_restarts == self.max_restarts:
+            raise EngineGoneError("it was started again often enough")
+        await asyncio.sleep(self.dead_s)
+        self.num_restarts += 1
+        self.is_down = False
+        self.restart(version=None if self.keeps_weights else 0)
+
+    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
+        await super().update_weights(version, weights=weights)
+        self.pushed.append(version)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     BatchFeature,
     PreTrainedTokenizerFast,
@@ -23,7 +24,13 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from polyturn.core.generation import Completion
+from polyturn.core.media import Media
 from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.tokens.multimodal import MediaProcessor
+from polyturn.training.optim import OptimSettings
+from polyturn.training.policy import local_policy
+from support.samples import sample_of
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -73,6 +80,20 @@ def vision_tokenizer(vocab_size: int = 320, *, chat_template: str = VISION_TEMPL
     tokenizer = tiny_tokenizer(vocab_size, chat_template=chat_template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS)})
     return tokenizer
+
+
+def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
+    return Image.new("RGB", (width, height), color)
+
+
+def trainer_logprobs(
+    model: Any, media: MediaProcessor, ids: np.ndarray, images: Sequence[Media], completion: Completion, **options: Any
+) -> np.ndarray:
+    """Return what the trainer computes for the completion behind the prompt `ids`; `options` are the sample's."""
+    token_ids = np.concatenate([ids, completion.token_ids])
+    weights = np.concatenate([np.zeros(len(ids)), np.ones(len(completion.token_ids))])
+    sample = sample_of(("g", "t", 0), token_ids, weights, media=tuple(images), **options)
+    return local_policy(model, optim=OptimSettings(), media=media).score([sample])[0][len(ids) :]
 
 
 class FrameProcessor:

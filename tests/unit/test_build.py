@@ -17,8 +17,6 @@ from polyturn.algorithms.advantages import grpo
 from polyturn.build.model import build_codec, build_outline
 from polyturn.build.parts import build_scheduler
 from polyturn.cli.main import main
-from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
@@ -30,18 +28,13 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.tracking.jsonl import read_metrics
 from polyturn.training.observer import RunObserver
 from support.refusals import refuses
-from support.runs import call_command, write_tiny_run
-
-
-def place(folder: Path, *overrides: str) -> build.ConfigSource:
-    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    return build.ConfigSource(config=loaded.config, base=folder)
+from support.runs import call_command, tiny_source, write_tiny_run
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> build.Parts:
     return build.build_parts(
-        place(
+        tiny_source(
             tmp_path_factory.mktemp("parts"),
             "rollout.limits.context_policy=drop_oldest",
             "rollout.limits.timeout_s=7",
@@ -64,7 +57,7 @@ def test_rollout_gets_the_settings_of_the_config(parts: build.Parts):
 
 
 def test_rollout_workers_share_max_concurrent(parts: build.Parts, tmp_path: Path):
-    several = place(tmp_path, "cluster.workers.count=3", "rollout.max_concurrent=8")
+    several = tiny_source(tmp_path, "cluster.workers.count=3", "rollout.max_concurrent=8")
     pool = build.with_workers(dataclasses.replace(parts, source=several)).pool
     workers = [pickle.loads(worker._build).args[0].config for worker in pool._workers.values()]
     assert [(one.rollout.max_concurrent, one.cluster.workers.count) for one in workers] == [(3, 1)] * 3
@@ -77,7 +70,7 @@ def test_run_without_workers_takes_min_concurrent(tmp_path: Path):
 
 
 def test_rollout_workers_refuse_min_concurrent(parts: build.Parts, tmp_path: Path):
-    several = place(tmp_path, "cluster.workers.count=3", "rollout.min_concurrent=8")
+    several = tiny_source(tmp_path, "cluster.workers.count=3", "rollout.min_concurrent=8")
     refuses(
         lambda: build.with_workers(dataclasses.replace(parts, source=several)), ConfigError, "rollout.min_concurrent is 8"
     )
@@ -95,7 +88,7 @@ def test_engine_samples_from_the_trainers_tensors(parts: build.Parts, tmp_path: 
 
 def test_seed_decides_the_model(tmp_path: Path, parts: build.Parts):
     def first(seed: int) -> torch.Tensor:
-        where = place(tmp_path, f"seed={seed}")
+        where = tiny_source(tmp_path, f"seed={seed}")
         return next(build.build_model(where, parts.tokenizer).parameters())
 
     assert torch.equal(first(0), first(0)) and not torch.equal(first(0), first(1))
@@ -103,13 +96,13 @@ def test_seed_decides_the_model(tmp_path: Path, parts: build.Parts):
 
 def test_saved_tokenizer_has_the_template_of_the_run(tmp_path: Path):
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
-    codec = build.build_codec(place(tmp_path, "model.chat_template=own.jinja"))
+    codec = build.build_codec(tiny_source(tmp_path, "model.chat_template=own.jinja"))
     codec.tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
 
 
 def test_scheduler_may_be_an_own_class(tmp_path: Path):
-    where = place(tmp_path, "rollout.scheduler=plugins.py:Quiet")
+    where = tiny_source(tmp_path, "rollout.scheduler=plugins.py:Quiet")
     with (tmp_path / "plugins.py").open("a") as file:
         file.write(
             "\n\nfrom polyturn.rollout.scheduler import MultiTurnScheduler\n\n\nclass Quiet(MultiTurnScheduler):\n    pass\n"
@@ -117,12 +110,12 @@ def test_scheduler_may_be_an_own_class(tmp_path: Path):
     assert type(build.build_scheduler(where)).__name__ == "Quiet"
     with pytest.raises(ConfigError, match="MultiTurnScheduler"):
         build.build_scheduler(
-            build.ConfigSource(config=place(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
+            build.ConfigSource(config=tiny_source(tmp_path, "rollout.scheduler=plugins.py:corpus").config, base=tmp_path)
         )
 
 
 async def test_rewards_are_those_of_the_config(tmp_path: Path):
-    where = place(
+    where = tiny_source(
         tmp_path,
         "reward.function={name: 'plugins.py:fixed', value: 0.5}",
         "reward.routes={tiny: tools}",
@@ -137,14 +130,14 @@ async def test_rewards_are_those_of_the_config(tmp_path: Path):
     assert (await router.score(made)).components == {"outcome": 0.5, "tool_step": 0.0, "overlong": 0.0}
     assert router.route("tiny") == "tools"
     refuses(
-        lambda: build.build_rewarder(place(tmp_path, "reward.overlong.buffer=10")),
+        lambda: build.build_rewarder(tiny_source(tmp_path, "reward.overlong.buffer=10")),
         ConfigError,
         "set reward.overlong.max_tokens",
     )
 
 
 def test_estimators_get_their_options(tmp_path: Path):
-    bound = build.build_estimator(place(tmp_path, "algorithm.advantage.norm_by_std=false"))
+    bound = build.build_estimator(tiny_source(tmp_path, "algorithm.advantage.norm_by_std=false"))
     assert isinstance(bound, functools.partial) and bound.func is grpo and bound.keywords == {"norm_by_std": False}
 
 
@@ -153,15 +146,15 @@ def test_evaluation_sets_keep_order_sampling_and_limits(tmp_path: Path):
         "evaluation.sets={a: {sampling: {temperature: 0}}, "
         "b: {sampling: {temperature: 1, top_p: 0.9}, max_turns: 1, every: false}}"
     )
-    a, b = build.build_eval_sets(place(tmp_path, sets))
+    a, b = build.build_eval_sets(tiny_source(tmp_path, sets))
     assert (a.name, a.sampling.temperature, a.max_turns, a.is_periodic) == ("a", 0, None, True)
     assert (b.name, b.sampling.top_p, b.max_turns, b.is_periodic) == ("b", 0.9, 1, False)
     assert len(a.tasks) == 2
-    assert build.build_eval_sets(place(tmp_path, "evaluation.data=null")) == []
+    assert build.build_eval_sets(tiny_source(tmp_path, "evaluation.data=null")) == []
 
 
 def test_generator_may_make_the_tasks(tmp_path: Path):
-    where = place(tmp_path, "data.train={files: null, generator: 'plugins.py:made', kwargs: {num: 3}}")
+    where = tiny_source(tmp_path, "data.train={files: null, generator: 'plugins.py:made', kwargs: {num: 3}}")
     with (tmp_path / "plugins.py").open("a") as file:
         file.write(
             "\n\ndef made(num):\n    return [polyturn.Task(id=str(i), prompt=(polyturn.Message(role='user', content='?'),)) "
@@ -225,7 +218,7 @@ def test_training_on_greedy_completions_is_warned_of(tmp_path: Path, parts: buil
     tasks = build.RunTasks(train=[user("?", interaction=InteractionRef(name="coach"))], eval_sets=[])
     build.check_training(parts, tasks)
     assert "temperature" not in caplog.text
-    greedy = dataclasses.replace(parts, source=place(tmp_path, "rollout.sampling.temperature=0"))
+    greedy = dataclasses.replace(parts, source=tiny_source(tmp_path, "rollout.sampling.temperature=0"))
     build.check_training(greedy, tasks)
     assert "rollout.sampling.temperature is 0: the members of a group repeat each other" in caplog.text
 
@@ -245,7 +238,7 @@ def test_prompt_length_is_checked_to_the_token(parts: build.Parts):
 def test_short_prompt_is_checked_without_encoding(tmp_path: Path, parts: build.Parts, monkeypatch: pytest.MonkeyPatch):
     rows = [{"prompt": f"How loud is mouse {i}?", "data_source": "tiny", "interaction": "coach"} for i in range(100)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    where = place(tmp_path, "data.train.files=many.jsonl")
+    where = tiny_source(tmp_path, "data.train.files=many.jsonl")
     tasks = build.build_run_tasks(where)
     monkeypatch.setattr(type(parts.context.codec), "encode", lambda *args: pytest.fail("a short prompt was encoded"))
     build.check_run(parts, tasks.eval_sets[0].tasks, name="evaluation.data")
@@ -267,7 +260,7 @@ def test_parameters_are_bfloat16_where_the_gpu_has_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: gpu == "new")
-    config = place(tmp_path, f"model.dtype={dtype}")
+    config = tiny_source(tmp_path, f"model.dtype={dtype}")
     assert build_outline(config, build_codec(config).tokenizer).dtype == expected
 
 
@@ -275,5 +268,5 @@ def test_gpu_without_bfloat16_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    config = place(tmp_path, "model.dtype=bfloat16")
+    config = tiny_source(tmp_path, "model.dtype=bfloat16")
     refuses(lambda: build_outline(config, build_codec(config).tokenizer), ConfigError, "Tesla T4", "model.dtype=float32")

@@ -17,14 +17,12 @@ from polyturn.build.credit import (
     drops_zero_variance,
     require_scores,
 )
-from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.training.observer import RunObserver
 from support.example_schedulers import FOLDER
 from support.models import tiny_model
 from support.refusals import refuses
-from support.runs import write_tiny_run
+from support.runs import tiny_source
 
 SCHEDULERS = """
 from polyturn import MultiTurnScheduler
@@ -37,13 +35,8 @@ class ScoresNone(SaysNothing):
 """
 
 
-def place(folder: Path, *overrides: str) -> build.ConfigSource:
-    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    return build.ConfigSource(config=loaded.config, base=folder)
-
-
 def options(folder: Path, *overrides: str) -> dict[str, Any]:
-    return dict(build.build_estimator(place(folder, *overrides)).keywords)
+    return dict(build.build_estimator(tiny_source(folder, *overrides)).keywords)
 
 
 FURTHER = {
@@ -70,7 +63,7 @@ def test_unfitting_further_model_is_refused(
     }
 
     for name, words in says.items():
-        found = replace(place(tmp_path, *FURTHER[key], f"{key}={name}"), is_plan=is_plan)
+        found = replace(tiny_source(tmp_path, *FURTHER[key], f"{key}={name}"), is_plan=is_plan)
         with pytest.raises(ConfigError, match=words):
             check_further_models(found, build.build_estimator(found), like=like)
 
@@ -82,7 +75,7 @@ def test_unfitting_further_model_is_refused(
 def test_absurd_number_is_refused(tmp_path: Path, key: str) -> None:
     engine = ["engine={kind: vllm, num_slots: null}"] if key.startswith("engine") else []
     with pytest.raises(ConfigError, match=rf"^{key} is 1000000000 .*at most \d+$"):
-        place(tmp_path, *engine, f"{key}=1000000000")
+        tiny_source(tmp_path, *engine, f"{key}=1000000000")
 
 
 def test_estimator_gets_its_options(tmp_path: Path) -> None:
@@ -117,14 +110,14 @@ def check(where: build.ConfigSource) -> None:
 )
 def test_credit_that_cannot_work_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check(place(tmp_path, *overrides))
+        check(tiny_source(tmp_path, *overrides))
 
 
 def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
     bare = ("algorithm.advantage=return_to_go", "rollout.tools.functions=[]", "rollout.interactions=[]")
     (tmp_path / "mine.py").write_text(SCHEDULERS)
     for name in ("single_turn", "mine.py:ScoresNone", f"{FOLDER}/react.py:React"):
-        where = place(tmp_path, *bare, f"rollout.scheduler={name}")
+        where = tiny_source(tmp_path, *bare, f"rollout.scheduler={name}")
         refuses(
             lambda where=where: require_scores(build.build_parts(where), build.build_estimator(where)),
             ConfigError,
@@ -133,7 +126,7 @@ def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
         )
     coach = "rollout.interactions=[{name: coach, class_name: 'plugins.py:Coach'}]"
     for more in ([coach], ["rollout.scheduler=gym"], ["rollout.scheduler=mine.py:SaysNothing"]):
-        where = place(tmp_path, *bare, *more)
+        where = tiny_source(tmp_path, *bare, *more)
         require_scores(build.build_parts(where), build.build_estimator(where))
 
 
@@ -150,18 +143,18 @@ def test_turn_scores_that_nothing_gives_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_equal_groups_are_dropped_where_nothing_is_lost(tmp_path: Path, overrides: list[str], expected: bool) -> None:
-    where = place(tmp_path, *overrides)
+    where = tiny_source(tmp_path, *overrides)
     assert drops_zero_variance(where, build.build_estimator(where)) is expected
 
 
 def test_verl_estimator_sees_the_batch(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def fn(token_level_rewards, response_mask, values=None, config=None): ...\n")
-    traits = traits_of(build.build_estimator(place(tmp_path, "algorithm.advantage=own.py:fn")))
+    traits = traits_of(build.build_estimator(tiny_source(tmp_path, "algorithm.advantage=own.py:fn")))
     assert traits.scope == "batch" and traits.needs_values
 
 
 def test_unused_critic_is_refused(tmp_path: Path) -> None:
-    where = place(tmp_path, "algorithm.critic.warmup=2")
+    where = tiny_source(tmp_path, "algorithm.critic.warmup=2")
     parts = build.build_parts(where)
     with pytest.raises(ConfigError, match="'grpo'"):
         build.build_trainer(
@@ -171,7 +164,7 @@ def test_unused_critic_is_refused(tmp_path: Path) -> None:
 
 def test_schedules_end_with_a_run_whose_critic_warms_up(tmp_path: Path) -> None:
     settings = ["train.steps=10", "train.minibatches=2", "train.optim.schedule=cosine", "algorithm.advantage=gae"]
-    where = place(tmp_path, *settings, "algorithm.critic={warmup: 4, optim: {schedule: cosine}}")
+    where = tiny_source(tmp_path, *settings, "algorithm.critic={warmup: 4, optim: {schedule: cosine}}")
     trainer = build.build_trainer(
         build.build_parts(where),
         build.build_run_tasks(where),
@@ -187,7 +180,7 @@ def test_schedules_end_with_a_run_whose_critic_warms_up(tmp_path: Path) -> None:
 
 def test_critic_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tiny_model(200, hidden=16, layers=1).save_pretrained(tmp_path / "other")
-    where = place(tmp_path, "algorithm.advantage=gae", "algorithm.critic.path=other")
+    where = tiny_source(tmp_path, "algorithm.advantage=gae", "algorithm.critic.path=other")
     refuses(
         lambda: build_critic(build.build_parts(where), build.build_estimator(where)),
         ConfigError,

@@ -8,13 +8,11 @@ import pytest
 
 from polyturn import build
 from polyturn.cli.main import main
-from polyturn.config.load import load_config
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
 from polyturn.core.routing import has_route
 from polyturn.store.stored_run import open_store
 from support.refusals import refuses
-from support.runs import SEVERAL_TURNS, call_command, trained_steps, write_tiny_run
+from support.runs import SEVERAL_TURNS, call_command, tiny_source, trained_steps, write_tiny_run
 
 EXPERTS = (
     "model.init.model_type=qwen3_moe",
@@ -23,11 +21,6 @@ EXPERTS = (
     "model.init.moe_intermediate_size=16",
     "model.init.norm_topk_prob=true",
 )
-
-
-def place(folder: Path, *overrides: str) -> build.ConfigSource:
-    loaded = load_config(RunConfig, write_tiny_run(folder), overrides)
-    return build.ConfigSource(config=loaded.config, base=folder)
 
 
 def test_run_replays_the_experts_of_its_engine(tmp_path: Path) -> None:
@@ -45,13 +38,13 @@ def test_run_replays_the_experts_of_its_engine(tmp_path: Path) -> None:
 
 def test_engine_is_asked_for_routes_that_are_replayed(tmp_path: Path) -> None:
     small = ("model.init.num_hidden_layers=1",)
-    assert build.build_parts(place(tmp_path, *EXPERTS, *small)).engine.capabilities.routes
-    off = build.build_parts(place(tmp_path, *EXPERTS, "algorithm.routing.replay=off"))
+    assert build.build_parts(tiny_source(tmp_path, *EXPERTS, *small)).engine.capabilities.routes
+    off = build.build_parts(tiny_source(tmp_path, *EXPERTS, "algorithm.routing.replay=off"))
     assert not off.engine.capabilities.routes
-    assert not build.build_parts(place(tmp_path)).engine.capabilities.routes, "a model without experts has none"
+    assert not build.build_parts(tiny_source(tmp_path)).engine.capabilities.routes, "a model without experts has none"
 
 
 @pytest.mark.parametrize("wrong", ["algorithm.routing.replay=on", "algorithm.routing.balance_coef=0.1"])
 def test_routing_without_experts_is_refused_early(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.build.parts.build_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    refuses(lambda: build.build_parts(place(tmp_path, wrong)), ConfigError, "Qwen3ForCausalLM has no experts")
+    refuses(lambda: build.build_parts(tiny_source(tmp_path, wrong)), ConfigError, "Qwen3ForCausalLM has no experts")

@@ -1,4 +1,4 @@
-"""`scripts/house.py` finds one violation of each rule in a tree that has them, and its place."""
+"""`scripts/house.py` finds the violations of each rule in a tree that has them, and their lines."""
 
 from __future__ import annotations
 
@@ -19,32 +19,23 @@ FILES = {
     "src/polyturn/tools/a.py": "def f():\n    from ..training.policy import Policy\n\n# as verl does\n",
     "src/polyturn/rollout/a.py": "from polyturn import engines, compat\nimport ray\n",
     "docs/index.md": "# Index\n[gone](gone.md) [head](#nothing) [code](../src/polyturn/tools/a.py#g) [here](#index)\n",
+    "AGENTS.md": "[gone](src/gone.py)\n",
     "mkdocs.yml": "nav:\n  - lost.md\n",
     "tests/test_a.py": "import time\nbegan = time.time()\ntook = time.time() - began\nassert took < 1\n",
 }
-FOUND = """
-src/polyturn/core/a.py:2: core imports torch; it needs the standard library, NumPy and pydantic_core only
-src/polyturn/core/a.py:2: core imports torch when it is imported; import it where it is used
-src/polyturn/core/b.py:3: core imports jinja2; it needs the standard library, NumPy and pydantic_core only
-src/polyturn/rollout/a.py:1: rollout imports engines; use core.protocols
-src/polyturn/rollout/a.py:1: compat is reached by entry points only
-src/polyturn/rollout/a.py:1: rollout imports compat, which lies above it
-src/polyturn/rollout/a.py:2: rollout imports ray
-src/polyturn/tools/a.py:2: tools imports training, which lies above it
-src/polyturn:1: these modules import one another: polyturn.core.c <- polyturn.core.d <- polyturn.core.c
-src/polyturn/tools/a.py:4: verl is named outside compat; ask infra.stand_in or config.dialect
-src/polyturn/core/c.py:4: src/polyturn/core/a.py has a class Twice too
-src/polyturn/__init__.py:1: A stands twice in BY_TASK
-src/polyturn/__init__.py:1: B is in only one of BY_TASK and the imports for type checkers
-docs/index.md:2: there is no gone.md
-docs/index.md:2: this page has no nothing
-docs/index.md:2: ../src/polyturn/tools/a.py has no g
-docs/index.md:1: mkdocs.yml does not list this page
-mkdocs.yml:1: docs/lost.md does not exist
-src/polyturn/core/a.py:1: the docstring names Gone, which does not exist
-src/polyturn/core/a.py:1: the docstring names gone.py, which does not exist
-tests/test_a.py:4: this assert needs a quick machine; assert on the cause, not on the time
-"""
+VIOLATIONS = {
+    "imports_point_down": "core/a.py:2 core/a.py:2 core/b.py:3 rollout/a.py:1 rollout/a.py:1 rollout/a.py:1 rollout/a.py:2 "
+    "tools/a.py:2",
+    "no_cycle_of_imports": "polyturn:1",
+    "only_compat_names_other_libraries": "tools/a.py:4",
+    "one_class_to_a_name": "core/c.py:4",
+    "public_names_agree": "polyturn/__init__.py:1 polyturn/__init__.py:1",
+    "links_lead_somewhere": "AGENTS.md:1 docs/index.md:2 docs/index.md:2 docs/index.md:2",
+    "pages_stand_in_the_navigation": "docs/index.md:1 mkdocs.yml:1",
+    "examples_in_docstrings_exist": "core/a.py:1 core/a.py:1",
+    "no_assert_on_wall_time": "tests/test_a.py:4",
+}
+"""The end of the path and the line of each violation of a rule."""
 
 
 @pytest.fixture
@@ -58,7 +49,13 @@ def test_each_rule_finds_its_violation(house: ModuleType, tmp_path: Path, capsys
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert house.main(tmp_path) == 1
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(FOUND.split("\n")[1:-1])
+    assert len(capsys.readouterr().out.splitlines()) == sum(len(ends.split()) for ends in VIOLATIONS.values())
+    tree = house.Tree(tmp_path)
+    found = {rule.__name__: sorted(f"{path}:{line}" for path, line, _ in rule(tree)) for rule in house.RULES}
+    for rule, positions in found.items():
+        ends = sorted(VIOLATIONS.get(rule, "").split())
+        assert len(positions) == len(ends), (rule, positions)
+        assert all(one.endswith(end) for one, end in zip(positions, ends, strict=True)), (rule, positions)
 
 
 @pytest.mark.parametrize(

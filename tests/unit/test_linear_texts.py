@@ -2,11 +2,12 @@
 
 import sys
 
+import numpy as np
 import pytest
 
-from polyturn.compat.swift.schedulers import _unfenced
+from polyturn.compat.swift.schedulers import OpenEnvScheduler
 from polyturn.core.secrets import hide
-from polyturn.engines.text_codec import _without_calls
+from polyturn.engines.text_codec import read_chat, text_codec
 from polyturn.environments.gymnasium import uncoloured
 from polyturn.partners.judge import read_verdict
 from polyturn.rewards.math import is_near
@@ -19,11 +20,22 @@ def verdict(text):
     refuses(lambda: read_verdict(text, low=0, high=1), ValueError, "is not JSON")
 
 
+def action(text):
+    return OpenEnvScheduler().parse_action(text)
+
+
+def message(text):
+    """Return an assistant's text as a chat API gets it, and its calls."""
+    codec = text_codec()
+    ids = [codec.encode("<|im_start|>assistant\n"), codec.encode(text), codec.encode("<|im_end|>")]
+    return read_chat(np.concatenate(ids))[0][0]["content"]
+
+
 HOSTILE = {
-    "blank behind a fence": (_unfenced, "```\n" + " " * SIZE + "x"),
-    "lines behind a fence": (_unfenced, "```" + "\n" * SIZE + "x"),
-    "blanks before text": (_unfenced, "```\n" + ("x" + "\n " * 20) * (SIZE // 41) + "x"),
-    "calls that nobody closes": (_without_calls, "<tool_call>\n" * (SIZE // 12)),
+    "blank behind a fence": (action, "```\n" + " " * SIZE + "x"),
+    "lines behind a fence": (action, "```" + "\n" * SIZE + "x"),
+    "blanks before text": (action, "```\n" + ("x" + "\n " * 20) * (SIZE // 41) + "x"),
+    "calls that nobody closes": (message, "<tool_call>\n" * (SIZE // 12)),
     "colours that nobody ends": (uncoloured, "\x1b[41m" * (SIZE // 5)),
     "a line drawn with dashes": (hide, "-" * SIZE),
     "flags without end": (hide, "--token" * (SIZE // 7)),
@@ -54,12 +66,7 @@ def test_hostile_text_of_a_megabyte_is_read_in_linear_time(read, text):
     ],
 )
 def test_fences_are_taken_off(text, inside):
-    assert _unfenced(text) == inside
-
-
-def test_calls_are_cut_out_with_the_line_before():
-    text = "a\n<tool_call>\n1\n</tool_call>\n<tool_call>\n\n</tool_call>b\n<tool_call>\nopen"
-    assert _without_calls(text) == ("ab\n<tool_call>\nopen", ["1", ""])
+    assert action(text) == ({} if inside == "{}" else {"message": inside})
 
 
 def test_colours_become_brackets():

@@ -110,16 +110,23 @@ MISTAKES = [
     ("algorithm.loss=ppo", ["algorithm.loss", "'ppo'", "'ppo_clip'"]),
     ("reward.function=gsm9k", ["'gsm9k'", "'gsm8k'"]),
     ("rollout.scheduler=gymm", ["rollout.scheduler", "'gymm'"]),
+    ("rollout.parser=hermess", ["rollout.parser", "'hermess'", "'hermes'?"]),
+    ("algorithm.loss_scale=last", ["algorithm.loss_scale", "'last'"]),
+    ("model.chat_template=hermess", ["model.chat_template", "'hermess'"]),
     # files, and the names in them
     ("algorithm.advantage=turn.py:nothing", ["algorithm.advantage: ", "turn.py"]),
     ("reward.function=plugins.py:nothing", ["reward: ", "nothing"]),
     ("rollout.tools.functions=['nowhere.py:f']", ["rollout.tools.functions: ", "nowhere.py"]),
     ("rollout.interactions=[{name: other, class_name: 'plugins.py:Coach', config: {}}]", ["'coach'"]),
     (
-        "rollout.interactions=[{name: coach, class_name: 'plugins.py:Nothing', config: {}}]",
-        ["rollout.interactions: ", "Nothing"],
+        "rollout.interactions=[{name: coach, class_name: 'plugins.py:Couch', config: {}}]",
+        ["rollout.interactions: ", "plugins.py", "'Couch'", "'Coach'"],
     ),
     ("evaluation.data.files=nowhere.jsonl", ["nowhere.jsonl"]),
+    ("data.train.files=task.jsonl", ["task.jsonl", "'tasks.jsonl'"]),
+    # rows of data
+    ("data.train.files=shoot.jsonl", ["'mouse-1'", "'shoot'", "'shout'"]),
+    ("evaluation.data.files=tinny.jsonl", ["'tinny'", "'tiny'"]),
     ("warm_start={steps: 3, conversations: shwn.jsonl}", ["warm_start.conversations", "'shwn.jsonl'"]),
     ("warm_start={steps: 3, conversations: null}", ["warm_start.conversations"]),
     ("plugins=[broken.py]", ["a_module_that_is_nowhere"]),
@@ -146,9 +153,16 @@ MISTAKES = [
 ]
 
 
+def change_row(folder: Path, to: str, **changes: Any) -> None:
+    """Write the tasks with another second row."""
+    rows = [json.loads(line) for line in (folder / "tasks.jsonl").read_text().splitlines()]
+    rows[1] |= changes
+    (folder / to).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run beside plug-ins with mistakes, whose weights must not be loaded."""
+    """A run beside plug-ins and rows with mistakes, whose weights must not be loaded."""
     for name, text in (
         ("mine.py", PLUGINS),
         ("counts.py", TOOL),
@@ -158,25 +172,37 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    return write_tiny_run(tmp_path)
+    config = write_tiny_run(tmp_path)
+    kwargs = {"need_tools_kwargs": True, "tools_kwargs": {"shoot": {"create_kwargs": {}}}}
+    change_row(tmp_path, "shoot.jsonl", extra_info=kwargs)
+    change_row(tmp_path, "tinny.jsonl", data_source="tinny")
+    return config
 
 
 @pytest.mark.parametrize(("override", "words"), MISTAKES, ids=[override for override, _ in MISTAKES])
 def test_mistake_ends_train_before_weights_are_loaded(config: Path, override: str, words: list[str]) -> None:
-    assert_refused(call("train", config, override), *words)
+    called = call("train", config, override)
+    assert_refused(called, *words)
+    lines = [line for line in called.err.splitlines() if not line.startswith(("tiny: checking", "load PyTorch: "))]
+    assert lines[0].startswith("polyturn: ") and lines[1:] == []
     assert not (config.parent / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("algorithm.loss_scale=last", ["algorithm.loss_scale", "'last'"]),
-        ("rollout.parser=hermess", ["rollout.parser", "'hermess'", "'hermes'?"]),
-    ],
-)
-def test_mistake_that_needs_the_model_leaves_no_run_folder(tmp_path: Path, override: str, words: list[str]) -> None:
-    assert_refused(call("train", write_tiny_run(tmp_path), override), *words)
-    assert not (tmp_path / "runs").exists()
+def test_prompt_longer_than_the_context_ends_train(tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path)
+    change_row(tmp_path, "tasks.jsonl", prompt=[{"role": "user", "content": "How loud is it? " * 80}])
+    assert_refused(call("train", config), "'mouse-1'", "447")
+
+
+def test_resume_with_other_groups_is_refused_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_tiny_run(tmp_path)
+    assert call("train", config, "train.steps=1", "evaluation.data=null").code == 0
+    monkeypatch.setattr(parts_module, "build_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    called = call("train", config, "train.steps=2", "train.groups_per_step=1", "--resume")
+    assert_refused(called, "train.groups_per_step 2 and this run has 1")
+    assert "resumed with another setting" not in called.err
 
 
 def test_mistake_that_needs_no_model_is_found_without_pytorch(tmp_path: Path) -> None:

@@ -1,11 +1,21 @@
-"""Checks of a Ray cluster before anything is placed there."""
+"""Checks of a Ray cluster and of its workers before anything is placed there."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+
 import pytest
 
+from polyturn.build.cluster import check_travels
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
+from polyturn.infra.live import LiveObject
 from support.refusals import refuses
+
+pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
 
 def test_unreachable_cluster_is_refused() -> None:
@@ -40,3 +50,45 @@ def test_request_beyond_one_node_is_told_from_a_full_cluster() -> None:
     assert why(GPU=8, CPU=2) == why() == ""
     assert "{'GPU': 8.0}" in why(GPU=16)
     assert "{'sandbox': 0}" in why(sandbox=1)
+
+
+# --- Requirements of rollout workers, before any of them is started
+
+
+def test_object_that_cannot_travel_is_refused() -> None:
+    lock = LiveObject(threading.Lock(), name="mine:lock")
+    values = {"model": {"path": "any"}, "rollout": {"scheduler": lock}}
+    refuses(
+        lambda: check_travels(load_config(RunConfig, None, values=values).config),
+        ConfigError,
+        "rollout.scheduler",
+        "mine:lock",
+    )
+
+
+PROGRAM = """
+import sys
+from polyturn.cluster.worker_pool import travelling
+from polyturn.rollout.scheduler import MultiTurnScheduler
+from polyturn.rollout.schedulers import SingleTurn
+
+class Says(MultiTurnScheduler):
+    stateless = True
+    scores_turns = False
+    def check_task(self, task): ...
+
+class SaysAgain(SingleTurn):
+    stateless = True
+
+class SaysNothing(SingleTurn):
+    def check_task(self, task): ...
+
+sys.stdout.buffer.write(travelling([Says, SaysAgain, SaysNothing]))
+"""
+
+
+def test_declarations_of_schedulers_travel() -> None:
+    sent = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True).stdout
+    read = "import pickle, sys; print([(s.stateless, s.scores_turns) for s in pickle.load(sys.stdin.buffer)])"
+    arrived = subprocess.run([sys.executable, "-c", read], input=sent, check=True, capture_output=True).stdout
+    assert arrived.decode().strip() == "[(True, False), (True, None), (False, None)]"

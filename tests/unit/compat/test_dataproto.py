@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import polyturn
 from polyturn.compat.verl import to_dataproto
 from polyturn.core.errors import DataError
 from polyturn.core.lifecycle import StopReason
@@ -18,22 +17,12 @@ from polyturn.core.trajectory import Segment, Span, SpanSource, Trajectory, Traj
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
+from support.parts import add
 from support.refusals import refuses
 
 pytestmark = pytest.mark.timeout(300)  # the first test imports torch's compiler
 
 PAD = 7
-
-
-@polyturn.tool
-def add(a: int, b: int) -> str:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return str(a + b)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>'

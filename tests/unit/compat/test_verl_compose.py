@@ -109,6 +109,9 @@ def test_files_and_overrides_are_merged(files: dict[str, str], overrides: list[s
         ({"main": "defaults: [other]\n", "other": "defaults: [main]\n"}, [], "lead back to"),
         ({"main": "a: 1\n  b: 2\n"}, [], "main.yaml line 2"),
         *[({"main": PLAIN}, [text], "key.path=value") for text in ("train_batch_size", "--multirun", "=3")],
+        *[({"main": text}, [], "main") for text in ("data: [", "defaults: 3", "- 1", "defaults: [main]")],
+        ({"main": PLAIN}, ["data.seed=[1"], r"data\.seed"),
+        ({"main": PLAIN}, ["~nothing.here"], r"nothing\.here"),
         ({"main": PLAIN}, ["~data.sed"], r"~data\.sed.*'data\.seed'"),
         ({"main": PLAIN, "rollout__mine": "n: 7\n"}, [f"rollout@{ROLLOUT}=mein"], "rollout/mein.*'mine'"),
         (
@@ -117,6 +120,8 @@ def test_files_and_overrides_are_merged(files: dict[str, str], overrides: list[s
             "rollout@actor_rollout_ref.rolout",
         ),
         ({"main": PLAIN}, ["data/foo=bar"], "data/foo"),
+        ({"main": PLAIN}, ["optim@optim=sgd"], "optim"),
+        ({"main": PLAIN}, ["actor@actor_rollout_ref.actor=dp"], "actor"),
         ({"main": PLAIN, "rollout__mine": "n: 7\n"}, ["rollout=mine"], "rollout"),
         ({"main": PLAIN}, ["~rollout@nowhere"], "rollout@nowhere"),
         ({"main": PLAIN}, [f"actor@{ACTOR}=veomni_actor"], "VeOmni"),

@@ -382,24 +382,3 @@ def test_table_shows_defaults_of_each_section() -> None:
     found = [rows[f"{section}.optim.lr"] for section in ("train", "warm_start", "algorithm.critic")]
     assert [float(text) for text in found] == [1e-6, 1e-4, 1e-5]
     assert rows["rollout.limits.timeout_s"] == "7200.0"
-
-
-@pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("train.lr=1e-5", "'train.optim.lr'?"),
-        ("optim.lr=1e-5", "'train.optim'"),
-        ("grop_size=8", "'train.group_size'?"),
-        ("rollout.max_turn=3", "'rollout.limits.max_turns'"),
-        ("tran.steps=3", "'train'"),
-        ("learning_rate=3e-5", "train.optim.lr=3e-05"),
-        ("train.num_generations=4", "train.group_size=4"),
-        ("train.batch_size=8", "train.groups_per_step=8 or train.group_size=8"),
-        ("bf16=true", "model.dtype=bfloat16"),
-        ("train.optim.beta=0.1", "'train.optim.betas'"),
-    ],
-)
-def test_unknown_key_of_a_run_leads_to_the_right_one(override: str, answer: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(RunConfig, None, ["model.path=tiny", override])
-    assert answer in str(caught.value)

@@ -18,6 +18,7 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
+from support.services import serving
 
 
 class Scripted:
@@ -75,18 +76,12 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[Scripted, EnginePool]]:
-    server = Scripted()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = VllmEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", ServedModel(vocab_size=16))
-    pool = EnginePool([engine], files=WeightFolder(folder, root=folder, adapter={"r": 1}))
-    yield server, pool
-    await pool.close()
-    await runner.cleanup()
+async def scripted_pool(folder: Path) -> AsyncIterator[tuple[Scripted, EnginePool]]:
+    async with serving((server := Scripted()).handle) as url:
+        engine = VllmEngine(url, ServedModel(vocab_size=16))
+        pool = EnginePool([engine], files=WeightFolder(folder, root=folder, adapter={"r": 1}))
+        yield server, pool
+        await pool.close()
 
 
 def adapter(number: int) -> dict[str, torch.Tensor]:
@@ -98,7 +93,7 @@ def ask() -> GenerateRequest:
 
 
 async def test_running_request_goes_on_with_the_next_adapter(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, pool):
+    async with scripted_pool(tmp_path) as (server, pool):
         await pool.update_weights(5, weights=adapter(5))
         asked = asyncio.create_task(pool.generate(ask()))
         await server.arrived.wait()
@@ -111,7 +106,7 @@ async def test_running_request_goes_on_with_the_next_adapter(tmp_path: Path) -> 
 
 
 async def test_late_request_keeps_its_adapter_and_version(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, pool):
+    async with scripted_pool(tmp_path) as (server, pool):
         server.holds, server.is_late = False, True
         await pool.update_weights(5, weights=adapter(5))
         asked = asyncio.create_task(pool.generate(ask()))

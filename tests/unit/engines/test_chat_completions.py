@@ -34,6 +34,7 @@ from polyturn.tokens.delta import DeltaEncoder
 from polyturn.tokens.parsers import HermesParser
 from polyturn.tools.options import ToolOptions
 from polyturn.tools.toolbox import Toolbox
+from support.parts import add
 from support.refusals import refuses
 from support.runs import call_command, write_tiny_run
 
@@ -116,17 +117,6 @@ def ask(engine: ChatEngine, **sampling: Any) -> Any:
 
 
 CALL = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
-
-
-@polyturn.tool
-def add(a: int, b: int) -> str:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return str(a + b)
 
 
 def test_conversation_is_read_back_from_its_ids():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from polyturn.core.errors import EngineError, EngineLostError
-from polyturn.core.generation import Completion, FinishReason, GenerateRequest, SamplingParams
-from polyturn.core.protocols import EngineCapabilities
-from polyturn.engines.base import BaseEngine
+from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.following import FollowingPool, PoolView
 from polyturn.engines.pool import WATCH_S, EnginePool
 from polyturn.engines.remote import FOREIGN_VERSION
@@ -16,73 +13,35 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.vllm import VllmEngine
 from support.parts import virtual
 from support.refusals import refuses_later
+from support.timed_engine import RestartableEngine
 
 LATER = WATCH_S + 60
 
 
-class Server:
-    """A server, which dies and is started again elsewhere."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.is_dead = False
-        self.num_starts = 0
-
-
-class Client(BaseEngine):
-    """A client of it; the controller's can start it again."""
-
-    capabilities = EngineCapabilities(logprobs=True)
-
-    def __init__(self, server: Server) -> None:
-        super().__init__()
-        self.server = server
-
-    @property
-    def num_restarts(self) -> int:
-        return self.server.num_starts
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        await self.look()
-        version = ((0, self.server.version),)
-        return Completion(token_ids=[1], logprobs=[-1.0], finish_reason=FinishReason.STOP, policy_versions=version)
-
-    async def abort(self, request_id: str) -> None:
-        raise NotImplementedError
-
-    async def update_weights(self, version: int, *, weights: Any = None) -> None:
-        self.server.version = version
-
-    async def look(self) -> None:
-        if self.server.is_dead:
-            raise EngineLostError("it is dead")
-
-    async def revive(self) -> None:
-        self.server.num_starts += self.server.is_dead
-        self.server.is_dead = False
+def server() -> RestartableEngine:
+    """Return a server that keeps its weights; the controller and the worker may share its client."""
+    return RestartableEngine(dead_s=0.0, keeps_weights=True)
 
 
 def ask(name: str) -> GenerateRequest:
     return GenerateRequest(request_id=name, session_id=name, prompt_ids=[1], sampling=SamplingParams(max_tokens=1))
 
 
-def controller_and_worker(*servers: Server) -> tuple[EnginePool, FollowingPool]:
+def controller_and_worker(*servers: RestartableEngine) -> tuple[EnginePool, FollowingPool]:
     """Return both pools over the servers; the worker hears of every change at once."""
-    controller = EnginePool([Client(server) for server in servers])
-    worker = FollowingPool([Client(server) for server in servers])
+    controller, worker = EnginePool(servers), FollowingPool(servers)
     controller.on_change = lambda: worker.follow(PoolView.of(controller))
     return controller, worker
 
 
 @virtual
 async def test_dead_server_is_noticed_without_a_request_of_the_controller() -> None:
-    server = Server()
-    controller, worker = controller_and_worker(server)
+    controller, worker = controller_and_worker(engine := server())
     await controller.update_weights(1)
     watching = asyncio.create_task(controller.watch(controller.replicas[0]))
-    server.is_dead = True
+    engine.fail()
     completion = await worker.generate(ask("a"))
-    assert completion.policy_versions == ((0, 1),) and server.num_starts == 1
+    assert completion.policy_versions == ((0, 1),) and engine.num_restarts == 1
     assert worker.num_redone == 1
     assert controller.replicas[0].is_live and worker.replicas[0].is_live
     watching.cancel()
@@ -90,17 +49,17 @@ async def test_dead_server_is_noticed_without_a_request_of_the_controller() -> N
 
 @virtual
 async def test_worker_brings_no_server_back() -> None:
-    dead, well = Server(), Server()
+    dead, well = server(), server()
     _, worker = controller_and_worker(dead, well)
-    dead.is_dead = True
+    dead.fail()
     await asyncio.gather(*(worker.generate(ask(f"{i}")) for i in range(8)))
     await asyncio.sleep(LATER)
-    assert dead.num_starts == 0 and [replica.num_done for replica in worker.replicas] == [0, 8]
+    assert dead.num_restarts == 0 and [replica.num_done for replica in worker.replicas] == [0, 8]
 
 
 @virtual
 async def test_excluded_server_gets_no_request_of_a_worker() -> None:
-    controller, worker = controller_and_worker(Server(), Server())
+    controller, worker = controller_and_worker(server(), server())
     await controller.update_weights(1)
     controller.exclude(controller.replicas[0], EngineError("its weights are wrong"))
     await asyncio.gather(*(worker.generate(ask(f"{i}")) for i in range(8)))
@@ -113,26 +72,25 @@ async def test_excluded_server_gets_no_request_of_a_worker() -> None:
 
 @virtual
 async def test_answer_of_older_weights_is_asked_again() -> None:
-    behind, right = Server(), Server()
+    behind, right = server(), server()
     controller, worker = controller_and_worker(behind, right)
     await controller.update_weights(3)
-    behind.version = 0  # as after a start that neither knows of
+    behind.restart(version=0)  # as after a start that neither knows of
     answers = await asyncio.gather(*(worker.generate(ask(f"{i}")) for i in range(8)))
     assert {one.policy_versions for one in answers} == {((0, 3),)} and worker.num_stale > 0
 
 
 @virtual
 async def test_answer_of_weights_not_yet_heard_of_is_kept() -> None:
-    server = Server()
-    controller, worker = controller_and_worker(server)
+    controller, worker = controller_and_worker(engine := server())
     await controller.update_weights(1)
-    server.version = 2
+    await engine.update_weights(2)
     assert (await worker.generate(ask("a"))).policy_versions == ((0, 2),) and worker.num_stale == 0
 
 
 @virtual
 async def test_older_view_is_ignored() -> None:
-    controller, worker = controller_and_worker(Server())
+    controller, worker = controller_and_worker(server())
     before = PoolView.of(controller)
     await controller.update_weights(4)
     worker.follow(before)
@@ -141,7 +99,7 @@ async def test_older_view_is_ignored() -> None:
 
 @virtual
 async def test_requests_fail_once_all_servers_are_gone() -> None:
-    controller, worker = controller_and_worker(Server())
+    controller, worker = controller_and_worker(server())
     controller.replicas[0].is_gone = True
     worker.follow(PoolView.of(controller))
     await refuses_later(lambda: worker.generate(ask("a")), EngineLostError, "all servers are lost for good")
@@ -152,9 +110,9 @@ async def test_requests_fail_once_all_servers_are_gone() -> None:
 
 @virtual
 async def test_requests_of_workers_are_counted_by_the_controller() -> None:
-    dead, well = Server(), Server()
+    dead, well = server(), server()
     controller, worker = controller_and_worker(dead, well)
-    dead.is_dead = True
+    dead.fail()
     await asyncio.gather(*(worker.generate(ask(f"{i}")) for i in range(8)))
     controller.uses["worker 0"] = worker.use()
     metrics = controller.read_metrics()

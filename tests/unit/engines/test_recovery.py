@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polyturn.core.errors import EngineError, EngineGoneError, EngineLostError
+from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
@@ -22,37 +22,8 @@ from polyturn.engines.replica import Replica
 from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from support.parts import virtual
 from support.refusals import refuses_later
-from support.timed_engine import TimedEngine
+from support.timed_engine import RestartableEngine
 from support.virtual_time import run_virtual
-
-
-class Restartable(TimedEngine):
-    """A server that can be asked how it is, and is started again after `dead_s`, so often and no more."""
-
-    def __init__(self, *, dead_s: float = 10.0, max_restarts: int = 1, keeps_weights: bool = False) -> None:
-        super().__init__(plan=lambda request: 100, name="server")
-        self.dead_s, self.max_restarts, self.keeps_weights = dead_s, max_restarts, keeps_weights
-        self.num_restarts = 0
-        self.is_down = False
-        self.pushed: list[int] = []
-
-    def fail(self) -> None:
-        self.kill()
-        self.is_down = True
-
-    async def revive(self) -> None:
-        if not self.is_down:
-            return
-        if self.num_restarts == self.max_restarts:
-            raise EngineGoneError("it was started again often enough")
-        await asyncio.sleep(self.dead_s)
-        self.num_restarts += 1
-        self.is_down = False
-        self.restart(version=None if self.keeps_weights else 0)
-
-    async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        await super().update_weights(version, weights=weights)
-        self.pushed.append(version)
 
 
 def ask(name: str) -> GenerateRequest:
@@ -61,7 +32,7 @@ def ask(name: str) -> GenerateRequest:
     )
 
 
-def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[PoolWeights]]:
+def run_recovery(engine: RestartableEngine, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[PoolWeights]]:
     """Let a replica that was given version 3 fail and come back."""
 
     async def main() -> tuple[Replica, list[PoolWeights]]:
@@ -91,20 +62,20 @@ def run_recovery(engine: Restartable, *, verify: Any = None, served: Any = None)
 
 
 def test_restarted_server_gets_weights_before_it_is_back() -> None:
-    engine = Restartable()
+    engine = RestartableEngine()
     _, seen = run_recovery(engine)
     assert engine.pushed == [3, 3]
     assert [found.version for found in seen] == [3]
 
 
 def test_server_that_kept_its_weights_is_not_sent_them() -> None:
-    engine = Restartable(keeps_weights=True)
+    engine = RestartableEngine(keeps_weights=True)
     run_recovery(engine)
     assert engine.pushed == [3]
 
 
 def test_server_that_refuses_the_adapter_is_sent_the_weights() -> None:
-    class Forgetful(Restartable):
+    class Forgetful(RestartableEngine):
         num_refused = 0
 
         async def generate(self, request: GenerateRequest) -> Completion:
@@ -127,7 +98,7 @@ def test_server_stays_out_until_it_passes_the_proof() -> None:
         if len(tried) < 3:
             raise EngineError("its logprobs are others")
 
-    engine = Restartable()
+    engine = RestartableEngine()
     run_recovery(engine, verify=verify)
     assert tried == [3, 3, 3]
     assert engine.pushed == [3, 3, 3, 3]
@@ -141,7 +112,7 @@ def test_newer_weights_are_sent_to_a_recovering_server() -> None:
         asked.append(1)
         return versions[0] if len(asked) == 1 else versions[1]
 
-    engine = Restartable()
+    engine = RestartableEngine()
     run_recovery(engine, served=served)
     assert engine.pushed == [3, 3, 4]
 
@@ -150,7 +121,7 @@ def test_newer_weights_are_sent_to_a_recovering_server() -> None:
 async def test_cancelled_recovery_ends_where_its_cleanup_fails() -> None:
     begun = asyncio.Event()
 
-    class Unresumable(Restartable):
+    class Unresumable(RestartableEngine):
         async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
             begun.set()
             try:
@@ -178,7 +149,7 @@ async def test_cancelled_recovery_ends_where_its_cleanup_fails() -> None:
     assert recovery.cancelled()
 
 
-class Reading(Restartable):
+class Reading(RestartableEngine):
     """A server whose restart takes as long as a step or two, and which reads a folder."""
 
     process = None
@@ -233,7 +204,7 @@ def test_replaced_weights_on_disk_are_not_read(tmp_path: Path, when: str) -> Non
 @virtual
 async def test_dead_server_of_a_pool_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="polyturn.engines"):
-        engines = [Restartable(), Restartable()]
+        engines = [RestartableEngine(), RestartableEngine()]
         pool = EnginePool(engines)
         asyncio.get_running_loop().call_later(0.3, engines[0].fail)
         first = await asyncio.gather(*(pool.generate(ask(f"a{i}")) for i in range(8)))
@@ -259,7 +230,7 @@ async def test_dead_server_of_a_pool_is_started_again(caplog: pytest.LogCaptureF
 
 def test_requests_fail_at_once_when_all_servers_are_gone() -> None:
     async def main() -> float:
-        engine = Restartable(max_restarts=0)
+        engine = RestartableEngine(max_restarts=0)
         pool = EnginePool([engine], patience_s=10_000.0)
         engine.fail()
         loop = asyncio.get_running_loop()
@@ -270,7 +241,7 @@ def test_requests_fail_at_once_when_all_servers_are_gone() -> None:
 
 
 def test_broken_recovery_loses_the_server_with_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Restartable):
+    class Broken(RestartableEngine):
         async def revive(self) -> None:
             raise OSError("the folder of its log is gone")
 
@@ -288,7 +259,7 @@ def test_broken_recovery_loses_the_server_with_a_traceback(caplog: pytest.LogCap
 
 @virtual
 async def test_restarted_server_waits_for_the_next_weights() -> None:
-    engines = [Restartable(), Restartable()]
+    engines = [RestartableEngine(), RestartableEngine()]
     pool = EnginePool(engines)
     await pool.update_weights(1)
     engines[0].fail()
@@ -303,7 +274,7 @@ async def test_restarted_server_waits_for_the_next_weights() -> None:
 
 @virtual
 async def test_close_ends_recoveries() -> None:
-    engine = Restartable(dead_s=10_000.0)
+    engine = RestartableEngine(dead_s=10_000.0)
     pool = EnginePool([engine])
     engine.fail()
     asked = asyncio.create_task(pool.generate(ask("a")))
@@ -318,7 +289,7 @@ async def test_close_ends_recoveries() -> None:
 async def test_reason_of_lost_servers_is_logged_when_it_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Refusing(Restartable):
+    class Refusing(RestartableEngine):
         num_tries = 0
 
         async def revive(self) -> None:

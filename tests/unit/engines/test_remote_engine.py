@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import itertools
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,7 @@ from polyturn.engines.weight_files import WeightFolder, WrittenWeights
 from polyturn.engines.weight_transfer import WeightTransfer
 from support.echo_server import EchoEngine
 from support.refusals import refuses, refuses_later
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+from support.services import Handler, serving
 
 
 class Echo(EchoEngine):
@@ -66,14 +53,22 @@ class Echo(EchoEngine):
     async def _loaded(self) -> None:
         await self._post("/loaded")
 
-    async def _named(self) -> str:
-        return str((await self._link.get("/named"))["tag"])
-
     async def _forget(self) -> None:
         await self._post("/forget")
 
     async def _resume(self) -> None:
         await self._post("/resume")
+
+
+@contextlib.asynccontextmanager
+async def echo(handler: Handler, kind: type[Echo] = Echo, *, max_context: int | None = None, **options: Any) -> Any:
+    """Give a client of a server that answers with `handler`."""
+    async with serving(handler) as url:
+        engine = kind(url, ServedModel(vocab_size=10, max_context=max_context), **options)
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 def ask(name: str = "r", **options: Any) -> GenerateRequest:
@@ -110,27 +105,21 @@ async def test_status_decides_the_error(status: int, error: type[EngineError]) -
 
 
 async def test_full_server_is_asked_again() -> None:
-    async with serving(answering(503, 429, 200)) as url:
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(answering(503, 429, 200)) as engine:
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         assert engine.num_busy == 2
-        await engine.close()
 
 
 async def test_server_that_stays_full_is_lost() -> None:
-    async with serving(answering(503)) as url:
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(answering(503)) as engine:
         engine._busy_limit_s = 0.2
         await refuses_later(lambda: engine.generate(ask()), EngineLostError, "answered 503")
-        await engine.close()
 
 
 async def test_request_at_a_full_server_ends_at_its_deadline() -> None:
-    async with serving(answering(503)) as url:
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(answering(503)) as engine:
         late = await engine.generate(ask(deadline=asyncio.get_running_loop().time() + 0.02))
         assert (len(late.token_ids), late.finish_reason) == (0, FinishReason.ABORT)
-        await engine.close()
 
 
 async def test_hanging_server_is_given_up_for_all_requests() -> None:
@@ -138,8 +127,7 @@ async def test_hanging_server_is_given_up_for_all_requests() -> None:
         await asyncio.Event().wait()
         return web.json_response({})
 
-    async with serving(silent) as url:
-        engine = Echo(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
+    async with echo(silent, options=ServerOptions(kind="vllm", health_s=0.1)) as engine:
         asked = [asyncio.create_task(engine.generate(ask(f"r{i}"))) for i in range(3)]
         for task in asked:
             with pytest.raises(EngineLostError, match="accepts requests and does not answer them"):
@@ -163,10 +151,8 @@ async def test_slow_healthy_server_is_waited_for(patient: ServerOptions) -> None
             is_trusted.set()
         return web.json_response({"token": 7})
 
-    async with serving(slow) as url:
-        engine = Echo(url, ServedModel(vocab_size=10), options=patient)
+    async with echo(slow, options=patient) as engine:
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
-        await engine.close()
 
 
 VLLM_METRICS = """# TYPE vllm:num_requests_waiting gauge
@@ -214,21 +200,18 @@ async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
             seen.append(pool.load)
         return web.json_response({"token": 7})
 
-    async with serving(slow) as url:
-        engine, seen = Loaded(url, ServedModel(vocab_size=10), options=patient), list[EngineLoad]()
+    seen: list[EngineLoad] = []
+    async with echo(slow, Loaded, options=patient) as engine:
         pool = EnginePool([engine])
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
         assert seen == [EngineLoad(2.0, 0.25)] and pool.load == EngineLoad(0.0, 0.0)
         assert engine.read_metrics() == {"engine/queue": 2.0, "engine/kv_use": 0.25}
-        await engine.close()
 
 
 async def test_context_of_the_server_bounds_prompts() -> None:
-    async with serving(answering(200)) as url:
-        engine = Echo(url, ServedModel(vocab_size=10, max_context=100))
+    async with echo(answering(200), max_context=100) as engine:
         with pytest.raises(EngineError, match="prompt plus completion may have 64"):
             await engine.generate(GenerateRequest(request_id="r", session_id="r", prompt_ids=[1] * 70))
-        await engine.close()
 
 
 def running(version: str, *, backend: str | None = None) -> Handler:
@@ -278,21 +261,17 @@ async def test_banned_id_is_sampled_anew() -> None:
             prompts.append((await request.json())["ids"])
         return web.json_response({"token": next(answers) if request.path == "/generate" else 0})
 
-    async with serving(handle) as url:
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(handle) as engine:
         first = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
         second = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
-        await engine.close()
     assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[7], [5]]
     assert prompts == [prompts[0]] * 4  # nothing of what was thrown away is in the next prompt
 
 
 async def test_model_that_samples_only_banned_ids_fails() -> None:
-    async with serving(answering(200)) as url:  # it answers 7
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(answering(200)) as engine:  # it answers 7
         with pytest.raises(EngineError, match="sampled the banned id 7 16 times in a row"):
             await engine.generate(ask(sampling=SamplingParams(banned_token_ids=(7,))))
-        await engine.close()
 
 
 async def test_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
@@ -302,14 +281,12 @@ async def test_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
         asked.append(request.path)
         return web.json_response({"token": 7}, status=400 if request.path == "/load" else 200)
 
-    async with serving(handle) as url:
-        engine = Echo(url, ServedModel(vocab_size=10))
+    async with echo(handle) as engine:
         await refuses_later(
             lambda: engine.update_weights(1, weights=WrittenWeights(tmp_path)), EngineError, "/load answered 400"
         )
         assert asked == ["/pause", "/load", "/resume"]
         assert (await engine.generate(ask())).token_ids.tolist() == [7]
-        await engine.close()
 
 
 def test_only_weights_of_this_client_have_a_version() -> None:

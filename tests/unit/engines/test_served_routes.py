@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
-from polyturn.core.errors import AlignmentError, ConfigError, EngineError
-from polyturn.core.generation import GenerateRequest, SamplingParams
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
 from polyturn.engines import serve_commands
 from polyturn.engines.options import LaunchOptions, ServerOptions
@@ -21,7 +22,8 @@ from polyturn.engines.served import _launches
 from polyturn.engines.served_routes import FLAG, ServedRoutes
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from support.refusals import refuses
+from support.refusals import refuses, refuses_later
+from support.services import serving
 
 # The first of three layers is dense: servers give it rows of zeros.
 SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8, layers=(1, 2), num_hidden_layers=3)
@@ -69,48 +71,70 @@ def sglang_reply(routes: str | None) -> dict[str, Any]:
     return {"output_ids": [7, 8], "meta_info": meta if routes is None else meta | {"routed_experts": routes}}
 
 
+FACTS = {
+    "/server_info": {
+        "vllm_config": {
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
+            "aux_output_config": {"enable_return_routed_experts": True},
+        },
+        "enable_return_routed_experts": True,
+    },
+    "/get_world_size": {"world_size": 1},
+    "/version": {"version": "1"},
+}
+"""What servers of both kinds say of themselves."""
+
+
+async def sample(
+    client: Any, reply: Any, *, routes: RouteShape | None = SHAPE, routed_from: int = 0
+) -> tuple[Completion, dict[str, Any]]:
+    """Return the completion that a client reads from a reply, and the body of its request."""
+    bodies = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.method == "POST":
+            bodies.append(await request.json())
+        return web.json_response(FACTS.get(request.path, reply))
+
+    async with serving(handle) as url:
+        engine = client(url, ServedModel(vocab_size=16, routes=routes))
+        assert engine.capabilities.routes == (routes is not None)
+        try:
+            return await engine.generate(ask(routed_from)), bodies[0]
+        finally:
+            await engine.close()
+
+
 @pytest.mark.parametrize("routed_from", [0, 2, 3])
 @pytest.mark.parametrize("starts_where_asked", [True, False])
-def test_routes_of_both_servers_are_read(routed_from: int, starts_where_asked: bool) -> None:
+async def test_routes_of_both_servers_are_read(routed_from: int, starts_where_asked: bool) -> None:
     captured = every_layer(4)  # 3 tokens of the prompt and all but the last of 2 that were sampled
     sent = captured[routed_from:] if starts_where_asked else captured
-    vllm = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
-    sglang = SglangEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
-    request = ask(routed_from)
-    found = [
-        vllm._read(request, vllm_reply(npy(sent.astype(np.uint8)))),
-        sglang._read(request, sglang_reply(base64.b64encode(sent.astype(np.int32).tobytes()).decode())),
-    ]
-    for completion in found:
-        assert completion.routed_experts.dtype == np.uint8
+    as_bytes = base64.b64encode(sent.astype(np.int32).tobytes()).decode()
+    vllm, to_vllm = await sample(VllmEngine, vllm_reply(npy(sent.astype(np.uint8))), routed_from=routed_from)
+    sglang, to_sglang = await sample(SglangEngine, sglang_reply(as_bytes), routed_from=routed_from)
+    for completion in (vllm, sglang):
+        assert completion.routed_experts is not None and completion.routed_experts.dtype == np.uint8
         assert np.array_equal(completion.routed_experts, captured[routed_from:, 1:])
-    assert vllm.capabilities.routes
-    assert sglang.capabilities.routes
-    assert vllm._call(request, "w").body["sampling_params"]["routed_experts_prompt_start"] == routed_from
-    asked = sglang._call(request, "w").body
-    assert (asked["return_routed_experts"], asked["routed_experts_start_len"]) == (True, routed_from)
+    assert to_vllm["sampling_params"]["routed_experts_prompt_start"] == routed_from
+    assert (to_sglang["return_routed_experts"], to_sglang["routed_experts_start_len"]) == (True, routed_from)
 
 
-def test_answer_without_routes_has_none() -> None:
-    plain = VllmEngine("http://x", ServedModel(vocab_size=16)), SglangEngine("http://x", ServedModel(vocab_size=16))
-    for engine, reply in zip(plain, (vllm_reply(None), sglang_reply(None)), strict=True):
-        assert "routed_experts" not in str(engine._call(ask(0), "w").body)
-        assert engine._read(ask(0), reply).routed_experts is None
-        assert not engine.capabilities.routes
-    wanting = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
-    assert wanting._read(ask(0), vllm_reply(None)).routed_experts is None
-    assert wanting._read(ask(0), vllm_reply(npy(every_layer(2)))).routed_experts is None, "fewer than were asked for"
+async def test_answer_without_routes_has_none() -> None:
+    for client, reply in ((VllmEngine, vllm_reply(None)), (SglangEngine, sglang_reply(None))):
+        completion, request = await sample(client, reply, routes=None)
+        assert completion.routed_experts is None and "routed_experts" not in str(request)
+    for routes in (None, npy(every_layer(2))):  # fewer than were asked for
+        assert (await sample(VllmEngine, vllm_reply(routes)))[0].routed_experts is None
 
 
-def test_missing_or_misshapen_routes_are_refused() -> None:
+async def test_missing_or_misshapen_routes_are_refused() -> None:
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
         ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
     ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
     refuses(lambda: ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@"), ValueError, "Only base64")
-    other = VllmEngine("http://x", ServedModel(vocab_size=16, routes=SHAPE))
-    refuses(
-        lambda: other._read(ask(0), vllm_reply(npy(np.zeros((4, 5, 2), np.uint8)))), AlignmentError, "2 layers with experts"
-    )
+    other = vllm_reply(npy(np.zeros((4, 5, 2), np.uint8)))
+    await refuses_later(lambda: sample(VllmEngine, other), EngineError, "AlignmentError", "2 layers with experts")
 
 
 @pytest.mark.parametrize("client", [VllmEngine, SglangEngine])

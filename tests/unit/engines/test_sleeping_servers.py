@@ -22,6 +22,7 @@ from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WrittenWeights
 from support.refusals import refuses_later
+from support.services import serving
 from support.virtual_time import run_virtual
 
 KINDS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
@@ -107,17 +108,11 @@ class Scripted:
 
 
 @contextlib.asynccontextmanager
-async def serving(kind: str, folder: Path) -> AsyncIterator[tuple[Scripted, RemoteEngine]]:
-    server = Scripted()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = KINDS[kind](f"http://127.0.0.1:{runner.addresses[0][1]}", ServedModel(vocab_size=16, folder=folder))
-    yield server, engine
-    await engine.close()
-    await runner.cleanup()
+async def scripted(kind: str, folder: Path) -> AsyncIterator[tuple[Scripted, RemoteEngine]]:
+    async with serving((server := Scripted()).handle) as url:
+        engine = KINDS[kind](url, ServedModel(vocab_size=16, folder=folder))
+        yield server, engine
+        await engine.close()
 
 
 @pytest.fixture
@@ -132,7 +127,7 @@ def ask(name: str = "r") -> GenerateRequest:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_server_sleeps_before_an_update_and_wakes_in_order(kind: str, folder: Path) -> None:
-    async with serving(kind, folder) as (server, engine):
+    async with scripted(kind, folder) as (server, engine):
         asked = asyncio.create_task(engine.generate(ask()))
         while not server.told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -156,7 +151,7 @@ async def test_server_sleeps_before_an_update_and_wakes_in_order(kind: str, fold
 
 async def test_request_of_another_process_goes_on_behind_a_cut(folder: Path) -> None:
     """A rollout worker may see that its request was cut before it hears of the update."""
-    async with serving("vllm", folder) as (server, engine):
+    async with scripted("vllm", folder) as (server, engine):
         worker = VllmEngine("", ServedModel(vocab_size=16))
         worker.follow(engine.view, is_open=True)
         asked = asyncio.create_task(worker.generate(ask()))
@@ -170,7 +165,7 @@ async def test_request_of_another_process_goes_on_behind_a_cut(folder: Path) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_failed_load_wakes_the_server_with_unfinished_weights(kind: str, folder: Path) -> None:
-    async with serving(kind, folder) as (server, engine):
+    async with scripted(kind, folder) as (server, engine):
         await engine.sleep()
         server.refuses = WAKE[kind][1]
         await refuses_later(lambda: engine.update_weights(1, weights=WrittenWeights(folder)), EngineError, "does not load")
@@ -193,7 +188,7 @@ class Supervised:
 
 
 async def test_own_silent_server_is_stopped_and_a_foreign_one_fails(folder: Path) -> None:
-    async with serving("vllm", folder) as (_, engine):
+    async with scripted("vllm", folder) as (_, engine):
         url, model = engine.url, ServedModel(vocab_size=16, folder=folder)
         supervisor = Supervised(url)
         mine, theirs = VllmEngine("", model, supervisor=supervisor), VllmEngine(url, model)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ Run as a program, this file is one life of an episode, which may end with kill -
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -17,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.generation import GenerateRequest
 from polyturn.core.trajectory import Trajectory
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import seat_players
@@ -25,79 +25,23 @@ from polyturn.environments.registry import find_adapter
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.env import Seated
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.run_episode import run_episode
-from polyturn.testing.episodes import scripted_context
-from polyturn.training.journal_file import JournalFile
+from support.flights import check_like_whole, lives
 from support.forked import Forked
 
 
-class Killed(BaseException):
-    """What stands for kill -9: nothing that the library catches."""
-
-
-async def life(
-    folder: Path,
-    adapter: Adapter,
-    says: Sequence[str],
-    *,
-    die_at: int | None = None,
-    seats: Sequence[str | Mapping[str, Any]] = (),
-    is_real: bool = False,
-) -> tuple[Trajectory | None, list[int], Mapping[str, float]]:
-    """Run one life of an episode; return what came of it, the turns that were sampled, and the journal's counts."""
-    is_first = not folder.exists()  # noqa: ASYNC240 (nobody else is on this loop)
-    journal, asked = JournalFile(folder), []
-    if is_first:
-        journal.begin(0)
-    else:
-        journal.resume(0, oldest=lambda ticket: 0)
-
-    def answer(request: GenerateRequest) -> str:
-        turn = int(request.request_id.rpartition("/")[2])
-        if turn == die_at:
-            if is_real:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Killed
-        asked.append(turn)
-        return says[turn]
-
+def played(adapter: Adapter, says: Sequence[str], seats: Sequence[str | Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return the options of an episode in an environment."""
     players = seat_players(seats, num_seats=adapter.num_seats, name=adapter.name, base=None)
-    stage = Stage(adapter=adapter, players=players, rotates=False)
-    context = scripted_context(
-        answer,
-        scheduler=EnvScheduler({adapter.name: stage}),
-        journal=journal,
-        limits=Limits(max_turns=len(says), max_context=1 << 20, max_tokens_per_turn=512),
-    )
-    task = at_stage(split="train", score=adapter.score)(adapter.tasks(split="train", seeds=range(3, 4))[0])
-    try:
-        return await run_episode(context, task, id="g1/0", seed=1), asked, journal.read_metrics()
-    except Killed:
-        return None, asked, journal.read_metrics()
-    finally:
-        journal.close()
-
-
-def check_same(parts: Trajectory, whole: Trajectory) -> None:
-    assert [t.message for t in parts.turns] == [t.message for t in whole.turns]
-    assert [t.observation for t in parts.turns] == [t.observation for t in whole.turns]
-    assert [t.scores for t in parts.turns] == [t.scores for t in whole.turns]
-    assert [t.info for t in parts.turns] == [t.info for t in whole.turns]
-    assert all(a.same_as(b) for a, b in zip(parts.segments, whole.segments, strict=True))
-    assert (parts.reward, parts.stop_reason) == (whole.reward, whole.stop_reason)
+    task = adapter.tasks(split="train", seeds=range(3, 4))[0]
+    return {
+        "scheduler": EnvScheduler({adapter.name: Stage(adapter=adapter, players=players, rotates=False)}),
+        "limits": Limits(max_turns=len(says), max_context=1 << 20, max_tokens_per_turn=512),
+        "task": at_stage(split="train", score=adapter.score)(task),
+    }
 
 
 async def check_goes_on(folder: Path, adapter: Adapter, says: Sequence[str], **options: Any) -> Trajectory:
-    """Check that an episode which dies before every turn but the first leaves the trajectory of one that never did."""
-    whole, _, _ = await life(folder / "whole", adapter, says, **options)
-    assert whole is not None and len(whole.turns) > 1, whole
-    for turn in range(1, len(whole.turns)):
-        assert (await life(folder / "parts", adapter, says, die_at=turn, **options))[0] is None
-    parts, asked, counts = await life(folder / "parts", adapter, says, **options)
-    assert counts["rollout/resumed_episodes"] == 1 and asked == [len(whole.turns) - 1], counts
-    assert parts is not None
-    check_same(parts, whole)
-    return whole
+    return await check_like_whole(folder, says, lambda: played(adapter, says, **options))
 
 
 FROZEN = [f"<action>{a}</action>" for a in ("right", "down", "left", "right", "nowhere", "down")]
@@ -191,9 +135,9 @@ async def test_environment_that_cannot_be_restored_starts_again(
     tmp_path: Path, made: type[Dice], reason: str, caplog: pytest.LogCaptureFixture
 ):
     says = ["a", "b", "stop"]
-    await life(tmp_path, of(made), says, die_at=2)
+    await lives(tmp_path, says, die_at=2, **played(of(made), says))
     with caplog.at_level("INFO"):
-        again, asked, counts = await life(tmp_path, of(made), says)
+        again, (asked, counts) = await lives(tmp_path, says, **played(of(made), says))
     assert again is not None and asked == [0, 1, 2] and counts["rollout/restarted_episodes"] == 1
     assert reason in caplog.text
 
@@ -235,12 +179,16 @@ def steady(observation: str) -> str:
 
 
 async def test_written_opponent_must_repeat_its_moves(tmp_path: Path):
-    seats = ["policy", f"{__file__}:steady"]
-    await check_goes_on(tmp_path / "steady", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], seats=seats)
+    adapter, says = Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"]
+    await check_goes_on(tmp_path / "steady", adapter, says, seats=["policy", f"{__file__}:steady"])
     seats = ["policy", f"{__file__}:fickle"]
-    await life(tmp_path / "fickle", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], die_at=2, seats=seats)
-    _, asked, counts = await life(tmp_path / "fickle", Duels("own:Duel", "Duel", {}), ["a", "bb", "ccc"], seats=seats)
+    await lives(tmp_path / "fickle", says, die_at=2, **played(adapter, says, seats))
+    _, (asked, counts) = await lives(tmp_path / "fickle", says, **played(adapter, says, seats))
     assert asked == [0, 1, 2] and counts["rollout/restarted_episodes"] == 1
+
+
+def frozen() -> dict[str, Any]:
+    return played(find_adapter("gymnasium:FrozenLake8x8-v1"), FROZEN)
 
 
 @pytest.mark.kill
@@ -248,12 +196,12 @@ async def test_written_opponent_must_repeat_its_moves(tmp_path: Path):
 def test_episode_goes_on_after_kill_9(tmp_path: Path):
     pytest.importorskip("gymnasium")
     assert Forked(__file__, tmp_path / "parts", call="support.forked:run_file").wait(240) == -signal.SIGKILL
-    adapter = find_adapter("gymnasium:FrozenLake8x8-v1")
-    parts, asked, counts = asyncio.run(life(tmp_path / "parts", adapter, FROZEN))
-    whole, _, _ = asyncio.run(life(tmp_path / "whole", adapter, FROZEN))
+    parts, (asked, counts) = asyncio.run(lives(tmp_path / "parts", FROZEN, **frozen()))
+    whole, _ = asyncio.run(lives(tmp_path / "whole", FROZEN, **frozen()))
     assert parts is not None and whole is not None and asked[0] == 2 and counts["rollout/resumed_episodes"] == 1
-    check_same(parts, whole)
+    assert all(a.same_as(b) for a, b in zip(parts.segments, whole.segments, strict=True)) and parts.reward == whole.reward
 
 
 if __name__ == "__main__":
-    asyncio.run(life(Path(sys.argv[1]), find_adapter("gymnasium:FrozenLake8x8-v1"), FROZEN, die_at=2, is_real=True))
+    kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+    asyncio.run(lives(Path(sys.argv[1]), FROZEN, die_at=2, die=kill, **frozen()))

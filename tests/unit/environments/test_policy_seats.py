@@ -9,19 +9,16 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError, EngineError, UnknownNameError
-from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.messages import Message
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.scripted import ScriptedEngine
 from polyturn.environments.base import Adapter, at_stage
 from polyturn.environments.players import PlayerSlot, Recalls, seat_players
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.partners.policy import FrozenPolicy
 from polyturn.rollout.env import Seated
 from polyturn.rollout.run_episode import run_episode
-from polyturn.testing.episodes import scripted_context, tiny_codec, turn_ids
-from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.parsers import HermesParser
+from polyturn.testing.episodes import scripted_context, tiny_codec
+from support.policies import Speaker
 from support.refusals import refuses
 
 
@@ -50,31 +47,11 @@ class Races(Adapter):
         return Race()
 
 
-class Opponent(FrozenPolicy):
-    """A policy that says what is written, and notes what it was shown."""
+class Opponent(Speaker):
+    """A player of the run's policy `past`, whose weights are of version 12."""
 
-    def __init__(self, *says: str) -> None:
-        self.shown: list[str] = []
-        self.asked: list[GenerateRequest] = []
-        super().__init__(
-            "past",
-            engine=_Noting(self, says),
-            encoder=DeltaEncoder(tiny_codec()),
-            parser=HermesParser(),
-            sampling=SamplingParams(max_tokens=64),
-            max_context=512,
-        )
-
-
-class _Noting(ScriptedEngine):
-    def __init__(self, opponent: Opponent, says: Sequence[str]) -> None:
-        super().__init__([turn_ids(said) for said in says], version=12)
-        self._opponent = opponent
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        self._opponent.asked.append(request)
-        self._opponent.shown.append(str(tiny_codec().decode(request.prompt_ids)))
-        return await super().generate(request)
+    def __init__(self, *says: str | Exception) -> None:
+        super().__init__(*says, name="past", version=12, max_tokens=64, max_context=512)
 
 
 async def race(opponent: FrozenPolicy, *says: str, seats: Sequence[Any] = ("policy", "past"), **stage: Any) -> Trajectory:
@@ -168,8 +145,8 @@ def test_player_is_drawn_once_for_each_task() -> None:
 
 
 async def test_lost_opponent_fails_the_game() -> None:
-    t = await race(Opponent("2"), "1", "3")
-    assert t.error is not None and "has no answer left" in t.error and t.reward is None
+    t = await race(Opponent("2", OSError("it is lost")), "1", "3")
+    assert t.error is not None and "it is lost" in t.error and t.reward is None
 
 
 async def test_every_opponent_leaves_although_one_cannot() -> None:

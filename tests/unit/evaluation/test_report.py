@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import math
 
-import polyturn
 from polyturn.core.trajectory import Trajectory
 from polyturn.evaluation.report import is_success, report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context, task
-
-
-@polyturn.tool
-def add(a: int, b: int) -> str:
-    """Add.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return str(a + b)
-
-
-def call(name: str) -> str:
-    return '<tool_call>\n{"name": "' + name + '", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+from support.parts import add, call
 
 
 async def play(*says: str | Exception, max_turns: int = 4, interaction: bool = True) -> Trajectory:
@@ -46,7 +31,7 @@ async def test_success_and_repair():
 
 
 async def test_tool_calls_without_errors_are_valid():
-    found = report([await play(call("add"), call("sub"), "#### 4", interaction=False)])
+    found = report([await play(call("add", a=1, b=2), call("sub", a=1, b=2), "#### 4", interaction=False)])
     assert found.valid_tool_calls == 0.5
     assert found.success == 1 and found.first_turn_success == 0, "a success that took a tool call took more than a turn"
 

@@ -21,7 +21,7 @@ from polyturn.testing.suites.scheduler import check_scheduler
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.tokens.codec import Codec
 from support.example_schedulers import ImageTools, MathTips, React, ThinkingTips, Tree, of_example
-from support.parts import add, call, check_tokens
+from support.parts import add, call, check_tokens, seen_script
 from support.templates import CHATML
 
 CALL = call("add", a=2, b=3)
@@ -149,7 +149,7 @@ async def test_react_call_stays_in_the_turn_with_any_input(end: str) -> None:
 @pytest.mark.parametrize("system", [None, "Be brief."])
 async def test_react_writes_tools_that_the_template_leaves_out(system: str | None) -> None:
     seen: list[GenerateRequest] = []
-    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
+    context = scripted_context(seen_script(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
     context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
     prompt = (*([Message(role="system", content=system)] if system else []), Message(role="user", content="2 + 3?"))
     t = await run_episode(context, dataclasses.replace(task(ground_truth="5"), prompt=prompt), id="e")
@@ -166,7 +166,7 @@ class Greets(React):
 
 async def test_react_shows_tools_of_a_subclass_with_a_start_of_its_own() -> None:
     seen: list[GenerateRequest] = []
-    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=Greets(), tools=[add])
+    context = scripted_context(seen_script(["Final Answer: 5"], seen), scheduler=Greets(), tools=[add])
     context.codec = Codec(tiny_tokenizer(), chat_template=CHATML)
     await run_episode(context, task(ground_truth="5"), id="e")
     shown = context.codec.decode(seen[0].prompt_ids)
@@ -175,7 +175,7 @@ async def test_react_shows_tools_of_a_subclass_with_a_start_of_its_own() -> None
 
 async def test_react_writes_tools_to_the_user_of_a_template_without_a_system_role() -> None:
     seen: list[GenerateRequest] = []
-    context = scripted_context(told(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
+    context = scripted_context(seen_script(["Final Answer: 5"], seen), scheduler=React(), tools=[add])
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     context.codec = Codec(tiny_tokenizer(), chat_template=refuses + CHATML)
     t = await run_episode(context, task(ground_truth="5"), id="e")
@@ -189,14 +189,6 @@ def test_input_that_is_no_json_is_a_call(written: str) -> None:
     assert of_example("react.py:read_call")("f", written, schemas=schemas, id="c").arguments == {"text": written}
     two = [{"function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}]
     assert of_example("react.py:read_call")("f", written, schemas=two, id="c").error is not None
-
-
-def told(says: list[str], seen: list[GenerateRequest]) -> Any:
-    def answer(request: GenerateRequest) -> str:
-        seen.append(request)
-        return says[min(len(seen), len(says)) - 1]
-
-    return answer
 
 
 # tree

@@ -12,6 +12,7 @@ from polyturn.infra.answers import LargeAnswerError
 from polyturn.infra.http import BrokenOffError, JsonClient, NotReachedError
 from polyturn.infra.process import free_port
 from polyturn.infra.retries import retried
+from support.services import serving
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
@@ -29,13 +30,8 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def server():
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving(answer) as url:
+        yield url
 
 
 async def test_client_reads_answers_and_bounds_them(server: str) -> None:

@@ -1,16 +1,20 @@
-"""A child process leaves nothing behind, outlives the thread that started it, and its log is kept."""
+"""A child process leaves nothing behind, outlives the thread that started it, ends with its parent, and its log is kept."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from polyturn.infra.process import ManagedProcess, session_of
 from support.refusals import refuses
+from support.tools_parts import is_alive
 
 FAMILY = """
 import subprocess, sys, time
@@ -54,3 +58,34 @@ def test_missing_program_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no program")
     with pytest.raises(PermissionError):
         ManagedProcess([str(tmp_path / "text")])
+
+
+# --- A child that ignores SIGTERM ends with its parent, if it was started to be killed
+
+
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+PARENT = f"""
+import signal, subprocess, sys
+from polyturn.infra.process import dies_with_parent
+command = dies_with_parent([sys.executable, "-c", {CHILD!r}], number=signal.SIGKILL)
+child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+print(child.stdout.readline().strip(), child.pid, flush=True)
+sys.stdin.read()
+"""
+WITHIN_S = 120
+
+
+def test_child_that_ignores_sigterm_dies_with_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ready, pid = parent.stdout.readline().split()
+    assert ready == "ready"
+    try:
+        parent.kill()
+        parent.wait()
+        until = time.monotonic() + WITHIN_S
+        while is_alive(int(pid)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not is_alive(int(pid))
+    finally:
+        if is_alive(int(pid)):
+            os.kill(int(pid), signal.SIGKILL)

@@ -14,23 +14,19 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import EngineError, InteractionError
-from polyturn.core.generation import SamplingParams
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import SpanSource, Trajectory
-from polyturn.engines.scripted import ScriptedEngine
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.interactions.roles import OPENING, SILENCE, flipped
 from polyturn.interactions.simulated_user import SimulatedUser
 from polyturn.partners.partner import without_thoughts
-from polyturn.partners.policy import FrozenPolicy
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
+from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.interaction import check_interaction
-from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.parsers import HermesParser
+from support.policies import Speaker
 from support.refusals import refuses_later
 from support.services import serve
 
@@ -275,18 +271,11 @@ async def test_episode_with_its_own_model_as_the_user_is_freed_at_once() -> None
         gc.enable()
 
 
-def further(*says: str) -> tuple[SimulatedUser, ScriptedEngine]:
+def further(*says: str) -> tuple[SimulatedUser, Any]:
     """Return a user that a further policy of the run plays, and its engine."""
-    engine = ScriptedEngine([turn_ids(said) for said in says], version=8)
-    policy = FrozenPolicy(
-        "guest",
-        engine=engine,
-        encoder=DeltaEncoder(tiny_codec()),
-        parser=HermesParser(),
-        sampling=SamplingParams(max_tokens=64),
-        max_context=2048,
-    )
-    return SimulatedUser({"name": "user", "policy": "guest", "max_user_turns": 2}, policies={"guest": policy}), engine
+    policy = Speaker(*says, name="guest", version=8, max_tokens=64)
+    config = {"name": "user", "policy": "guest", "max_user_turns": 2}
+    return SimulatedUser(config, policies={"guest": policy}), policy.engine
 
 
 async def test_further_policy_plays_the_user() -> None:

@@ -10,17 +10,14 @@ from typing import Any
 import pytest
 
 from polyturn.core.errors import ConfigError
-from polyturn.core.generation import SamplingParams
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
-from polyturn.engines.scripted import ScriptedEngine
 from polyturn.partners.judge import read_verdict
 from polyturn.partners.policy import FrozenPolicy
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.run_episode import run_episode
-from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
-from polyturn.tokens.delta import DeltaEncoder
-from polyturn.tokens.parsers import HermesParser
+from polyturn.testing.episodes import scripted_context, task
+from support.policies import Speaker
 from support.services import LocalService, serve
 
 
@@ -146,16 +143,9 @@ def test_judge_is_checked_before_a_run(kwargs: dict[str, Any], message: str) -> 
         RewardRouter(function=RewardRef(target="judge", kwargs=given)).check([one])
 
 
-def policies(*says: str) -> dict[str, FrozenPolicy]:
+def policies(*says: str) -> dict[str, Speaker]:
     """Return a further policy of the run that says what is written."""
-    engine = ScriptedEngine([turn_ids(said) for said in says])
-    sampling = SamplingParams(max_tokens=9, temperature=1.0)
-    encoder = DeltaEncoder(tiny_codec())
-    return {
-        "critic": FrozenPolicy(
-            "critic", engine=engine, encoder=encoder, parser=HermesParser(), sampling=sampling, max_context=4096
-        )
-    }
+    return {"critic": Speaker(*says, name="critic", max_tokens=9, temperature=1.0, max_context=4096)}
 
 
 async def test_further_policy_of_the_run_may_judge() -> None:

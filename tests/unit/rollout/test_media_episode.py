@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import polyturn
 from polyturn.batching.samples import to_samples
@@ -41,7 +40,12 @@ from polyturn.training.journal_file import JournalFile
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from support.example_schedulers import ImageTools
-from support.vision import sharp_vision_model, tiny_processor, vision_tokenizer
+from support.vision import (
+    picture,
+    sharp_vision_model,
+    tiny_processor,
+    vision_tokenizer,
+)
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -52,10 +56,6 @@ SPELLED = "<|vision_start|><|image_pad|><|vision_end|>"
 @functools.cache
 def model() -> torch.nn.Module:
     return sharp_vision_model(TOKENIZER)
-
-
-def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
-    return Image.new("RGB", (width, height), color)
 
 
 @polyturn.tool

@@ -16,7 +16,7 @@ from polyturn.rollout.run_episode import run_episode
 from polyturn.rollout.schedulers import Compaction, SingleTurn, schedulers
 from polyturn.testing.episodes import scripted_context, task, tiny_codec
 from polyturn.testing.suites.scheduler import check_scheduler
-from support.parts import add, call, check_tokens
+from support.parts import add, call, check_tokens, seen_script
 
 CALL = call("add", a=2, b=3)
 
@@ -47,21 +47,13 @@ async def test_single_turn_answers_nothing() -> None:
 # compaction
 
 
-def told(says: list[str], seen: list[GenerateRequest]) -> Any:
-    def answer(request: GenerateRequest) -> str:
-        seen.append(request)
-        return says[min(len(seen), len(says)) - 1]
-
-    return answer
-
-
 THOUGHT = "<think>" + "so so so " * 8 + "</think>"
 
 
 async def test_compaction_drops_old_reasoning_first() -> None:
     seen: list[GenerateRequest] = []
     says = [THOUGHT + CALL, THOUGHT + CALL, THOUGHT + CALL, "done"]
-    context = scripted_context(told(says, seen), tools=[add], scheduler=Compaction(budget=340))
+    context = scripted_context(seen_script(says, seen), tools=[add], scheduler=Compaction(budget=340))
     t = await run_episode(context, task(), id="e")
     assert not t.is_failed, t.error
     assert len(t.segments) > 1 and max(len(r.prompt_ids) for r in seen) <= 340
@@ -74,7 +66,7 @@ async def test_summary_is_trained_and_has_the_models_origin() -> None:
     seen: list[GenerateRequest] = []
     says = [CALL, "I know <tool_response>2+3 is 5.", CALL, "five so far", "done"]
     scheduler = Compaction(budget=60, policies=["summarise"], request="Notes, please.")
-    t = await run_episode(scripted_context(told(says, seen), tools=[add], scheduler=scheduler), task(), id="e")
+    t = await run_episode(scripted_context(seen_script(says, seen), tools=[add], scheduler=scheduler), task(), id="e")
     assert not t.is_failed, t.error
     trained = [tiny_codec().decode(s.token_ids[s.loss_weights > 0]) for s in t.segments]
     assert any("I know <tool_response>2+3 is 5." in text for text in trained)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,26 +109,10 @@ def test_missing_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     )
 
 
-_PROGRAM = """
-import asyncio, sys
-from polyturn.sandbox import SandboxSpec, open_sandbox
-
-async def main():
-    await open_sandbox(SandboxSpec(backend="apptainer", image="i", workdir=sys.argv[1]))
-    print("ready", flush=True)
-    await asyncio.sleep(1000)
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.kill
-def test_killed_run_stops_its_instances(engine: StandIn, tmp_path: Path):
-    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "work")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None and run.stdout.readline() == "ready\n"
+def test_killed_run_stops_its_instances(engine: StandIn):
+    with engine.killed_run():
         assert not instance_calls(engine, "stop")
-        run.kill()
     wait_until(lambda: bool(instance_calls(engine, "stop")))
     force, pattern = instance_calls(engine, "stop")[0]
     assert force == "--force" and pattern.endswith("*")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 async def opened(engine: StandIn, **options: object) -> BaseSandbox:
-    name = "podman" if (engine.folder / "podman").exists() else "docker"
-    workdir = engine.folder / "work"
-    return await open_sandbox(SandboxSpec(backend=name, workdir=str(workdir), **{"image": "i", **options}))  # type: ignore[arg-type]
+    workdir = str(engine.folder / "work")
+    return await open_sandbox(SandboxSpec(backend=engine.name, workdir=workdir, **{"image": "i", **options}))  # type: ignore[arg-type]
 
 
 async def test_run_has_limits_and_no_network(engine: StandIn):
@@ -80,18 +77,12 @@ async def test_container_that_does_not_start_is_a_setup_error(engine: StandIn):
     await refuses_later(lambda: opened(engine), SandboxSetupError, "no such image")
 
 
-async def test_dead_container_is_an_error(engine: StandIn):
+@pytest.mark.parametrize(("state", "command"), [("dead", "true"), ("dying", "exit 137")])
+async def test_container_that_is_dead_or_dies_with_its_command_is_an_error(engine: StandIn, state: str, command: str):
     async with await opened(engine) as box:
-        engine.set("dead")
+        engine.set(state)
         with pytest.raises(SandboxGoneError):
-            await box.exec("true")
-
-
-async def test_container_that_is_seen_to_die_after_its_command_is_an_error(engine: StandIn):
-    async with await opened(engine) as box:
-        engine.set("dying")
-        with pytest.raises(SandboxGoneError):
-            await box.exec("exit 137")
+            await box.exec(command)
 
 
 async def test_killed_command_of_a_live_container_is_a_result(engine: StandIn):
@@ -116,33 +107,15 @@ def test_missing_engine_is_named(options: dict[str, str], named: str, monkeypatc
 
 
 def test_container_without_an_image_is_refused(engine: StandIn):
-    name = "podman" if (engine.folder / "podman").exists() else "docker"
     with pytest.raises(ConfigError, match="image"):
-        check_spec(SandboxSpec(backend=name))  # type: ignore[arg-type]
-
-
-_PROGRAM = """
-import asyncio, sys
-from polyturn.sandbox import SandboxSpec, open_sandbox
-
-async def main():
-    await open_sandbox(SandboxSpec(backend=sys.argv[1], image="i", workdir=sys.argv[2]))
-    print("ready", flush=True)
-    await asyncio.sleep(1000)
-
-asyncio.run(main())
-"""
+        check_spec(SandboxSpec(backend=engine.name))  # type: ignore[arg-type]
 
 
 @pytest.mark.kill
 def test_killed_run_removes_what_has_its_label(engine: StandIn, tmp_path: Path):
-    name = "podman" if (engine.folder / "podman").exists() else "docker"
     (tmp_path / "running").write_text("abc\ndef\n")
-    command = [sys.executable, "-c", _PROGRAM, name, str(tmp_path / "work")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    with engine.killed_run():
         assert not engine.calls("rm")
-        run.kill()
     wait_until(lambda: bool(engine.calls("rm")))
     assert engine.calls("rm")[0][-2:] == ["abc", "def"]
     (run_call,) = engine.calls("run")

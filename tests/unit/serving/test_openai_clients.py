@@ -18,7 +18,6 @@ import numpy as np
 import openai
 import pytest
 
-from polyturn.core.errors import ConfigError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import Trajectory
 from polyturn.rollout.limits import Limits
@@ -392,19 +391,6 @@ async def test_code_of_an_agent_finds_no_reward_key_or_secret(
     found = (tmp_path / "found").read_text().split()
     assert "OPENAI_API_KEY" in found and "PATH" in found
     assert {"WANDB_API_KEY", "PYTEST_CURRENT_TEST"}.isdisjoint(found), found
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"agent": lambda base_url, api_key, reward_key: 1.0}, "'reward_key', but reward is 'returned'"),
-        ({"agent": lambda base_url, api_key: 1.0, "reward": "agent"}, "reward is 'agent'"),
-        ({"command": ["x"], "reward": "returned"}, "reward is 'returned'"),
-    ],
-)
-def test_reward_setting_that_cannot_work_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        BlackBox(**options)
 
 
 async def test_agent_with_any_keywords_gets_no_reward_key():

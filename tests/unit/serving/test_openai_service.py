@@ -188,8 +188,6 @@ def test_open_address_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("POLYTURN_TOKEN", raising=False)
     called = call_command(main, "serve", "--openai", "--model", "x", "--host", "0.0.0.0")
     assert called.code == 2 and "without a token" in called.err
-    called = call_command(main, "serve", "--openai", "--model", "x", "--scheduler", "gym")
-    assert called.code == 2 and "--scheduler has no effect with --openai" in called.err
 
 
 @pytest.mark.timeout(300)  # a process starts

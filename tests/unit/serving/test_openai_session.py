@@ -322,6 +322,9 @@ def odd(base_url: str, browser: Any) -> None: ...
         ({"command": ["x"], "host": "0.0.0.0"}, "reach_as"),
         ({"agent": odd, "command": ["x"]}, "has an agent and a command"),
         ({"agent": odd, "kwargs": {"browser": 1}, "sampling": "both"}, "sampling is 'both'"),
+        ({"agent": lambda base_url, api_key, reward_key: 1.0}, "'reward_key', but reward is 'returned'"),
+        ({"agent": lambda base_url, api_key: 1.0, "reward": "agent"}, "reward is 'agent'"),
+        ({"command": ["x"], "reward": "returned"}, "reward is 'returned'"),
     ],
 )
 def test_agent_that_cannot_be_called_is_refused(options: dict[str, Any], message: str):

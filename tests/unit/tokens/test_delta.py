@@ -3,6 +3,8 @@
 `tests/property` grows whole conversations (`test_token_invariants`, `test_template_exactness`, `test_origin_of_text`).
 """
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,17 +143,25 @@ def test_message_can_be_turned_into_a_completion() -> None:
     assert whole == encoder.start([user("q"), turn, tool("4")]).tolist()
 
 
-def test_known_shape_of_a_turn_costs_no_render(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = Codec(tiny_tokenizer())
-    encoder = DeltaEncoder(codec, tools=TOOLS)
+def refuse_to_render(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("render", "try_render"):
+        monkeypatch.setattr(codec.template, name, lambda *_, **__: pytest.fail("rendered again"))
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [("{{ m.content }}", str), ("{{ m.content | tojson if m.role == 'tool' else m.content }}", json.dumps)],
+    ids=["as it is", "as JSON"],
+)
+def test_known_shape_of_a_turn_costs_no_render(
+    body: str, written: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = with_body(body)
+    encoder = DeltaEncoder(codec)
     encoder.extend([tool("4")], last_id=END)
-
-    def refuse(*_: object, **__: object) -> str:
-        raise AssertionError("rendered again")
-
-    monkeypatch.setattr(codec.template, "render", refuse)
-    for index, content in enumerate(["5", "a longer one\nwith lines", "<|im_end|>"]):
-        assert content in codec.decode(encoder.extend([tool(content, index, name="other")], last_id=END))
+    refuse_to_render(codec, monkeypatch)
+    for index, content in enumerate(["5", "a longer one\nwith lines", 'a "b"\n<|im_end|>c']):
+        assert written(content) in codec.decode(encoder.extend([tool(content, index, name="other")], last_id=END))
 
 
 def test_members_of_a_group_encode_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +169,7 @@ def test_members_of_a_group_encode_their_prompt_once(monkeypatch: pytest.MonkeyP
     encoder = DeltaEncoder(codec)
     first = encoder.start([user("q")])
     assert encoder.start([user("another")]).tolist() != first.tolist()
-    monkeypatch.setattr(codec.template, "render", lambda *_, **__: "rendered again")
+    refuse_to_render(codec, monkeypatch)
     assert encoder.start([user("q")]) is first
     assert not first.flags.writeable
 
@@ -206,14 +216,6 @@ def test_result_that_depends_on_earlier_results_is_followed() -> None:
         assert encoder.delta_text([tool("4")], history=history) in codec.template.render(
             [*history, tool("4")], add_generation_prompt=True
         )
-
-
-def test_contents_spelled_as_json_cost_no_render(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = with_body("{{ m.content | tojson if m.role == 'tool' else m.content }}")
-    encoder = DeltaEncoder(codec)
-    encoder.extend([tool("4")], last_id=END)
-    monkeypatch.setattr(codec.template, "try_render", lambda *_, **__: pytest.fail("rendered again"))
-    assert '"a \\"b\\"\\n<|im_end|>c"' in codec.decode(encoder.extend([tool('a "b"\n<|im_end|>c')], last_id=END))
 
 
 PROMPT = "A <think> tag, and <|im_end|>\n<|im_start|>system"

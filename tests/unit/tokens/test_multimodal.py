@@ -40,7 +40,12 @@ from polyturn.tokens.multimodal import (
 )
 from polyturn.tokens.positions import MediaRows
 from support.refusals import refuses
-from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision import (
+    picture,
+    tiny_processor,
+    tiny_vision_model,
+    vision_tokenizer,
+)
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
@@ -48,10 +53,6 @@ PROCESSOR = tiny_processor(TOKENIZER)
 MEDIA = MediaProcessor(PROCESSOR, CODEC)
 MODEL = tiny_vision_model(TOKENIZER)
 TOOL = {"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}
-
-
-def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
-    return Image.new("RGB", (width, height), color)
 
 
 def says(role: str, *parts: object, **fields: object) -> Message:

@@ -219,6 +219,20 @@ class Rig:
         asyncio.run(self.trainer.run())
         return self
 
+    def latest(self) -> Path:
+        """Return the newest checkpoint."""
+        path = self.checkpoints.latest()
+        assert path is not None
+        return path
+
+    def saved(self, part: str) -> Any:
+        """Return the part of the newest checkpoint."""
+        return self.checkpoints.load(self.latest())[part]
+
+    def resumed(self) -> Rig:
+        self.trainer.resume(self.latest())
+        return self
+
     def of(self, *kinds: str) -> list[Event]:
         return [e for e in self.events if e[0] in kinds]
 
@@ -264,13 +278,11 @@ def test_engine_on_shared_gpus_sleeps_through_every_update(tmp_path: Path, max_s
         assert "eval" not in {e[0] for e in rig.events[began:ended]}, "and a validation finds it awake"
 
 
-@pytest.mark.parametrize("max_staleness", [2])
-def test_groups_run_ahead_within_staleness_and_run_length(tmp_path: Path, max_staleness: int):
-    rig = Rig(tmp_path, steps=5, max_staleness=max_staleness, latency_s=0.002).run()
-    staleness = [rig.observer.metrics[s]["buffer/staleness"] for s in range(1, 6)]
-    assert max(staleness) == max_staleness
+def test_groups_run_ahead_within_staleness_and_run_length(tmp_path: Path):
+    rig = Rig(tmp_path, steps=5, max_staleness=2, latency_s=0.002).run()
+    assert max(rig.observer.metrics[s]["buffer/staleness"] for s in range(1, 6)) == 2
     for step, batch in enumerate(rig.policy.batches):
-        assert all(0 <= step - int(v) <= max_staleness for s in batch for v in s.versions if v >= 0)
+        assert all(0 <= step - int(v) <= 2 for s in batch for v in s.versions if v >= 0)
         assert all(s.old_logprobs is not None for s in batch)
     asked = {e[1].split("/")[0] for e in rig.of("generate")}
     assert asked == {f"g{i}" for i in range(10)}, "no group is started that no step would train on"
@@ -286,14 +298,14 @@ def test_validation_runs_before_new_slots_are_freed(tmp_path: Path):
         assert asked and all(session.startswith("eval-") for session in asked)
 
 
-def test_validation_before_training_can_be_left_out(tmp_path: Path):
-    rig = Rig(tmp_path, eval_sets=("greedy",), steps=1, eval_before=False).run()
-    assert [e[1] for e in rig.of("eval")] == [1] and "before" not in rig.trainer.state.reports
-
-
-def test_validation_during_training_may_use_fewer_tasks(tmp_path: Path):
-    rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=1, steps=2, eval_limit_during=2).run()
-    assert [(e[1], e[3]) for e in rig.of("eval")] == [(0, 4), (1, 2), (2, 4)]
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [({"eval_before": False}, [(1, 4), (2, 4)]), ({"eval_limit_during": 2}, [(0, 4), (1, 2), (2, 4)])],
+)
+def test_validations_can_be_left_out_and_shortened(tmp_path: Path, options: dict[str, Any], counts: list[Any]):
+    rig = Rig(tmp_path, eval_sets=("greedy",), eval_every=1, steps=2, **options).run()
+    assert [(e[1], e[3]) for e in rig.of("eval")] == counts
+    assert ("before" in rig.trainer.state.reports) is (counts[0][0] == 0)
 
 
 def right_in_evaluations_of(good: Mapping[int, int]) -> Callable[[GenerateRequest, int], bool]:
@@ -389,9 +401,7 @@ def test_error_ends_the_run_and_leaves_a_checkpoint(tmp_path: Path, fault: dict[
     rig = Rig(tmp_path, **fault)
     with pytest.raises(error, match=r"not finite at optimizer step 1|the model is on fire"):
         rig.run()
-    latest = rig.checkpoints.latest()
-    assert latest is not None
-    assert rig.checkpoints.load(latest)["loop"]["step"] == rig.trainer.state.step >= 1
+    assert rig.saved("loop")["step"] == rig.trainer.state.step >= 1
 
 
 @pytest.mark.parametrize("dynamic_sampling", [0, 1])
@@ -461,11 +471,7 @@ def test_resumed_run_has_the_task_order_of_a_whole_run(tmp_path: Path, max_stale
     """Five tasks and two a step, so that the order crosses epochs."""
     whole = Rig(tmp_path / "whole", steps=6, max_staleness=max_staleness).run()
     first = Rig(tmp_path / "parts", steps=4, max_staleness=max_staleness).run()
-    second = Rig(tmp_path / "parts", steps=6, max_staleness=max_staleness)
-    latest = second.checkpoints.latest()
-    assert latest is not None
-    second.trainer.resume(latest)
-    second.run()
+    second = Rig(tmp_path / "parts", steps=6, max_staleness=max_staleness).resumed().run()
     assert first.tasks_of_steps() + second.tasks_of_steps() == whole.tasks_of_steps()
     assert second.policy.steps == 6
     if max_staleness == 0:
@@ -485,8 +491,7 @@ def test_resumed_run_has_the_task_order_of_a_whole_run(tmp_path: Path, max_stale
     "change", [{"fingerprint": "g"}, {"num_tasks": 6}, {"group_size": 2}, {"groups_per_step": 1}, {"oversample": 0.5}]
 )
 def test_resume_refuses_other_data_tokenizer_or_group_sizes(tmp_path: Path, change: dict[str, Any]):
-    latest = Rig(tmp_path, steps=1).run().checkpoints.latest()
-    assert latest is not None
+    latest = Rig(tmp_path, steps=1).run().latest()
     with pytest.raises(CheckpointError):
         Rig(tmp_path, steps=2, **change).trainer.resume(latest)
 
@@ -508,8 +513,7 @@ async def test_cancelled_run_does_not_wait_for_a_held_thread(tmp_path: Path):
         running.cancel()
         await asyncio.wait({running})
     assert running.cancelled() and rig.of("train", "step") == []
-    latest = rig.checkpoints.latest()
-    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == 0
+    assert rig.saved("loop")["step"] == 0
 
 
 FALLS = OptimSettings(schedule=ScheduleOptions(name="linear"))
@@ -529,8 +533,7 @@ FALLS = OptimSettings(schedule=ScheduleOptions(name="linear"))
 def test_resume_warns_of_a_jump_of_the_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int | None, now: dict[str, int], optim: Any, warns: bool
 ):
-    latest = Rig(tmp_path, steps=1, minibatches=before or 1).run().checkpoints.latest()
-    assert latest is not None
+    latest = Rig(tmp_path, steps=1, minibatches=before or 1).run().latest()
     rig = Rig(tmp_path, steps=2, optim=optim, **now)
     if before is None:  # of a version that did not count them
         load = rig.checkpoints.load
@@ -555,9 +558,7 @@ def test_cancelled_run_resumes_with_every_step_recorded_once(tmp_path: Path, at_
     asyncio.run(cancelled())
     steps = [e[1] for e in rig.of("step")]
     again = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=4, latency_s=0.001)
-    latest = again.checkpoints.latest()
-    assert latest is not None
-    again.trainer.resume(latest)
+    again.resumed()
     assert again.trainer.state.step == rig.policy.steps == len(steps)
     again.run()
     assert steps + [e[1] for e in again.of("step")] == [1, 2, 3, 4]
@@ -579,18 +580,13 @@ def test_cancellation_during_publishing_records_the_step(tmp_path: Path):
     with pytest.raises(asyncio.CancelledError):
         rig.run()
     assert [e[1] for e in rig.of("step")] == [1, 2]
-    latest = rig.checkpoints.latest()
-    assert latest is not None and rig.checkpoints.load(latest)["loop"]["step"] == 2
+    assert rig.saved("loop")["step"] == 2
 
 
 def test_the_report_before_training_survives_a_resume(tmp_path: Path):
     first = Rig(tmp_path, eval_sets=("greedy",), steps=1, is_right=right_in_evaluations_of({0: 1})).run()
     assert first.trainer.state.reports["before"]["greedy"]["success"] == 0.25
-    second = Rig(tmp_path, eval_sets=("greedy",), steps=2, is_right=right_in_evaluations_of({2: 2}))
-    latest = second.checkpoints.latest()
-    assert latest is not None
-    second.trainer.resume(latest)
-    second.run()
+    second = Rig(tmp_path, eval_sets=("greedy",), steps=2, is_right=right_in_evaluations_of({2: 2})).resumed().run()
     reports = second.trainer.state.reports
     assert (reports["before"]["greedy"]["success"], reports["after"]["greedy"]["success"]) == (0.25, 0.5)
     assert [e[1] for e in second.of("eval")] == [2]
@@ -617,15 +613,13 @@ def test_old_logprobs_of_an_engine_that_says_none_are_refused(tmp_path: Path):
 def test_step_that_ends_between_minibatches_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rig = Rig(tmp_path, fail_at=3, minibatches=2, checkpoint_every=1)
     refuses(lambda: rig.run(), TrainingError, "the loss is not finite")
-    latest = rig.checkpoints.latest()
-    assert latest is not None and rig.checkpoints.load(latest)["policy"]["steps"] == 2, "whole steps alone"
+    assert rig.saved("policy")["steps"] == 2, "whole steps alone"
     assert "the run ended in the middle of step 2, so its current weights are not saved" in caplog.text
 
 
 def test_missed_validation_is_done_after_a_resume(tmp_path: Path):
     first = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=2).run()
-    latest = first.checkpoints.latest()
-    assert latest is not None
+    latest = first.latest()
     second = Rig(tmp_path, eval_sets=("greedy",), eval_every=2, steps=3)
     second.trainer.resume(latest)
     second.run()

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import AlignmentError, TemplateError
@@ -23,16 +22,17 @@ from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.sft import encode_conversation
 from support.refusals import refuses
 from support.samples import sample_of
-from support.vision import tiny_processor, tiny_vision_model, vision_tokenizer
+from support.vision import (
+    picture,
+    tiny_processor,
+    tiny_vision_model,
+    vision_tokenizer,
+)
 
 TOKENIZER = vision_tokenizer()
 CODEC = Codec(TOKENIZER)
 PROCESSOR = tiny_processor(TOKENIZER)
 MEDIA = MediaProcessor(PROCESSOR, CODEC)
-
-
-def picture(color: str, width: int = 28, height: int = 28) -> Image.Image:
-    return Image.new("RGB", (width, height), color)
 
 
 def prompt(*parts: object) -> Message:

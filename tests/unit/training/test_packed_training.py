@@ -1,6 +1,7 @@
 """Packed rows and shared prefixes: the same numbers and the same gradient as every sample alone, in float64 to 1e-9 (I7)."""
 
 import copy
+import dataclasses
 import itertools
 import logging
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from polyturn.algorithms.options import AlgorithmOptions, KlOptions
 from polyturn.batching.layout import LayoutSettings
@@ -24,7 +24,7 @@ from polyturn.training.model import TargetForward
 from polyturn.training.optim import OptimSettings
 from polyturn.training.packed_attention import BLOCK, PackedView, attend_flex, attend_rows, why_not_packed
 from polyturn.training.policy import ModelPolicy, local_policy
-from support.models import tiny_model
+from support.models import in_float64, tiny_model
 from support.refusals import refuses
 from support.samples import sample_of
 from support.states import hand_over
@@ -32,17 +32,8 @@ from support.states import hand_over
 VOCAB = 50
 
 
-def exact_model(kind: str) -> PreTrainedModel:
-    """A tiny model whose norms keep float64: transformers' own round to float32, which hides differences below 1e-8."""
-    model = tiny_model(VOCAB, kind, heads=4, kv_heads=2, layers=2).double()
-    for name, norm in [(n, m) for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]:
-        parent, _, attribute = name.rpartition(".")
-        exact = torch.nn.RMSNorm(len(norm.weight), eps=norm.variance_epsilon, dtype=torch.float64)
-        setattr(model.get_submodule(parent), attribute, exact)
-    return model
-
-
-MODELS = {kind: exact_model(kind) for kind in ("qwen3", "qwen2", "llama")}
+KINDS = ("qwen3", "qwen2", "llama")
+MODELS = {kind: in_float64(tiny_model(VOCAB, kind, heads=4, kv_heads=2, layers=2)) for kind in KINDS}
 ROWS, PACKED = LayoutSettings(), LayoutSettings(packed=True)
 SHARED = LayoutSettings(shared_prefix=True, min_saving=0.0, min_shared=1)
 
@@ -105,7 +96,7 @@ def test_packed_rows_have_the_gradient_of_padded_rows(kind, seed, tokens):
     rows = policy_of(kind, ROWS)
     expected, scores = gradient(rows, samples), rows.score(samples)
     for layout in (PACKED, SHARED):
-        policy = policy_of(kind, LayoutSettings(**{**_fields(layout), "max_tokens_per_batch": tokens}))
+        policy = policy_of(kind, dataclasses.replace(layout, max_tokens_per_batch=tokens))
         assert_same(gradient(policy, samples), expected)
         for a, b in zip(policy.score(samples), scores, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # scores are float32
@@ -279,7 +270,3 @@ def test_masters_survive_a_checkpoint():
         assert torch.equal(master, masters_of(other)[name])
     plain = local_policy(copy.deepcopy(MODELS["qwen3"]).float(), optim=OptimSettings())
     refuses(lambda: hand_over(one, plain), CheckpointError, "float32 copies of", "another model.dtype")
-
-
-def _fields(layout: LayoutSettings) -> dict[str, Any]:
-    return {name: getattr(layout, name) for name in ("packed", "shared_prefix", "min_saving", "min_shared")}
