@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 
-async def shown_first(context: RolloutContext, task: Task) -> Task:
+async def with_first_prompt(context: RolloutContext, task: Task) -> Task:
     """Return a task with the first prompt of its episode, if its environment writes that prompt.
 
     Raises:
@@ -103,7 +103,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
     """Return the changed settings, the first task as the engine sees it, and estimates of memory and time."""
     task = tasks.train[0]
     if parts.source.config.env is not None:
-        task = run_loop(shown_first(parts.context, task))
+        task = run_loop(with_first_prompt(parts.context, task))
     ids = parts.context.encoder_for(task).start(task.prompt)
     defaults = load_config(RunConfig, None, ["model.path=none"]).resolved
     defaults["model"]["path"] = None

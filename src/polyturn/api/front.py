@@ -232,13 +232,13 @@ def steps(
 
     own = {"model": model, "tasks": tasks, "tools": tools, "interaction": interaction, "reward": reward}
     arguments = GivenArguments.of(overrides, **own, eval_tasks=eval_tasks, config=config)
-    with _shown():
+    with _logs_shown():
         source, resolved = read(arguments, resume=resume)
     from polyturn.api.stepping import Steps
 
     @_in_a_sentence
     def work(hooks: Any) -> Run:
-        with _shown():
+        with _logs_shown():
             _announce(source)
             from polyturn.api.training import RunOptions, run_training
 
@@ -298,7 +298,7 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
     Raises:
         ConfigError: it is async, or cannot be called with a step and its metrics.
     """
-    from polyturn.core.errors import TrainingError, told_in_a_sentence
+    from polyturn.core.errors import TrainingError, plugin_errors_as
     from polyturn.infra.plugin_shape import CallShape, check_function
 
     if on_step is None:
@@ -308,7 +308,7 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
     check_function(on_step, CallShape(num=2, write="def on_step(step, metrics)"), where="on_step")
 
     def call(step: int, metrics: Mapping[str, float]) -> None:
-        with told_in_a_sentence(f"on_step, called after step {step},", TrainingError):
+        with plugin_errors_as(f"on_step, called after step {step},", TrainingError):
             on_step(step, dict(metrics))
 
     return call
@@ -345,7 +345,7 @@ def _begun(
     from polyturn.api.given import read
     from polyturn.api.keywords import path_of
 
-    with _shown():
+    with _logs_shown():
         source, resolved = read(arguments, resume=resume)
         _announce(source)
         idle = [n for n in arguments.overrides if resume is None and n not in reads and path_of(n)[0] in _OF_TRAINING]
@@ -364,7 +364,7 @@ def _announce(source: ConfigSource) -> None:
 
 
 @contextlib.contextmanager
-def _shown() -> Iterator[None]:
+def _logs_shown() -> Iterator[None]:
     """Show a run's log lines, unless the program configured logging."""
     from polyturn.api.console import ConsoleHandler
 

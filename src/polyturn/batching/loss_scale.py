@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
-from polyturn.core.errors import AlignmentError, ConfigError, told_in_a_sentence
+from polyturn.core.errors import AlignmentError, ConfigError, plugin_errors_as
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
 from polyturn.infra.live import NameOrObject
@@ -139,7 +139,7 @@ class LossScale:
         turns = self._turns(trajectory, segment)
         factors = {t.turn.index: np.ones(len(t.ids), np.float32) for t in turns}
         for strategy in self.strategies:
-            with told_in_a_sentence(f"loss_scale {self.name!r}", AlignmentError):
+            with plugin_errors_as(f"loss_scale {self.name!r}", AlignmentError):
                 weights_of_turns = [np.asarray(weights, np.float32) for weights in strategy(turns)]
             if len(weights_of_turns) != len(turns):
                 raise AlignmentError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyturn.config.config_source import ConfigSource, folder_or_name
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError, did_you_mean, told_in_a_sentence
+from polyturn.core.errors import ConfigError, did_you_mean, plugin_errors_as
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.core.routing import RouteShape
@@ -105,7 +105,7 @@ def untrained(source: ConfigSource) -> ConfigSource:
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
     """Make a user's engine and wrap it to contain its failures; the servers of a pool are called directly."""
-    with told_in_a_sentence(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
+    with plugin_errors_as(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
         # `isinstance` evaluates the properties of the protocol.
         is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, EnginePool)

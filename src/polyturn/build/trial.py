@@ -79,7 +79,7 @@ def _lose(groups: list[TrajectoryGroup], settings: LossSettings) -> None:
     import torch
 
     from polyturn.algorithms.losses import bind, mark, selection_of
-    from polyturn.core.errors import told_in_a_sentence
+    from polyturn.core.errors import plugin_errors_as
 
     samples = [
         sample.replace(advantages=np.full(len(sample), sample.reward - 0.5), old_logprobs=sample.rollout_logprobs)
@@ -104,7 +104,7 @@ def _lose(groups: list[TrajectoryGroup], settings: LossSettings) -> None:
         raise TrainingError(
             "the policy loss has no gradient; compute it from logprobs_T, without detach() or conversion to numbers"
         )
-    with told_in_a_sentence("the gradient of the policy loss", TrainingError):
+    with plugin_errors_as("the gradient of the policy loss", TrainingError):
         loss_of_trial.loss_T.sum().backward()
 
 

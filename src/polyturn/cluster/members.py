@@ -83,7 +83,7 @@ class ResourceRequest:
     """For example {"CPU": 4, "GPU": 1}, or custom resources of a node."""
 
 
-def made_in(actor: type, group: Any, index: int, resources: Mapping[str, float], *arguments: Any, at_once: int = 1) -> Any:
+def start_in(actor: type, group: Any, index: int, resources: Mapping[str, float], *arguments: Any, at_once: int = 1) -> Any:
     """Start an actor with `resources` in bundle `index` of a placement group, and return its handle."""
     options: dict[str, Any] = {"max_concurrency": at_once} if at_once > 1 else {}
     handle: Any = ray.remote(actor).options(

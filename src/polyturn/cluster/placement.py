@@ -26,7 +26,7 @@ from polyturn.cluster.actor_engine import pool_of_actors
 from polyturn.cluster.actors import EngineActor, RankActor, RolloutActor
 from polyturn.cluster.clients import RayRankGroup, RayWorker
 from polyturn.cluster.journal import WorkerJournal
-from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, made_in, own_words
+from polyturn.cluster.members import AT_ONCE, Member, ResourceRequest, own_words, start_in
 from polyturn.cluster.servers import NodePlaces
 from polyturn.cluster.weights import ModelFiles
 from polyturn.core.errors import ConfigError, EngineLostError, RankLostError, one_line
@@ -124,7 +124,7 @@ class Cluster:
             f"{each} trainer ranks and their server", ResourceRequest(count=servers.count, resources=both), strategy="PACK"
         )
         rank_actors = _members(
-            "trainer rank", [made_in(RankActor, group, i // each, ranks.resources) for i in range(ranks.count)]
+            "trainer rank", [start_in(RankActor, group, i // each, ranks.resources) for i in range(ranks.count)]
         )
         devices = tuple(
             ",".join(gpu for rank in rank_actors[i : i + each] for gpu in rank.home.gpus)
@@ -194,7 +194,7 @@ class Cluster:
     def _place(self, name: str, actor: type, need: ResourceRequest, *arguments: Any, strategy: str) -> list[Member]:
         group = self._room(name, need, strategy=strategy)
         at_once = 1 if actor is RankActor else AT_ONCE
-        members = [made_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
+        members = [start_in(actor, group, i, need.resources, *arguments, at_once=at_once) for i in range(need.count)]
         return _members(name, members)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from polyturn.cluster.members import AT_ONCE, Actor, ActorInfo, answer, made_in
+from polyturn.cluster.members import AT_ONCE, Actor, ActorInfo, answer, start_in
 from polyturn.cluster.weights import ModelFiles, NodeStore, StoredWeights
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.base import ModelFolder
@@ -60,10 +60,10 @@ class ServerActor(Actor):
         """Return the end of the server's log."""
         return "" if self._server is None else await self._server.last_lines()
 
-    async def look_at_memory(self) -> None:
+    async def record_memory(self) -> None:
         """Record the shared memory that the server uses."""
         if self._server is not None:
-            self._server.look_at_memory()
+            self._server.record_memory()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
         """Return a checkpoint folder of `weights` on this node: `at`, if it exists here, else a newly written folder.
@@ -111,9 +111,9 @@ class NodeServer:
         except (RayActorError, TimeoutError):
             return "(its actor or its node is gone, and the log with it)"
 
-    def look_at_memory(self) -> None:
+    def record_memory(self) -> None:
         """Let its actor record the shared memory that the server uses."""
-        self._handle.look_at_memory.remote()
+        self._handle.record_memory.remote()
 
     async def hold(self, weights: StoredWeights, at: Path | None, adapter: Mapping[str, Any] | None) -> Path:
         """Return the checkpoint folder of `weights` on its node; `adapter` has peft's settings if they are an adapter's.
@@ -174,7 +174,7 @@ class NodePlaces:
 
         async def start(spec: LaunchSpec) -> NodeServer:
             spec = dataclasses.replace(spec, env={**spec.env, **gpus})
-            handle = made_in(ServerActor, self.group, number, resources, at_once=AT_ONCE)
+            handle = start_in(ServerActor, self.group, number, resources, at_once=AT_ONCE)
             where, stop_s = f"for server {number}", spec.stop_timeout_s + _SOON_S
             try:
                 home: ActorInfo = await asyncio.wait_for(handle.home.remote(), self.patience_s)

@@ -146,7 +146,7 @@ def meant(annotation: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         sections = [m for m in members if is_model(m)]
         if sections:
-            by = told_apart_by(sections) if len(sections) > 1 else ""
+            by = distinguishing_key(sections) if len(sections) > 1 else ""
             others = (m for m in sections if by and by not in kinds_of(m))
             return next((m for m in sections if _is_of_kind(m, by, value)), next(others, sections[0]))
         return next((m for m in members if get_origin(m) in (dict, Mapping)), members[0])
@@ -215,7 +215,7 @@ def kinds_of(section: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(key.annotation) for name, key in keys.items() if get_origin(key.annotation) is Literal}
 
 
-def told_apart_by(sections: Sequence[type]) -> str:
+def distinguishing_key(sections: Sequence[type]) -> str:
     """Return the key whose values distinguish the sections of a union, such as `kind`."""
     common = set.intersection(*(set(keys_of(section)) for section in sections))
     for name in keys_of(sections[0]):  # in the order of declaration, in which the distinguishing key is first
@@ -326,7 +326,7 @@ def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...
     """Yield the rows of a section with several kinds: first common keys, then those of some kinds."""
     tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
     common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
-    by = told_apart_by(sections)
+    by = distinguishing_key(sections)
     part = getattr(sections[0], "PART", "")
     for row in tables[sections[0]]:
         if row.key in common:

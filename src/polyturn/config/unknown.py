@@ -18,6 +18,7 @@ from polyturn.config.retired import successor
 from polyturn.config.schema import (
     KeyPath,
     child,
+    distinguishing_key,
     dotted,
     is_model,
     keys_of,
@@ -25,7 +26,6 @@ from polyturn.config.schema import (
     meant,
     schema_table,
     takes_more,
-    told_apart_by,
     unwrap,
 )
 from polyturn.config.well_known import suggestion
@@ -74,7 +74,7 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: Callable[[]
 def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
     """Name the kinds of the section with a key, if other kinds have it: " It is for engine.kind vllm or sglang, …"."""
     sections = [m for m in unwrap(annotation) if is_model(m)]
-    by = told_apart_by(sections) if len(sections) > 1 else ""
+    by = distinguishing_key(sections) if len(sections) > 1 else ""
     kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ("your own",))]
     if not kinds:
         return ""

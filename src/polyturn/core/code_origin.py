@@ -33,7 +33,7 @@ def passed_an_author(problem: BaseException) -> bool:
     return any(is_an_authors(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(problem.__traceback__))
 
 
-def place_of(frames: list[FrameType]) -> str:
+def describe_position(frames: list[FrameType]) -> str:
     """Describe the outermost function of an author in a stack (outermost frame first), with its current line; "" if none."""
     frames_of_user = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
     first = next((frame for frame in frames_of_user if not is_ours(frame.f_code.co_filename)), None)

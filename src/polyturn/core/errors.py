@@ -189,7 +189,7 @@ def raised_at(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def told_in_a_sentence(what: str, error: type[PolyturnError]) -> Iterator[None]:
+def plugin_errors_as(what: str, error: type[PolyturnError]) -> Iterator[None]:
     """Convert exceptions of a plug-in into an `error` that starts with `what` and shows the line that raised."""
     try:
         yield

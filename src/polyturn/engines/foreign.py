@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from polyturn.core.errors import EngineError, one_line, raised_at, told_in_a_sentence
+from polyturn.core.errors import EngineError, one_line, plugin_errors_as, raised_at
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
 from polyturn.core.reward import brief
@@ -38,7 +38,7 @@ class ForeignEngine(EngineWrapper):
     @property
     def capabilities(self) -> EngineCapabilities:
         what = self._call("capabilities")
-        with told_in_a_sentence(what, EngineError):
+        with plugin_errors_as(what, EngineError):
             capabilities: object = self.engine.capabilities
         if not isinstance(capabilities, EngineCapabilities):
             raise EngineError(f"{what} returned {brief(capabilities)}; it must be an EngineCapabilities")
@@ -46,11 +46,11 @@ class ForeignEngine(EngineWrapper):
 
     @property
     def busy_s(self) -> float:
-        with told_in_a_sentence(self._call("busy_s"), EngineError):
+        with plugin_errors_as(self._call("busy_s"), EngineError):
             return float(self.engine.busy_s)
 
     def read_metrics(self) -> Mapping[str, float]:
-        with told_in_a_sentence(self._call("read_metrics"), EngineError):
+        with plugin_errors_as(self._call("read_metrics"), EngineError):
             return {str(name): float(value) for name, value in self.engine.read_metrics().items()}
 
     async def generate(self, request: GenerateRequest) -> Completion:

@@ -89,7 +89,7 @@ class HttpClient:
             raise EngineLostError(f"{self.url}{path} broke off ({problem})") from problem
         if reply.status == 200:
             return reply
-        message = f"{self.url}{path} answered {reply.status}: {reply.said()}"
+        message = f"{self.url}{path} answered {reply.status}: {reply.excerpt()}"
         if reply.status in {429, 503}:
             raise EngineBusyError(message)
         raise EngineLostError(message) if reply.status >= 500 else EngineError(message)

@@ -63,7 +63,7 @@ class RunningServer(Protocol):
         """Return the end of its log; "" if the log cannot be read any more."""
         ...
 
-    def look_at_memory(self) -> None:
+    def record_memory(self) -> None:
         """Record its processes' shared memory, to remove it if they leave it behind. Call it while the server is healthy."""
         ...
 
@@ -138,7 +138,7 @@ class Server:
         """Return the last lines of the server's log."""
         return self._process.tail(lines)
 
-    def look_at_memory(self) -> None:
+    def record_memory(self) -> None:
         """Record its processes' shared memory, to remove it if they leave it behind. Call it while the server is healthy."""
         self._memory.look(self._process.members())
 
@@ -148,7 +148,7 @@ class Server:
 
     def end(self) -> None:
         """Do the same synchronously, for a process that is ending and cannot start a thread."""
-        self.look_at_memory()
+        self.record_memory()
         self._process.end(grace_s=self.spec.stop_timeout_s)
         self._process.close()
         if removed := self._memory.remove_unheld():
@@ -165,10 +165,10 @@ class Server:
                         f"the server {self.spec.command[0]!r} ended with status {self._process.returncode} before it was "
                         f"ready; its last lines:\n{self.tail()}"
                     )
-                self.look_at_memory()
+                self.record_memory()
                 with contextlib.suppress(BrokenOffError, TimeoutError, LargeAnswerError):
                     if (await client.send("GET", self.url + self.spec.health)).status == 200:
-                        self.look_at_memory()
+                        self.record_memory()
                         return
                 await asyncio.sleep(0.2)
         finally:

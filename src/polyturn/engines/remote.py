@@ -456,7 +456,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         except (EngineError, TimeoutError):
             return False
         if self.process is not None:
-            self.process.look_at_memory()
+            self.process.record_memory()
         return True
 
     async def _watch_health(self) -> None:

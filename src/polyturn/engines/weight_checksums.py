@@ -86,7 +86,7 @@ class Part:
     def described(self) -> str:
         """Its name, with the names of its terms if they differ."""
         names = [name for _, name in self.terms]
-        return self.name if names == [self.name] else f"{self.name} (from {' + '.join(_shown(names))})"
+        return self.name if names == [self.name] else f"{self.name} (from {' + '.join(_first_items(names))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Composition:
         ]
         if not wrong:
             return None
-        return f"{', '.join(_shown(wrong))} of {len(self.parts)} tensors"
+        return f"{', '.join(_first_items(wrong))} of {len(self.parts)} tensors"
 
 
 def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
@@ -188,5 +188,5 @@ def _total(terms: Iterable[tuple[int, str]], dtype: str, folds: Folds) -> int:
     return total((count, folds[name, dtype]) for count, name in terms)
 
 
-def _shown(items: Sequence[str]) -> list[str]:
+def _first_items(items: Sequence[str]) -> list[str]:
     return [*items[:_SHOWN], *([f"{len(items) - _SHOWN} more"] if len(items) > _SHOWN else [])]

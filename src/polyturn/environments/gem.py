@@ -56,13 +56,13 @@ class GemEnv:
         """Begin with `seed` modulo 2**32."""
         with self._random.held():
             observation, info = self._env.reset(seed=seed % _SEEDS)
-        return _shown(observation, info)
+        return _observation_text(observation, info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
         """Act with the model's text."""
         with self._random.held():
             observation, reward, is_terminated, is_truncated, info = self._env.step(action)
-        observed = _shown(observation, {} if is_terminated or is_truncated else info)
+        observed = _observation_text(observation, {} if is_terminated or is_truncated else info)
         return observed, float(reward), bool(is_terminated), bool(is_truncated), {}
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class GemEnv:
             self._env.close()
 
 
-def _shown(observation: Any, info: Mapping[str, Any]) -> str:
+def _observation_text(observation: Any, info: Mapping[str, Any]) -> str:
     parts = (info.get("prefix"), observation, info.get("suffix"))
     return "\n".join(str(p).strip("\n") for p in parts if p)
 

@@ -308,7 +308,7 @@ class OpenEnvSession:
         assert self._socket is not None and self._reading is not None
         early = None if self._answers.empty() else self._answers.get_nowait()
         if early is not None:
-            self._told(early, kind)
+            self._parsed(early, kind)
             raise self._lost(f"sent an extra message before a {kind}: {early!r:.200}")
         try:
             async with asyncio.timeout(self._adapter.options.timeout_s):
@@ -323,14 +323,14 @@ class OpenEnvSession:
             raise self._lost(f"closed the connection at a {kind}") from problem
         if text is None:
             raise self._lost(f"closed the connection at a {kind}")
-        answer = self._told(text, kind)
+        answer = self._parsed(text, kind)
         if behind is not None and _kind_of(behind) not in ("state", "error"):
             raise self._lost(f"sent an extra message at a {kind}: {text!r:.200}, followed by {behind!r:.200}")
         if kind == "reset" and "error" in answer:
             raise self._lost(f"refuses the reset: {answer['error']}")
         return answer
 
-    def _told(self, text: str, kind: str) -> dict[str, Any]:
+    def _parsed(self, text: str, kind: str) -> dict[str, Any]:
         try:
             answer = loads(text)
             data = answer["data"]

@@ -83,7 +83,7 @@ class FolderLock(NamedTuple):
     """How it ended: "" for a normal end, else the error; None if it wrote nothing."""
 
 
-def look_at(folder: Path) -> FolderLock | None:
+def read_lock(folder: Path) -> FolderLock | None:
     """Read the state of a folder's lock; None if there is no lock, or it cannot be read."""
     try:
         path = contained(folder, NAME)

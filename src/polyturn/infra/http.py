@@ -2,11 +2,11 @@
 
     client = JsonClient(headers=bearer(token), timeout_s=30)
     reply = await client.send("POST", "http://127.0.0.1:8000/retrieve", {"queries": […]})
-    reply.status, reply.json(), reply.said()
+    reply.status, reply.json(), reply.excerpt()
     await client.close()
 
 Answers are read up to a limit, redirects are not followed (their target was never configured), and errors
-show no secret. A client may be used in several event loops, one after another; `ask_now` is for synchronous code.
+show no secret. A client may be used in several event loops, one after another; `send_now` is for synchronous code.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HttpReply:
         except RecursionError as problem:
             raise ValueError("it is nested too deeply") from problem
 
-    def said(self, limit: int = 500) -> str:
+    def excerpt(self, limit: int = 500) -> str:
         """Return the first `limit` characters of the content without secrets, for messages."""
         return hide(self.content[: 4 * limit + 4096].decode("utf-8", "replace"), *self.secrets)[:limit]
 
@@ -166,7 +166,7 @@ class JsonClient:
         return self._session[1]
 
 
-def ask_now(method: str, url: str, body: Any = None, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
+def send_now(method: str, url: str, body: Any = None, *, headers: Mapping[str, str], timeout_s: float) -> HttpReply:
     """Send one request from synchronous code; raises like `JsonClient.send`."""
 
     async def ask() -> HttpReply:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from polyturn.core.code_origin import OURS, STDLIB, is_an_authors, is_ours, is_stdlib, passed_an_author, place_of
+from polyturn.core.code_origin import OURS, STDLIB, describe_position, is_an_authors, is_ours, is_stdlib, passed_an_author
 from polyturn.core.errors import RolloutError, one_line, raised_at
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,9 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             loop.close()  # also shuts down the default executor, without waiting for its threads
         else:
             _ABANDONED.append(loop)
-            logger.warning("abandoned at the end of the run, because it stands still: %s", place_of(_stack(ending.ident)))
+            logger.warning(
+                "abandoned at the end of the run, because it stands still: %s", describe_position(_stack(ending.ident))
+            )
 
 
 def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
@@ -115,7 +117,7 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     for task in left:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     _ABANDONED.extend(left)
-    for name in sorted({place_of(_awaited(task)) or task.get_name() for task in left}):
+    for name in sorted({describe_position(_awaited(task)) or task.get_name() for task in left}):
         logger.warning("abandoned at the end of the run, because it ignores being cancelled: %s", name)
 
 
@@ -246,12 +248,12 @@ def _blocking(stack: list[FrameType]) -> str:
         behind = len(files) - files[::-1].index(_GUARD)
         begins = next((i for i in range(behind, len(files)) if not is_ours(files[i]) and not is_stdlib(files[i])), None)
         if begins is not None and not any(map(is_ours, files[begins:])):
-            return place_of(inner[begins:])
+            return describe_position(inner[begins:])
     known = [i for i, file in enumerate(files) if is_ours(file) or is_an_authors(file)]
     is_debugged = any(file.endswith(("/bdb.py", "/pydevd.py")) for file in files)
     if not known or is_ours(files[known[-1]]) or is_debugged:
         return ""
-    return place_of(inner[next(i for i in known if not is_ours(files[i])) :])
+    return describe_position(inner[next(i for i in known if not is_ours(files[i])) :])
 
 
 def _end_process(location: str, seconds: float, *, owns_process: bool) -> None:

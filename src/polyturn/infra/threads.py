@@ -76,7 +76,7 @@ class DaemonThreads:
             # Without the shield, the caller's cancellation would cancel the job itself.
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            answer.add_done_callback(_look_at)
+            answer.add_done_callback(_retrieve)
             self._abandon(job)
             raise
 
@@ -150,6 +150,6 @@ class DaemonThreads:
                     return None
 
 
-def _look_at(answer: asyncio.Future[Any]) -> None:
+def _retrieve(answer: asyncio.Future[Any]) -> None:
     """Retrieve the result of an abandoned call, so that asyncio does not report it."""
     _ = answer.cancelled() or answer.exception()

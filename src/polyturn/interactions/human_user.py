@@ -96,7 +96,9 @@ class HumanUser(ViewInteraction):
             InteractionError: there was no answer in time and `on_deadline` is "fail", or the terminal was closed.
         """
         settings = self._settings
-        texts = [{"role": m["role"], "content": self._shown(m)} for m in messages if m.get("role") in ("user", "assistant")]
+        texts = [
+            {"role": m["role"], "content": self._visible_text(m)} for m in messages if m.get("role") in ("user", "assistant")
+        ]
         about = {"conversation": instance_id if view is None else view.id}
         about |= {name: str(kwargs[name]) for name in ROW_KEYS if kwargs.get(name)}
         reply = await self._ask([m for m in texts if m["content"]], about)
@@ -128,6 +130,6 @@ class HumanUser(ViewInteraction):
         except TerminalClosedError as problem:
             raise InteractionError(f"{self._who}: the terminal was closed ({problem}), so there is no answer") from problem
 
-    def _shown(self, message: Mapping[str, Any]) -> str:
+    def _visible_text(self, message: Mapping[str, Any]) -> str:
         text = text_of(message)
         return without_thoughts(text) if message["role"] == "assistant" and not self._settings.show_thoughts else text

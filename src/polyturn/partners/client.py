@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from polyturn.core.errors import ConfigError, EngineError, one_line
 from polyturn.core.secrets import bearer, hide
 from polyturn.infra.answers import LargeAnswerError
-from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, ask_now
+from polyturn.infra.http import BrokenOffError, HttpReply, JsonClient, send_now
 from polyturn.infra.retries import retried
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class ChatClient:
         try:
             async with hosts.slot(endpoint.url, limit=endpoint.max_concurrent):
                 answer = await self._post(body)
-                if answer.status == 400 and self._learns_from(answer.said(1 << 16)):
+                if answer.status == 400 and self._learns_from(answer.excerpt(1 << 16)):
                     answer = await self._post(body)
         except LargeAnswerError as problem:
             raise EngineError(f"{endpoint.url}: {problem}; a model does not write that much") from problem
@@ -171,7 +171,7 @@ class ChatClient:
             try:
                 return answer.json()
             except ValueError as problem:
-                raise _TryAgainError(f"did not answer with JSON: {answer.said(200)!r}") from problem
+                raise _TryAgainError(f"did not answer with JSON: {answer.excerpt(200)!r}") from problem
         if answer.status in AGAIN:
             failure = _TryAgainError(f"answered {answer.status}: {_reason(answer)}")
             failure.wait_s = answer.retry_after_s
@@ -205,7 +205,7 @@ def check_reachable(endpoint: Endpoint, *, timeout_s: float = 10.0) -> None:
     """
     try:
         address = f"{endpoint.url.rstrip('/')}/models"
-        answer = ask_now("GET", address, headers=bearer(endpoint.key), timeout_s=timeout_s)
+        answer = send_now("GET", address, headers=bearer(endpoint.key), timeout_s=timeout_s)
     except (BrokenOffError, TimeoutError, LargeAnswerError) as problem:
         raise ConfigError(
             f"the endpoint {endpoint.url} for {endpoint.model!r} cannot be reached ({one_line(problem)}); start it, or "
@@ -224,5 +224,5 @@ def _reason(answer: HttpReply) -> str:
         error = body.get("error", body)
         message = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
-        message = answer.said()
+        message = answer.excerpt()
     return hide(" ".join(message.split()), *answer.secrets)[:300] or "no reason given"

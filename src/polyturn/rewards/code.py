@@ -27,7 +27,7 @@ from typing import Any
 from polyturn.core.errors import DataError, RewardError, one_line
 from polyturn.core.secrets import bearer, hide, token_from
 from polyturn.infra.deadline import Stretch
-from polyturn.infra.http import ask_now
+from polyturn.infra.http import send_now
 from polyturn.rewards.options import SandboxOptions
 from polyturn.sandbox.python.local_sandbox import LocalSandbox, local_sandbox
 
@@ -153,11 +153,11 @@ class Sandbox(SandboxOptions):
 
     def _post(self, url: str, request: Mapping[str, Any]) -> Any:
         limit_s = 2 * self.timeout_s + 10 + QUEUE_S
-        reply = ask_now("POST", url, request, headers=bearer(self.token), timeout_s=limit_s)
+        reply = send_now("POST", url, request, headers=bearer(self.token), timeout_s=limit_s)
         if reply.status in BUSY:
-            raise _BusyError(f"it answered {reply.status}: {reply.said(200)}")
+            raise _BusyError(f"it answered {reply.status}: {reply.excerpt(200)}")
         if reply.status != 200:
-            raise ConnectionError(f"it answered {reply.status}: {reply.said(200)}")
+            raise ConnectionError(f"it answered {reply.status}: {reply.excerpt(200)}")
         return reply.json()
 
     def _here(self) -> LocalSandbox:

@@ -85,7 +85,7 @@ class RewardFunction:
         """The rate limit of the calls, shared by the functions of a run."""
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
-        self._accepted = _told(parameters, self._kwargs, name=name)
+        self._accepted = _inputs(parameters, self._kwargs, name=name)
         self._called = function
         num_processes = self._options.num_processes
         if source and num_processes and self._accepted is not None and not inspect.iscoroutinefunction(function):
@@ -232,7 +232,7 @@ def _misread(first: str) -> str | None:
     return f" (did you mean {near[0]!r}?)" if near else None
 
 
-def _told(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
+def _inputs(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
     """Return the names in `ANSWER` or `ANSWERS` that a function takes; None if it takes a trajectory."""
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(kwargs) - set(parameters))):

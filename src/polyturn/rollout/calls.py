@@ -86,7 +86,7 @@ class AuthorCalls:
                     answer = await self._in_thread(name, method, *args, has_deadline=is_bounded)
                 if not inspect.isawaitable(answer):
                     return answer
-                return await self._in_task(name, _given(answer)) if has_deadline else await answer
+                return await self._in_task(name, _returning(answer)) if has_deadline else await answer
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         """Call an async method, which may work for `timeout_s` between two awaits of its episode."""
@@ -153,7 +153,7 @@ def has_own_deadlines(method: Callable[..., Any]) -> bool:
     return getattr(method, _MARK, False)
 
 
-def _given(answer: Awaitable[Any]) -> Callable[[], Any]:
+def _returning(answer: Awaitable[Any]) -> Callable[[], Any]:
     async def wait() -> Any:
         return await answer
 

@@ -166,7 +166,7 @@ def _info(info: Any, *, name: str) -> dict[str, Any]:
     return dict(info or {})
 
 
-def first_shown(returned: Any) -> Any:
+def first_observation(returned: Any) -> Any:
     """Return the observation in the result of `reset`, which may be a pair (observation, info)."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping) and "role" not in returned[1]:
         return returned[0]

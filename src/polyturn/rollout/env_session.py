@@ -21,7 +21,7 @@ from typing import Any
 
 from polyturn.core.errors import NoSnapshotError, SnapshotError
 from polyturn.core.snapshots import SnapshotHooks
-from polyturn.rollout.env import Env, EnvStep, first_shown
+from polyturn.rollout.env import Env, EnvStep, first_observation
 
 GRACE_S = 1.0
 """Seconds that the end of an episode waits for a busy environment. Later, its thread closes it when the method returns."""
@@ -79,7 +79,7 @@ class EnvSession:
             SchedulerError: the environment raised or was late.
         """
         env = await self._ask(self.make)
-        answer = first_shown(await self._ask(env.reset, seed=seed))
+        answer = first_observation(await self._ask(env.reset, seed=seed))
         self._answers.update(repr(answer).encode("utf-8", "replace"))
         return answer
 

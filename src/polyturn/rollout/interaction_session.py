@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, told_in_a_sentence
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, plugin_errors_as
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
@@ -128,7 +128,7 @@ class InteractionSession:
             answer = await self._call(partner.respond, view, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
         else:
             answer = await self._call(self._interaction.generate_response, self._live(), messages, kwargs=kwargs)
-        with told_in_a_sentence(f"interaction {self.name!r}: to read what generate_response returned", InteractionError):
+        with plugin_errors_as(f"interaction {self.name!r}: to read what generate_response returned", InteractionError):
             return self._read(answer)
 
     def _read(self, answer: Any) -> InteractionReply:

@@ -124,7 +124,7 @@ def trajectory_of(
         error: The error, if it failed.
         extra: Further metrics.
     """
-    shown_first, task = episode.history.prompt, episode.task
+    with_first_prompt, task = episode.history.prompt, episode.task
     turns = (
         Turn(
             index=turn.index,
@@ -142,7 +142,7 @@ def trajectory_of(
     )
     return Trajectory(
         id=episode.id,
-        task=task if shown_first in (None, task.prompt) else dataclasses.replace(task, prompt=shown_first),
+        task=task if with_first_prompt in (None, task.prompt) else dataclasses.replace(task, prompt=with_first_prompt),
         segments=episode.history.builder.build(),
         turns=tuple(turns),
         stop_reason=stop_reason,
@@ -232,7 +232,7 @@ async def _drive(
     except BROKEN:  # these are PolyturnErrors as well, but end the run
         raise
     except PolyturnError as problem:
-        stop, error = StopReason.ERROR, _told(context, episode.id, problem)
+        stop, error = StopReason.ERROR, _failure_text(context, episode.id, problem)
     finally:
         problems = await close_episode(episode, scheduler)
     if problems:
@@ -253,7 +253,7 @@ async def _score(
         except BROKEN:
             raise
         except PolyturnError as problem:
-            failed = _told(context, episode.id, problem)
+            failed = _failure_text(context, episode.id, problem)
             trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
     total = None if trajectory.reward is None else trajectory.reward.total
     reason, count = trajectory.stop_reason.value, len(trajectory.turns)
@@ -269,7 +269,7 @@ def _end(episode: Episode, state: EpisodeState) -> None:
     episode.resources.forks.clear()
 
 
-def _told(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
+def _failure_text(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
     """Return why an episode failed, and warn the first, tenth, hundredth … time that a reason occurs.
 
     Errors with the same origin in an author's code count as one reason. The first warning has the author's traceback.

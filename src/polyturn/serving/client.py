@@ -171,5 +171,5 @@ class RolloutClient:
         finally:
             await client.close()
         if reply.status != 200:
-            raise EngineError(f"{url}{path} answers {reply.status}: {reply.said()}")
+            raise EngineError(f"{url}{path} answers {reply.status}: {reply.excerpt()}")
         return reply.json()

@@ -184,7 +184,7 @@ class ChatTemplate:
 def _wire(message: Message, form: _Form) -> dict[str, Any]:
     out = message.to_openai()
     if not isinstance(message.content, str):
-        parts = [_shown_part(p, message) for p in message.content]
+        parts = [_template_part(p, message) for p in message.content]
         is_text = all(p.get("type", "text") == "text" for p in parts)
         out["content"] = "".join(str(p.get("text", "")) for p in parts) if is_text else parts
     broken = [c for c in message.tool_calls if c.error is not None and c.raw]
@@ -217,7 +217,7 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
     return out
 
 
-def _shown_part(part: Mapping[str, Any], message: Message) -> dict[str, Any]:
+def _template_part(part: Mapping[str, Any], message: Message) -> dict[str, Any]:
     """Convert a message part to the form that templates read, with the model's reasoning in its tags."""
     if part.get("type") != "reasoning" or message.origin is not Origin.MODEL:
         return dict(part)

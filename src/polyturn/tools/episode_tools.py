@@ -409,7 +409,7 @@ class EpisodeTools:
             content=content,
             reward=outcome.reward,
             metrics=_with_cut(outcome, content),
-            error=results.told_failure(outcome.metrics),
+            error=results.reported_failure(outcome.metrics),
             duration_s=duration_s,
         )
 

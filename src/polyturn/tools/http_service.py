@@ -201,7 +201,7 @@ class HttpService:
         if 300 <= answer.status < 400:  # nor is it quoted
             error = f"HTTP {answer.status}: it redirects, which is not followed; give the address that it leads to"
             return ServiceReply(status="refused", error=error, num_tries=number), True
-        text = answer.said(200) if len(answer.content) < MAX_QUOTED else ""
+        text = answer.excerpt(200) if len(answer.content) < MAX_QUOTED else ""
         if answer.status >= 400:
             kind: Status = "server_error" if answer.status >= 500 else "refused"
             failed = ServiceReply(status=kind, error=f"HTTP {answer.status}: {text}", num_tries=number)

@@ -43,7 +43,7 @@ def error_text(kind: ToolFailure, reason: str) -> str:
     return f"Error ({kind}): {reason}"
 
 
-def told_failure(metrics: Mapping[str, Any]) -> str | None:
+def reported_failure(metrics: Mapping[str, Any]) -> str | None:
     """Return the kind of failure that a tool reports in its metrics; None if it does not report one."""
     failure = metrics.get(FAILURE)
     if isinstance(failure, str) and failure in [kind.value for kind in TOLD]:
@@ -85,14 +85,14 @@ def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | t
         DataError: an image or video cannot be read.
     """
     text = limit.cut(response.text or "")
-    parts: list[Mapping[str, Any]] = [{"type": "image", "image": _shown("image", item)} for item in response.image or ()]
-    parts += [{"type": "video", "video": _shown("video", item)} for item in response.video or ()]
+    parts: list[Mapping[str, Any]] = [{"type": "image", "image": _medium_of("image", item)} for item in response.image or ()]
+    parts += [{"type": "video", "video": _medium_of("video", item)} for item in response.video or ()]
     if not parts:
         return text
     return (*parts, {"type": "text", "text": text}) if text else tuple(parts)
 
 
-def _shown(kind: str, item: Any) -> Any:
+def _medium_of(kind: str, item: Any) -> Any:
     """Return a medium with its whole content, because a file of the tool may be gone when the record is read."""
     source = to_source(kind, item)
     if not isinstance(source, str):

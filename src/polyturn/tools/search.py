@@ -110,7 +110,7 @@ class SearchTool(BaseTool):
         """Search for every query of `query_list`."""
         queries = parameters.get("query_list")
         if not isinstance(queries, list) or not queries:
-            return _said(BAD_QUERIES), 0.0, {"status": "bad_parameters", "failed": 1.0, FAILURE: ToolFailure.SCHEMA.value}
+            return _result(BAD_QUERIES), 0.0, {"status": "bad_parameters", "failed": 1.0, FAILURE: ToolFailure.SCHEMA.value}
         metrics: dict[str, Any] = {"query_count": len(queries), "total_results": 0, "api_request_error": None, "failed": 0.0}
         reply = await self._source.ask([str(query) for query in queries], topk=self.topk)
         metrics["num_tries"] = reply.num_tries
@@ -118,7 +118,7 @@ class SearchTool(BaseTool):
             status = "timeout" if reply.status == "timeout" else "api_error"
             metrics.update(status=status, cause=reply.status, api_request_error=reply.error, failed=1.0)
             metrics[FAILURE] = reply.failure
-            return _said(f"Search error: {reply.error}"), 0.0, metrics
+            return _result(f"Search error: {reply.error}"), 0.0, metrics
         try:
             results = result_lists(reply.data)
             text = "\n---\n".join(passages_text(docs) for docs in results) if any(results) else NO_RESULTS
@@ -126,10 +126,10 @@ class SearchTool(BaseTool):
             error = f"the service's reply cannot be read: {problem!r:.200}"
             metrics.update(status="processing_error", cause="bad_reply", api_request_error=error, failed=1.0)
             metrics[FAILURE] = ToolFailure.EXCEPTION.value
-            return _said(f"Search error: {error}"), 0.0, metrics
+            return _result(f"Search error: {error}"), 0.0, metrics
         metrics["total_results"] = sum(map(len, results))
         metrics["status"] = "success" if metrics["total_results"] else "no_results"
-        return _said(text), 0.0, metrics
+        return _result(text), 0.0, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> None:
         """Return None: searching does not affect the reward."""
@@ -182,7 +182,7 @@ class _Index:
         return ServiceReply(status="ok", data={"result": [documents(hits) for hits in results]})
 
 
-def _said(text: str) -> ToolResponse:
+def _result(text: str) -> ToolResponse:
     return ToolResponse(text=json.dumps({"result": text}, ensure_ascii=False))
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.algorithms.teacher_advantage import Score, taught, untaught
 from polyturn.core.arrays import Ids, joined_support
-from polyturn.core.errors import DataError, TrainingError, did_you_mean, told_in_a_sentence
+from polyturn.core.errors import DataError, TrainingError, did_you_mean, plugin_errors_as
 from polyturn.core.messages import Message, Origin
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
@@ -88,7 +88,7 @@ class SelfDistillation:
         skipped: Counter[Skipped] = Counter()
         for index, sample in enumerate(samples):
             trajectory, group = origin[sample.id.group, sample.id.trajectory]
-            sample_seen = self._shown(sample, trajectory, group) if sample.num_weighted else None
+            sample_seen = self._with_privileged(sample, trajectory, group) if sample.num_weighted else None
             if isinstance(sample_seen, TrainSample):
                 samples_seen[index] = sample_seen
             elif sample_seen is not None:
@@ -115,7 +115,7 @@ class SelfDistillation:
             "buffer/samples_privileged_too_long": Sum(skipped["too_long"]),
         }
 
-    def _shown(self, sample: TrainSample, trajectory: Trajectory, group: TrajectoryGroup) -> TrainSample | Skipped:
+    def _with_privileged(self, sample: TrainSample, trajectory: Trajectory, group: TrajectoryGroup) -> TrainSample | Skipped:
         """Return the sample with the privileged text in its prompt, or the reason why there is none."""
         task = trajectory.task
         text = self._text(trajectory, group)
@@ -147,7 +147,7 @@ class SelfDistillation:
         """Return the text to append to the prompt; None if it is missing and may be."""
         if self._privileged is None:
             return text_of_row(trajectory.task, self._options)
-        with told_in_a_sentence(f"algorithm.self_distill.privileged {self._options.privileged!r}", TrainingError):
+        with plugin_errors_as(f"algorithm.self_distill.privileged {self._options.privileged!r}", TrainingError):
             text = self._privileged(trajectory, group)
         return _in_template(text, trajectory.task, self._options)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.infra.folder_lock import FolderLock, look_at
+from polyturn.infra.folder_lock import FolderLock, read_lock
 from polyturn.viewer.metric_file import MetricFile
 
 SILENT_S = 300.0
@@ -47,7 +47,7 @@ def progress(folder: Path, metrics: MetricFile, warm_start: MetricFile, config: 
     spent = [min(max(s, 0.0), 2.0**53) for line in metrics.lines if (s := line.get("time/step_s"))]
     written = max(metrics.written_at, warm_start.written_at)
     silent = time.time() - written if written else 0.0
-    state, end = _state(look_at(folder), is_at_end=0 < planned <= reached, has_plan=planned > 0, is_begun=written > 0)
+    state, end = _state(read_lock(folder), is_at_end=0 < planned <= reached, has_plan=planned > 0, is_begun=written > 0)
     if state == "running" and silent > max(SILENT_S, 10 * max(spent[-9:], default=0.0)):
         state = "silent"
     return {

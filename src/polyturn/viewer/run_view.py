@@ -268,7 +268,7 @@ class RunView:
         # "Latest first" sorts by step; within a step, training comes before evaluations.
         keys = [(sort, direction)] if sort else [("step", direction), ("is_evaluation", "ascending"), ("at", direction)]
         order = pc.sort_indices(table, keys)
-        rows = _shown(table.drop_columns(["at", "is_evaluation"]).take(order[offset : offset + limit]))
+        rows = _table_rows(table.drop_columns(["at", "is_evaluation"]).take(order[offset : offset + limit]))
         for row in rows:
             label = labels.get((row["id"], row["step"], row["split"]), Label("", ""))
             row |= {"label": label.label, "note": label.note}
@@ -314,7 +314,7 @@ class RunView:
                         ("reward", "list"), ("id", "count"), ("dropped", "min"), ("question", "min"), ("num_turns", "mean")])
             .sort_by([("at_max", "descending")])
         )  # fmt: skip
-        return {"total": rows.num_rows, "rows": _shown(rows.slice(offset, limit))}
+        return {"total": rows.num_rows, "rows": _table_rows(rows.slice(offset, limit))}
 
     def timeline(self, *, step: int | None, split: str, limit: int = 400) -> dict[str, Any]:
         """Return the start and time use of each turn in a step's episodes; `step` None is the last step."""
@@ -378,7 +378,7 @@ class RunView:
         return [_alarm(line) for line in (text or "").splitlines()]
 
 
-def _shown(table: pa.Table) -> list[dict[str, Any]]:
+def _table_rows(table: pa.Table) -> list[dict[str, Any]]:
     """Return rows with long texts cut, except the keys that identify a trajectory."""
     return [{k: v if k in KEY else cut(plain(v)) for k, v in row.items()} for row in table.to_pylist()]
 

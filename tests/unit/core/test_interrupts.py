@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError, RolloutError, one_line, told_in_a_sentence
+from polyturn.core.errors import ConfigError, RolloutError, one_line, plugin_errors_as
 from polyturn.core.reward import as_flag, as_score, brief
 from polyturn.infra.loop import run_loop
 
@@ -23,7 +23,7 @@ Slow = type("Slow", (Exception,), {f"__{name}__": interrupt for name in ("float"
 
 
 def load(value: Any) -> None:
-    with told_in_a_sentence("the plug-in", ConfigError):
+    with plugin_errors_as("the plug-in", ConfigError):
         interrupt(value)
 
 

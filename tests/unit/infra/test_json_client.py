@@ -42,7 +42,7 @@ async def test_client_reads_answers_and_bounds_them(server: str) -> None:
         assert (await client.send("GET", f"{server}/away")).status == 302
         busy = await client.send("GET", f"{server}/busy")
         assert (busy.status, busy.retry_after_s) == (503, 60.0)
-        assert "s3cret-token" not in busy.said()
+        assert "s3cret-token" not in busy.excerpt()
         with pytest.raises(LargeAnswerError, match=r"HTTP 200: .* larger than 100 bytes"):
             await client.send("GET", f"{server}/large", max_bytes=100)
         with pytest.raises(BrokenOffError):

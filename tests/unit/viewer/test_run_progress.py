@@ -12,7 +12,7 @@ import pytest
 
 from polyturn.core.errors import ConfigError, RewardError
 from polyturn.infra import folder_lock
-from polyturn.infra.folder_lock import hold_folder, look_at
+from polyturn.infra.folder_lock import hold_folder, read_lock
 from polyturn.viewer.run_view import RunView
 
 
@@ -54,7 +54,7 @@ def test_killed_run_of_this_machine_died(run: Path):
         "with hold_folder(Path(sys.argv[1])): os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=False)
-    assert look_at(run) == (False, True, None)
+    assert read_lock(run) == (False, True, None)
     assert state(run) == ("died", "its process was killed, or ended without a reason")
     (run / ".lock").write_text((run / ".lock").read_text().replace(socket.gethostname(), "node3"))
     assert state(run)[0] == "running", "whether it is gone cannot be asked here"

@@ -19,7 +19,7 @@ import numpy as np
 from polyturn.algorithms.advantages.agents import Share, shares
 from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, GroupView, MemberView, on_weighted, traits_of
 from polyturn.core.arrays import float_array
-from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, told_in_a_sentence
+from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, plugin_errors_as
 from polyturn.core.messages import Message
 from polyturn.core.reward import brief
 from polyturn.core.sample import SampleId, TrainSample
@@ -59,7 +59,7 @@ def assign_advantages(
     batch_advantages = BatchAdvantages([])
     if batch:
         kept = {"state": {} if state is None else state} if traits.keeps_state else {}
-        with told_in_a_sentence("the advantage estimator", TrainingError):
+        with plugin_errors_as("the advantage estimator", TrainingError):
             if traits.scope == "group":
                 estimates = [estimator(g.totals, [list(m.samples) for m in g.members], **kept) for g in batch]
             else:

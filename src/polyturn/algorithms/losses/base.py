@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, told_in_a_sentence
+from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, plugin_errors_as
 from polyturn.core.reward import brief
 from polyturn.core.sample import TrainSample
 from polyturn.infra.plugin_shape import has_parameter, required, takes_any_keyword
@@ -166,7 +166,7 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
         extra = {"sequence_T": sequence_T} if needs_sequences else {}
         if selection is not None:
             extra["marks_T"] = torch.zeros_like(advantages_T) if marks_T is None else marks_T
-        with told_in_a_sentence("the policy loss", TrainingError):
+        with plugin_errors_as("the policy loss", TrainingError):
             result = loss(logprobs_T, old_logprobs_T, advantages_T, **extra, **bound)
         if not isinstance(result, TokenLoss) or np.shape(result.loss_T) != logprobs_T.shape:
             raise TrainingError(f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats)")
