@@ -2,14 +2,14 @@
 
     default              every token that the model wrote, in all turns
     all                  the same: only sampled tokens are ever trained
-    last_round           only the turns of each training sample's last message
+    last_round           only the sample's last assistant message, which may have several turns (`episode.go_on`)
     ignore_empty_think   all but the tokens of an empty <think></think>
     ignore_think_prefix  all but the <think> that a turn begins with
     last_round+mine      several strategies: their weights are multiplied
 
 A strategy is called once per training sample with the turns that were sampled into it. It returns a weight for each turn, or
-one for each of the turn's tokens. Weights that a scheduler set (`episode.weigh`) stay. Tokens of prompts and observations
-keep 0.
+one for each of the turn's tokens. It does not change weights that a scheduler set (`episode.weigh`), nor the 0 of
+prompts and observations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from polyturn.infra.plugins import Registry
 Decode = Callable[[Ids], str]
 
 _MAX_TOGETHER = 16
-"""Number of tokens that may share one character: a character has up to four bytes, and some symbols several characters."""
+"""The most tokens that are decoded together to find where they begin. A byte-level token may be a part of a character."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class SampledTurn:
                 text = self.decode(self.ids[first : first + num])
                 if self.text.startswith(text, at) and (text or num == 1):
                     break
-            else:  # a decoder that looks further back
+            else:  # the text of these tokens depends on earlier ones, so decode from the beginning each time
                 return [_num_shared(self.decode(self.ids[:i]), self.text) for i in range(len(self.ids))]
             inside = range(1, min(num, len(self.ids) - first))
             starts += [at, *(at + _num_shared(self.decode(self.ids[first : first + i]), self.text[at:]) for i in inside)]
@@ -71,8 +71,8 @@ class SampledTurn:
         return self.decode(self.ids)
 
     def weights_of(self, parts: Sequence[tuple[int, int, float]]) -> Floats:
-        """Return [N] the weight of each token: that of the part (start, end, weight) of `text` in which it begins, else
-        1."""
+        """Return [N] the weight of each token. A part is (start, end, weight) in characters of `text`; a token has the
+        weight of the part in which it begins, or 1."""
         weights = np.ones(len(self.ids), np.float32)
         starts = np.asarray(self.starts)
         for start, end, weight in parts:
@@ -158,7 +158,7 @@ class LossScale:
             if span.source is SpanSource.SAMPLED and len(span):
                 start = used[span.turn]
                 used[span.turn] += len(span)
-                # Weights that a scheduler set stay.
+                # `span.weights` were set by a scheduler; they are used unchanged.
                 own = own if span.weights is not None else factors[span.turn][start : used[span.turn]]
             parts.append(own)
         return np.concatenate(parts)

@@ -1,10 +1,11 @@
 """Infer from checksums how a server's tensors are composed of the trainer's, to check later weights.
 
     the server's   layers.0.self_attn.qkv_proj.weight   = q_proj + k_proj + v_proj of the trainer's layer 0
-    on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, if the keys' heads are on both
+    on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, if each rank has all heads of keys
 
 Checksums are additive (`server_side/polyturn_weights.py`), so the checksum of a fused or sharded tensor is a small sum over
-its parts. No list of models is needed: all of the canary's tensors differ, so only one sum matches each server tensor. A
+its parts. No list of models is needed: the test at the start (the canary, `training/weight_sync.py`) changes all
+tensors to different values, so only one sum matches each tensor of the server. A
 tensor that no sum matches (a quantised one, a packed copy) is not compared.
 """
 
@@ -141,7 +142,7 @@ def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -
     for name, dtype in wanted:
         dtypes.setdefault(name, []).append(dtype)
     folds: dict[tuple[str, str], int] = {}
-    for name, tensor in weights.items() if dtypes else ():  # in their own order, in which they may be streamed
+    for name, tensor in weights.items() if dtypes else ():  # in the order of `weights`, which may be streamed
         if tensor.is_floating_point():
             folds |= {(name, dtype): fold(tensor.detach().to(getattr(torch, dtype))) for dtype in dtypes.get(name, ())}
     return folds

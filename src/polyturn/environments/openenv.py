@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 INSTALL = "openenv"
 MAX_MESSAGE_BYTES = 8 << 20
 _FENCE = {"type": "state"}
-"""Sent after every request. Answers arrive in the order of the requests and do not name them. An answer of another type to
-this message shows that the server sent an extra answer."""
+"""A second message, sent after every request, whose answer has a type of its own. Answers do not say which request they answer.
+If the answer to this message has another type, the server has answered the request before it twice."""
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes for an action that the environment does not accept. The model reads the error, and the episode continues."""
 
@@ -254,7 +254,7 @@ class OpenEnvSession:
             await self._answers.put(text)
 
     async def step(self, action: str) -> tuple[str, float, bool, Mapping[str, Any]]:
-        """Act with the model's text; an action that the environment refuses is answered with the error."""
+        """Take the action in the model's text. If the environment refuses it, the observation is the error."""
         assert self._words is not None
         data = self._words.action(action)
         if isinstance(data, str):
@@ -317,7 +317,7 @@ class OpenEnvSession:
                 text = await self._answers.get()
                 behind = None if text is None else await self._answers.get()
         except TimeoutError as problem:
-            self._reading.cancel()  # a closing handshake would take as long again
+            self._reading.cancel()  # without closing the connection properly, which would wait once more for the server
             raise self._lost(f"took longer than {self._adapter.options.timeout_s:g} s for a {kind}") from problem
         except (ConnectionError, aiohttp.ClientError) as problem:
             raise self._lost(f"closed the connection at a {kind}") from problem

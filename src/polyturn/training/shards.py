@@ -47,7 +47,7 @@ Origin = tuple[int, ...]
 def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
     """Start writing this process's part of a flat state (tensors and numbers) from a copy; every rank must call it."""
     staged = {name: _at_its_start(value) if isinstance(value, DTensor) else value for name, value in state.items()}
-    return dcp.async_save(  # type: ignore[return-value]  # a future, where nothing else is staged
+    return dcp.async_save(  # type: ignore[return-value]  # it returns a future if no stager is given
         staged, checkpoint_id=folder, process_group=_group(folder), no_dist=not dist.is_initialized()
     )
 
@@ -85,7 +85,7 @@ def stored_tensors(folder: Path, *, prefix: str) -> StreamedTensors:
     """Stream whole tensors from a folder of shards: those whose names start with `prefix`, without the prefix."""
     kinds = inside(stored_kinds(folder), prefix)
 
-    # Alone, because ranks that export read different tensors, so a collective call would have no counterpart.
+    # `is_alone`, because each rank exports other tensors, and a collective call would wait for ranks that do not join it.
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         state = {prefix + name: torch.empty(kinds[name].shape, dtype=kinds[name].dtype) for name in names}
         read_shards(state, folder, is_alone=True)
@@ -118,11 +118,11 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
 
 
 class Names:
-    """Maps a network's tensors to their names and shapes in checkpoints and engines. In this class the names are the same,
-    and a `DTensor` is a tensor with parts on ranks.
+    """Maps a network's tensors to their names and shapes in checkpoints and engines. In this base class both are equal, and
+    a tensor that is split over ranks is a `DTensor`.
 
-    Moments and float32 masters are split like their parameters, so all methods accept any of these, by the names of the
-    network: one tensor per parameter, or one number per parameter, which is whole on every rank.
+    The methods take parameters, AdamW's moments or float32 masters, which are split alike, by the names of the parameters.
+    A value may also be one number per parameter, which every rank has.
     """
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:

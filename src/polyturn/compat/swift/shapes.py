@@ -54,8 +54,8 @@ def overrides_batches(cls: type[RolloutScheduler]) -> bool:
 async def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferRequest, *, engine: Any = None) -> bool:
     """Refuse a scheduler whose `async_infer` needs the requests of a whole group, because an episode has one request.
 
-    The check calls it with one request and with two equal ones, and a replaced `run` records them: an override that only
-    prepares requests or reads outputs passes all of them on.
+    The check replaces `run` by a recorder and calls `async_infer` twice: with one request, and with two equal ones. An
+    override that only changes requests or reads outputs passes all of them to `run`.
 
     Returns:
         Whether the check came to an end: it needed no attribute of a missing engine, and no completion.
