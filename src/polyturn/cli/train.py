@@ -121,7 +121,7 @@ def show_plan(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: fl
     demand, layout, each = demand_of(source), layout_of(source.config), Gpus(gpu_memory, link)
     Output().text(columns(each.estimates(source.config, demand, layout)))
     require_fit(demand, layout, gpus=gpus, limit=each.limit)
-    Output().text(f"fits: {layout.gpus} of {counted(gpus, 'GPU')} of {gpu_memory:g} GB, as --gpus and --gpu-memory say")
+    Output().text(f"fits on {layout.gpus} of the {counted(gpus, 'GPU')} of {gpu_memory:g} GB (--gpus and --gpu-memory)")
 
 
 def _check_resumed(config: Path, overrides: Sequence[str]) -> None:

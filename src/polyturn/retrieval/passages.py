@@ -101,12 +101,12 @@ def _passage(row: Any, *, where: str, number: int) -> Passage:
         contents = f"{row.get('title') or ''}\n{row['text']}"
     if not isinstance(contents, str) or not contents.strip():
         raise DataError(
-            f"{where}: a passage needs a text `contents` (with the title as first line), or `title` and `text`; this one "
-            f"has {sorted(map(str, row))}"
+            f"{where}: a passage needs `contents`, a string whose first line is the title, or `text`, a string, with an "
+            f"optional `title`; this one has {sorted(map(str, row))}"
         )
     name = row.get("id", number - 1)
     if isinstance(name, bool) or not isinstance(name, str | int):
-        raise DataError(f"{where}: the id of a passage must be a text or a whole number, not {str(name)[:60]!r}")
+        raise DataError(f"{where}: the id of a passage must be a string or a whole number, not {str(name)[:60]!r}")
     return Passage(id=str(name), contents=contents)
 
 

@@ -62,7 +62,7 @@ def test_fitting_run_is_shown_by_process(tmp_path: Path) -> None:
     assert called.code == 0, called.err
     for words in ("2 ranks and 2 servers of 1 GPU", "float32 masters", "room for conversations", "over 50 GB/s"):
         assert words in called.out
-    assert "fits: 4 of 4 GPUs of 1 GB" in called.out
+    assert "fits on 4 of the 4 GPUs of 1 GB" in called.out
 
 
 def test_offloaded_optimizer_leaves_the_gpus(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ SHARED = ["engine={kind: vllm, update: sleep, num_slots: null}", "model.dtype=bf
 def test_shared_gpus_are_counted_by_phase(tmp_path: Path) -> None:
     called = plan(tmp_path, *SHARED, *SERVERS, "--gpus", 2, "--gpu-memory", 1)
     assert called.code == 0, called.err
-    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and "fits: 2 of 2 GPUs" in called.out
+    assert "2 ranks and 2 servers of 1 GPU, on the same GPUs" in called.out and "fits on 2 of the 2 GPUs" in called.out
     for words in ("each GPU in rollout", "each GPU as weights arrive", "each GPU in an update", "left to a server"):
         assert words in called.out
 

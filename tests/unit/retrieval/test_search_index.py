@@ -122,8 +122,8 @@ def test_folder_of_texts_is_read_file_by_file(tmp_path: Path):
     [
         ("{", "line 2: this is not JSON"),
         ("[1]", "line 2: a passage must be an object"),
-        ('{"id": 1}', r"line 2: a passage needs a text `contents` .* this one has \['id'\]"),
-        ('{"contents": "  "}', "line 2: a passage needs a text"),
+        ('{"id": 1}', r"line 2: a passage needs `contents`.* this one has \['id'\]"),
+        ('{"contents": "  "}', "line 2: a passage needs `contents`"),
         ('{"contents": "x", "id": [1]}', "line 2: the id of a passage"),
     ],
 )
