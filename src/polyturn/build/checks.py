@@ -19,13 +19,15 @@ from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError, TemplateError, did_you_mean
 from polyturn.core.generation import MAX_SUPPORT
-from polyturn.core.task import Task
+from polyturn.core.protocols import Tool
+from polyturn.core.task import Task, select_tools
 from polyturn.data.dataset import DatasetSummary, check_tasks
 from polyturn.data.sequences import Subset
 from polyturn.infra.live import names_code
 from polyturn.infra.plugins import import_attr
 from polyturn.interactions.checks import check_row, check_setup
 from polyturn.rollout.context import RolloutContext
+from polyturn.tools.function import FunctionTool
 from polyturn.tools.toolbox import Toolbox
 from polyturn.tracking.console import Progress
 
@@ -63,6 +65,8 @@ def check_each(
     def check(task: Task) -> None:
         plugins.rewarder.check([task], tools=tools.tools, scoring=tools.scoring)
         plugins.scheduler.check_task(task)
+        for used in select_tools(task, tools.tools).names:
+            _require_arguments(tools.tools[used], task, where=f"{name}, task {task.id!r}")
         check_row(plugins.interactions, task)
         also(task)
 
@@ -320,6 +324,18 @@ def _tell_of_shared_tools(context: RolloutContext) -> None:
             type(context.scheduler).__name__,
             ", ".join(map(repr, shared)),
         )
+
+
+def _require_arguments(tool: Tool, task: Task, *, where: str) -> None:
+    """Raise if the row lacks a value that a function tool takes from the row."""
+    if isinstance(tool, FunctionTool):
+        kwargs = task.tools_kwargs.get(tool.name)
+        try:
+            tool.require({} if kwargs is None else kwargs.create_kwargs)
+        except DataError as problem:
+            raise DataError(
+                f"{where}: {problem}; put it into the row's tools_kwargs[{tool.name!r}]['create_kwargs']"
+            ) from problem
 
 
 def _read_tasks(

@@ -82,17 +82,25 @@ class FunctionTool(BaseTool):
     def __repr__(self) -> str:
         return f"FunctionTool({self.name!r})"
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Start an instance for one episode with the row's values of the hidden parameters.
+    def require(self, kwargs: Mapping[str, Any]) -> None:
+        """Check that a row's create_kwargs have every hidden parameter without a default.
 
         Raises:
-            DataError: a hidden parameter without a default is not in the row's create_kwargs.
+            DataError: one is missing.
         """
         for parameter, is_required in self._hidden.items():
             if is_required and parameter not in kwargs:
                 raise DataError(
                     f"tool {self.name!r}: its parameter {parameter!r} comes from the task, and the task has none"
                 )
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Start an instance for one episode with the row's values of the hidden parameters.
+
+        Raises:
+            DataError: a hidden parameter without a default is not in the row's create_kwargs.
+        """
+        self.require(kwargs)
         chosen, response = await super().create(instance_id)
         self._given[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}
         return chosen, response

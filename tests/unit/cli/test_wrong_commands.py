@@ -87,6 +87,21 @@ def numbers():
 def raises():
     raise OSError("gone")
 """
+HIDDEN = """
+from typing import Annotated
+
+import polyturn
+
+
+@polyturn.tool
+def stock(item: str, table: Annotated[dict, polyturn.FromTask]) -> int:
+    \"\"\"Look an item up.
+
+    Args:
+        item: The item.
+    \"\"\"
+    return table[item]
+"""
 TOOL = '''\
 import polyturn
 
@@ -101,6 +116,10 @@ def counts(to: int):
     yield from range(to)
 '''
 MISTAKES = [
+    (
+        "rollout.tools.functions=['hidden.py:stock']",
+        ["task 'mouse-0'", "'stock'", "'table'", "tools_kwargs['stock']['create_kwargs']"],
+    ),
     # what the configuration itself tells
     ("train.stesp=3", ["'train.stesp'", "'train.steps'?"]),
     ("engine.num_slots=many", ["engine.num_slots is 'many'"]),
@@ -166,6 +185,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (
         ("mine.py", PLUGINS),
         ("counts.py", TOOL),
+        ("hidden.py", HIDDEN),
         ("broken.py", "import a_module_that_is_nowhere\n"),
         ("fails.py", "import math\n\nSIZE = math.sqrt(-1)\n"),
         ("ends.py", "import sys\n\nsys.exit(3)\n"),
