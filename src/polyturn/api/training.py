@@ -132,6 +132,8 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
     build.check_ranks(config, num_ranks)
     if num_ranks == 1 and config.train.distributed.gradient_sync == "last":
         logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank")
+    if this.rank > 0 and options.dry_run is not None:
+        return None  # rank 0 alone shows the plan, and joins no group
     if this.rank > 0:
         return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
     attempt = _Attempt(source=source, resume=options.resume)

@@ -216,7 +216,10 @@ def one_line(error: BaseException) -> str:
         raise
     except BaseException as odd:  # `__str__` of the exception may be a user's code
         whole = f"(its message cannot be read: {type(odd).__name__})"
-    text = printable(" ".join(scrubbed(whole[: 2 * MAX_LINE]).split()))  # hides secrets first: the cut may split one
+    head = whole[: 2 * MAX_LINE]
+    if len(head) < len(whole) and head.split():  # the cut may split a secret, so drop the word that it is in
+        head = head[: len(head) - len(head.split()[-1])] if not head[-1].isspace() and len(head.split()) > 1 else head
+    text = printable(" ".join(scrubbed(head).split()))  # hides secrets first: the next cut may split one, too
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
         text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

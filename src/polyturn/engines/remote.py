@@ -429,8 +429,9 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 self._warn_of_version(self._facts.version)
 
     def _warn_of_version(self, version: str) -> None:
-        is_own = self.supervisor is None and not self._follows  # the run starts servers of a checked version
-        if is_own and version and release(version) != release(self.tested_version):
+        if self._follows:
+            return  # the controller warns
+        if version and release(version) != release(self.tested_version):
             logger.warning(
                 "the server at %s runs %s %s, and polyturn is tested with %s; if the run fails there, install that version",
                 self.url,

@@ -103,16 +103,16 @@ class InteractionSession:
 
         try:
             await self._call(start_interaction)
+            if chosen in self.loaded.live_ids:
+                raise InteractionError(
+                    f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
+                    "uses; return the id you were given, or a new one"
+                )
         except BaseException:
             is_free = chosen is not None and chosen not in self.loaded.live_ids
             self._half_started = chosen if is_free else episode_id
             raise
         assert chosen is not None
-        if chosen in self.loaded.live_ids:
-            raise InteractionError(
-                f"interaction {self.name!r}: start_interaction returned the id {chosen!r}, which another live episode "
-                "uses; return the id you were given, or a new one"
-            )
         self._id = chosen
         self.loaded.live_ids.add(chosen)
 

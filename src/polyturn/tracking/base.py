@@ -89,9 +89,9 @@ class RunTracker:
 
 
 def samples(step: int, split: str, groups: Sequence[TrajectoryGroup], num: int) -> list[Sample]:
-    """Return `num` trajectories as rows, evenly spaced from the worst reward to the best; those without one come last."""
+    """Return `num` trajectories as rows, evenly spaced from the worst reward to the best; those without one come first."""
     trajectories = [t for g in groups for t in g.trajectories]
-    trajectories.sort(key=lambda t: float("inf") if t.reward is None else t.reward.total)
+    trajectories.sort(key=lambda t: float("-inf") if t.reward is None else t.reward.total)
     if len(trajectories) > num:
         last = max(1, num - 1)
         trajectories = [trajectories[i * (len(trajectories) - 1) // last] for i in range(num)]
