@@ -19,7 +19,8 @@ Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 """[T] one number per token."""
 Support = NDArray[np.int32]
-"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1; all -1 if they removed none."""
+"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1. A row of
+-1 only means that nothing was removed, or that the token was not sampled."""
 
 _T = TypeVar("_T")
 

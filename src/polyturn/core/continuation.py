@@ -18,7 +18,7 @@ _MAX_VAIN = 16
 
 
 def continued(request: GenerateRequest, parts: Sequence[Completion]) -> GenerateRequest:
-    """Return the request that continues after `parts`; a seeded request gets another seed for each part."""
+    """Return the request for the tokens that follow `parts`; if the request has a seed, each part gets another one."""
     if not parts:
         return request
     ids = [part.token_ids for part in parts]
@@ -35,10 +35,10 @@ def continued(request: GenerateRequest, parts: Sequence[Completion]) -> Generate
 def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Completion | None:
     """Return the newest part, cut before its first banned id; None if it has no banned id.
 
-    Discarding a banned id and sampling again is the same as sampling from all other ids.
+    The caller samples again from there, which gives the same distribution as sampling from all ids but the banned ones.
 
     Raises:
-        EngineError: the last parts consist of banned ids only.
+        EngineError: the last `_MAX_VAIN` parts all began with a banned id, so the request makes no progress.
     """
     part, banned = parts[-1], request.sampling.banned_token_ids
     at = np.flatnonzero(np.isin(part.token_ids, banned)).tolist() if banned else []

@@ -2,8 +2,9 @@
 
     ConfigError("unknown key 'max_turn' in rollout; did you mean 'max_turns'?")   is a PolyturnError and a ValueError
 
-A message says what is wrong, shows the value, and says what to do. `ToolError` is not in the tree: a tool's author raises
-it to tell the *model* something, and the episode goes on (a bad rollout is data, a broken invariant is a crash).
+A message says what is wrong, shows the value, and says what to do. `ToolError` is not in the tree, because it reports no
+failure of the run: a tool raises it to tell the *model* that a call went wrong. The model reads it as an observation, and
+the episode continues.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class MissingModuleError(ConfigError, ModuleNotFoundError):
 
 
 class MissingAttributeError(ConfigError, AttributeError):
-    """A dotted path whose module exists and whose attribute does not."""
+    """A dotted path whose module exists but has no such attribute."""
 
 
 class DataError(PolyturnError, ValueError):
@@ -49,7 +50,7 @@ class DataError(PolyturnError, ValueError):
 
 
 class TemplateError(PolyturnError, ValueError):
-    """A chat template that cannot render what the run needs."""
+    """A chat template that cannot render the messages or tools of the run."""
 
 
 class HiddenToolsError(TemplateError):
@@ -61,7 +62,7 @@ class AlignmentError(PolyturnError, ValueError):
 
 
 class LifecycleError(PolyturnError, RuntimeError):
-    """A state transition that the table does not allow, or a plug-in instance used before its start or after its end."""
+    """A state change that `lifecycle.TRANSITIONS` forbids, or an episode or plug-in used before start or after end."""
 
 
 class EngineError(PolyturnError, RuntimeError):
@@ -94,7 +95,7 @@ class ToolUnavailableError(PolyturnError, RuntimeError):
 
 
 class RewardError(PolyturnError, RuntimeError):
-    """A reward function raised, or returned something that is not a finite number. It never counts as 0.0."""
+    """A reward function raised, or returned no finite number. The trajectory fails; its reward is not set to 0.0."""
 
 
 class RolloutError(PolyturnError, RuntimeError):
@@ -140,10 +141,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     did_you_mean("zzz", ["max_turns", "seed"])       ->  " Known: 'max_turns', 'seed'."
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)  # ten times faster among thousands of keys
+    # The high cutoff first: with thousands of names it is ten times faster.
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.85)
     if len(near) < 2:
         near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
-    if near and not any(n.startswith(name) for n in near):  # 'ppo' is nearer to 'ppo_clip' than to 'dppo_tv'
+    if near and not any(n.startswith(name) for n in near):  # suggest 'ppo_clip' before 'dppo_tv' for 'ppo'
         near = [*[n for n in names if n.startswith(name)][:1], *near][:2]
     if near:
         return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
@@ -162,9 +164,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def raised_by_author(error: BaseException) -> tuple[type[BaseException], BaseException, TracebackType] | None:
-    """Return the exception of a plug-in that caused `error`, with its traceback from the plug-in on; None if there is none.
+    """Return the exception of a plug-in that caused `error`, with its traceback; None if no plug-in did.
 
-    It is the innermost exception that passed through a file of an author (`core/code_origin.py`).
+    Of `error` and its causes, it is the innermost exception that passed through an author's file (`core/code_origin.py`).
+    The returned traceback starts at the first frame in such a file.
     """
     chain: list[BaseException] = []
     at: BaseException | None = error
@@ -190,7 +193,10 @@ def raised_at(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def plugin_errors_as(what: str, error: type[PolyturnError]) -> Iterator[None]:
-    """Convert exceptions of a plug-in into an `error` that starts with `what` and shows the line that raised."""
+    """Convert exceptions of a plug-in into an `error` that starts with `what` and shows the line that raised.
+
+    A `PolyturnError` passes unchanged.
+    """
     try:
         yield
     except PolyturnError:
@@ -217,9 +223,10 @@ def one_line(error: BaseException) -> str:
     except BaseException as odd:  # `__str__` of the exception may be a user's code
         whole = f"(its message cannot be read: {type(odd).__name__})"
     head = whole[: 2 * MAX_LINE]
-    if len(head) < len(whole) and head.split():  # the cut may split a secret, so drop the word that it is in
-        head = head[: len(head) - len(head.split()[-1])] if not head[-1].isspace() and len(head.split()) > 1 else head
-    text = printable(" ".join(scrubbed(head).split()))  # hides secrets first: the next cut may split one, too
+    if len(head) < len(whole) and len(head.split()) > 1 and not head[-1].isspace():
+        head = head.removesuffix(head.split()[-1])  # this cut may split a secret, which would not be recognised
+    # Hide secrets before the cut to MAX_LINE, which could leave half of a secret visible.
+    text = printable(" ".join(scrubbed(head).split()))
     if len(text) > MAX_LINE or len(whole) > 2 * MAX_LINE:
         text = f"{text[:MAX_LINE]}… ({len(whole)} characters)"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

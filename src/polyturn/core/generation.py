@@ -31,7 +31,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 
 
 def _is_whole(value: object) -> bool:
-    return type(value) is int or isinstance(value, Integral)  # the first, because each request asks twice
+    return type(value) is int or isinstance(value, Integral)  # a fast test first: each request calls this twice
 
 
 class FinishReason(Enum):
@@ -80,7 +80,7 @@ class SamplingParams(Sampling):
     max_tokens: int = 256
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """The id that ends a turn; it is kept in the completion and trained."""
+    """Ids that end a turn; the sampled one stays in the completion and is trained."""
     banned_token_ids: tuple[int, ...] = ()
     """Ids that are never sampled, such as image placeholders. Like top-k, the ban does not change the logprobs."""
 
@@ -108,7 +108,7 @@ class GenerateRequest(Record):
     deadline: float | None = None
     """`loop.time()` after which the caller no longer waits; None means no deadline."""
     routed_from: int = 0
-    """Index of the first token whose experts the completion must report; the caller has those of the tokens before it."""
+    """Index of the first token whose experts the completion must report; the caller already has those of earlier tokens."""
 
     def __post_init__(self) -> None:
         self._freeze(prompt_ids=ids_array)
@@ -138,10 +138,11 @@ class Completion(Record):
     """[len(token_ids), K] the tokens that each one was drawn from; None unless the request has `keep_support`."""
     finish_reason: FinishReason
     policy_versions: tuple[tuple[int, int], ...] = ((0, 0),)
-    """Runs of (index of the first token, policy version), the first at 0: ((0, 4), (17, 5)) changed at token 17."""
+    """Pairs (index of the first token, policy version), the first at index 0: ((0, 4), (17, 5)) means that version 4 sampled
+    tokens 0 to 16, and version 5 the rest."""
     routed_experts: Routes | None = None
-    """[R, L, K] the experts of the tokens of prompt and completion from `routed_from` to the last but one
-    (`core/routing.py`); None if the model has no experts or the engine does not report them."""
+    """[R, L, K] the experts of the tokens of prompt and completion, from index `GenerateRequest.routed_from` to the
+    second-to-last token (`core/routing.py`); None if the model has no experts or the engine does not report them."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Engine figures of this request, for instance {"prefilled_tokens": 12}."""
 
@@ -180,7 +181,7 @@ def support_of(parts: Sequence[Completion]) -> Support | None:
 
 
 def joined_routes(parts: Sequence[Completion]) -> Any | None:
-    """Concatenate the routes of the parts of a completion, in request order; None if a non-empty part has none."""
+    """Concatenate the routes of the parts of a completion, in order; None if a non-empty part has none."""
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     is_whole = all(part.routed_experts is not None for part in parts if len(part.token_ids))
     return np.concatenate(routes) if routes and is_whole else None

@@ -2,7 +2,8 @@
 
     PENDING -> GENERATING -> TOOL_CALLING or INTERACTING -> GENERATING ... -> COMPLETED, FAILED or ABORTED
 
-`TRANSITIONS` lists the states that may follow each state. A task without room for a turn goes from PENDING to its end.
+`TRANSITIONS` lists the states that may follow each state. An episode whose limits
+leave no room for a turn goes from PENDING directly to its end.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class StopReason(Enum):
 
     @property
     def is_truncation(self) -> bool:
-        """Whether a limit ended the trajectory. A truncation is data, never a failure."""
+        """Whether a limit ended the trajectory. A truncated trajectory is valid data, not a failure."""
         return self in _TRUNCATIONS
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit on tokens, context or time cut the episode off. Using up the turns does not count: the last turn
+        """Whether a limit on tokens, context or time cut the episode off. MAX_TURNS does not count, because the last turn
         was still answered."""
         return self in _TRUNCATIONS and self is not StopReason.MAX_TURNS
 
@@ -94,7 +95,7 @@ class Lifecycle:
         """Go to the state `to`.
 
         Raises:
-            LifecycleError: the table does not allow it.
+            LifecycleError: `TRANSITIONS` does not allow the change.
         """
         if to not in TRANSITIONS[self.state]:
             allowed = ", ".join(sorted(s.value for s in TRANSITIONS[self.state])) or "nothing: it has ended"

@@ -106,7 +106,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
         return cast(tuple[str, ...], frames)
     if kind != "video" and isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple | int | float):
         try:
-            value = np.array(value)  # as files of rows hold an array
+            value = np.array(value)  # dataset files store an array as nested lists
         except (ValueError, OverflowError) as problem:
             raise DataError(f"{a_kind(kind)} given as lists is not an array ({one_line(problem):.200})") from problem
     if isinstance(value, np.ndarray) and value.dtype.kind in "uif":

@@ -23,7 +23,7 @@ class Origin(Enum):
     """The author of a text. Only text of the owner may become control tokens (`tokens/trust.py`)."""
 
     OWNER = "owner"
-    """The person who runs polyturn: rows of a dataset, schemas of their tools, messages marked as theirs."""
+    """The person who runs polyturn: dataset rows, schemas of the run's tools, messages with this origin."""
     MODEL = "model"
     """A model: completions, and summaries of them."""
     ENVIRONMENT = "environment"
@@ -38,14 +38,15 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     raw: str = ""
-    """The text that the model wrote for this call; empty if the call did not come from a model."""
+    """The text that the model wrote for this call. If the call was read from a dict: its arguments as text if it is invalid,
+    else empty."""
     error: str | None = None
     """Why the call could not be parsed, for the model to read; None if it was parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnText:
-    """The model's own part of a message that went on after a text of others, such as a tool's answer or a tip."""
+    """The model's own part of a message into which other text was inserted, such as a tool's answer or a hint."""
 
     text: str
     """The part without reasoning and calls."""
@@ -67,12 +68,12 @@ class Message:
     """On a tool message, the name of the tool that answered."""
     reasoning: str | None = None
     origin: Origin | None = field(default=None, compare=False)
-    """The author. If None, the author of a task's prompt is the owner, and that of any other message the environment. The
-    comparison of messages ignores it."""
+    """The author. None counts as the environment, except in a task's prompt (`core.task.as_rows`). The comparison of
+    messages ignores it."""
     written: str | None = field(default=None, compare=False)
     """The exact text of the model, with all tags and calls in order, but without the token that ends the turn and without
-    the text of the generation prompt. If the message went on after a text of others, that text is included. None for a
-    message that no model of this run wrote."""
+    the text of the generation prompt. If other text was inserted and the model continued after it, that text is included.
+    None for a message that no model of this run wrote."""
     own: OwnText | None = field(default=None, compare=False)
     """The model's own part of `text` and `written`; None if all of it is the model's."""
 
@@ -163,14 +164,14 @@ def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
     if function.get("name") is None:
         raise DataError(f"a tool call needs a name; this one is {dict(data)!r}")
     written = function.get("arguments") or {}
-    # A call of the model may have an empty name, and a scheduler that returns its history as dicts repeats it.
+    # A model may write a call with an empty name, and a scheduler that returns its history as dicts passes it here again.
     arguments, error = written, None if function["name"] else "a tool call needs a name"
     if isinstance(written, str):
         try:
             arguments = json.loads(written)
         except json.JSONDecodeError as problem:
             arguments, error = {}, f"arguments are not valid JSON ({problem.msg} at position {problem.pos})"
-        except (ValueError, RecursionError) as problem:  # a number of thousands of digits, a thousand brackets
+        except (ValueError, RecursionError) as problem:  # too many digits, or too many nested brackets
             arguments, error = {}, f"arguments are not JSON that is read here ({one_line(problem):.200})"
     if not isinstance(arguments, Mapping):
         arguments, error = {}, f"arguments must be a JSON object, not {type(arguments).__name__}"

@@ -1,4 +1,4 @@
-"""Metrics: values with their reduction (mean, sum or maximum), so that those of many episodes can be merged into one line.
+"""Metrics: values with their reduction (mean, sum or maximum), so that the metrics of many episodes merge into one.
 
     merge([{"rollout/turns": Mean(2.0)}, {"rollout/turns": Mean(4.0)}])  ->  {"rollout/turns": Mean(3.0, count 2)}
     reduce(...)                                                          ->  {"rollout/turns": 3.0}

@@ -1,8 +1,8 @@
 """The protocols between the parts of polyturn.
 
 `rollout` reaches engines only through `Engine`; the training loop reaches the model only through `Policy`. A plug-in may
-inherit a base class (`tools/base.py`, for example), or just have these methods. `core/snapshots.py` has the optional methods
-with which the conversations of a tool or an interaction survive a restart.
+inherit a base class (`tools/base.py`, for example), or just have these methods. `core/snapshots.py` describes
+`snapshot` and `restore`, the optional methods with which a resumed run restores the state of a tool or an interaction.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class EngineLoad(NamedTuple):
 
 @runtime_checkable
 class LoadedEngine(Protocol):
-    """An engine that reports its load, by which the number of running episodes can be controlled."""
+    """An engine that reports its load, so that the rollout can adapt the number of running episodes to it."""
 
     @property
     def load(self) -> EngineLoad | None:
@@ -126,7 +126,7 @@ class Interaction(Protocol):
         ...
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the score of the turn."""
+        """Return the score of the latest turn. polyturn calls this only for a last turn without a reply."""
         ...
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
@@ -188,7 +188,7 @@ class Scheduler(Protocol):
         ...
 
     def check_task(self, task: Task) -> None:
-        """Raise for a task that it cannot run."""
+        """Raise a `DataError` if the scheduler cannot run the task."""
         ...
 
     async def run(self, episode: Any) -> StopReason:
@@ -215,7 +215,7 @@ class Stored(Protocol):
         """Start writing a copy of the state into `folder`; later steps do not change the copy.
 
         Raises:
-            CheckpointError: a rank is lost, and its shard with it.
+            CheckpointError: a rank died, so its shard cannot be written.
         """
         ...
 

@@ -97,7 +97,8 @@ def blank_like(routes: Any, count: int) -> Any:
 def fill(rows: Any | None, count: int, routes: Any, *, at: int) -> Any:
     """Return `rows`, the routes of `count` tokens, with their gaps from token `at` on filled from `routes`.
 
-    A token that has a route keeps it, because newer weights may choose other experts than those it was sampled with.
+    A token that already has a route keeps it: newer weights may choose other experts, and training needs the experts that
+    were used when the token was sampled.
 
     Raises:
         AlignmentError: `rows` and `routes` differ in shape or dtype.

@@ -1,8 +1,8 @@
 """TrainSample: the per-token arrays of one segment, which the trainer and the losses read.
 
-index t describes token t; the shift to targets happens once, in `batching/layout.py`.
+In every array, index t describes token t. Only `batching/layout.py` shifts them to prediction targets.
 
-    token_ids         [ p  p  p  a  a  o  o  a  a ]
+    token_ids         [ p  p  p  a  a  o  o  a  a ]     p: prompt, a: sampled by the model, o: observation
     loss_weights      [ 0  0  0  1  1  0  0  1  1 ]
     rollout_logprobs  [ 0  0  0 -1 -2  0  0 -1 -3 ]
     advantages        [ 0  0  0  A  A  0  0  A  A ]
@@ -51,8 +51,8 @@ class TrainSample(Record):
     rollout_logprobs: NDArray[np.float32] | None = None
     """[T] from the engine; 0 at tokens that were not sampled."""
     support: Support | None = None
-    """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere. Log-probabilities are normalised over them.
-    None if the run does not record them."""
+    """[T, K] the tokens that each sampled token was drawn from, -1 elsewhere. Log-probabilities are normalised over these
+    tokens. None if the run does not record them."""
     old_logprobs: NDArray[np.float32] | None = None
     """[T] from the trainer at the start of the step; the denominator of the importance ratio."""
     ref_logprobs: NDArray[np.float32] | None = None
@@ -82,7 +82,7 @@ class TrainSample(Record):
     """The sampling temperature; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
     routed_experts: Routes | None = None
-    """[T, L, K] the experts of each token (`core/routing.py`); None if unknown for all."""
+    """[T, L, K] the experts of each token (`core/routing.py`); None if none is known."""
 
     def __post_init__(self) -> None:
         self._freeze(**dict.fromkeys(("token_ids", "turn_ids", "versions"), ids_array), routed_experts=routes_array)
@@ -100,7 +100,7 @@ class TrainSample(Record):
             )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # Samples are pickled for each rank and command, and most arrays repeat the same value over many tokens.
+        # Run-length encode the arrays: samples are pickled for each rank and command, and most arrays repeat values.
         make, (kind, values) = Record.__reduce__(self)
         return _unpickled, (make, kind, {name: packed(value) for name, value in values.items()})
 

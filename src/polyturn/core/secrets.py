@@ -19,7 +19,7 @@ from typing import Any
 SHOWN = "***"
 """Replaces a secret."""
 MIN_SECRET = 6
-"""The fewest characters of a secret that is hidden wherever it occurs; shorter texts occur by chance."""
+"""Known secrets of fewer characters are not searched for, because such short texts occur by chance."""
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
     *("LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -51,9 +51,9 @@ _PATTERNS = tuple(
         # An unquoted YAML value ends its line or entry, as in `{client_secret: X}`; in prose, more words follow.
         rf"(?<![\w-])({_KEYS}['\"]?\s*:\s+){_NEW}(?!(?:null|true|false)\b)[^\s'\",{{}}\[\]]{{3,}}(?=\s*(?:[,}}\]\n]|\Z))",
         rf"({_FLAG}[ =]){_NEW}[^\s'\"]{{3,}}",
-        # Long and with a digit, unlike a token of a vocabulary.
+        # At least 16 characters with a digit, to tell a secret from a token of a vocabulary.
         rf"(\btoken['\"]?\s*[:=]\s*['\"]?){_NEW}(?=[\w.~+/-]*\d)[\w.~+/-]{{16,}}",
-        # The whole list of a cookie header: each part between semicolons may be secret, whatever its name.
+        # Hide the whole cookie header, because any of its parts between semicolons may be secret, whatever its name.
         r"((?:set-)?cookie['\"]*\s*[:=]\s*['\"]*)[^\s;'\",}]+(?:;\s*[^\s;'\",}]+)*",
         r"\b()(?-i:sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{16,}|gh[opsru]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
         r"|AKIA[0-9A-Z]{16})",

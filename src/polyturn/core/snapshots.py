@@ -3,14 +3,14 @@
     class Counter(BaseTool):                                    class LookUp(BaseTool):
         async def snapshot(self, instance_id):                      stateless = True
             return self._counts[instance_id]
-        async def restore(self, instance_id, state):            what it keeps of an episode comes from `create`
-            self._counts[instance_id] = state                   alone, and no call changes it
+        async def restore(self, instance_id, state):            `create` sets all its state of an episode,
+            self._counts[instance_id] = state                   and no call changes that state
 
 A resumed run calls `create` (or `start_interaction`) again, then `restore` with the result of `snapshot` after the last
-complete turn. No call of that turn or an earlier turn is repeated. A plug-in with neither declaration counts as stateful:
-its conversations restart from their tasks. The state must be JSON data. Both methods may be plain or async, and `snapshot`
-must not change the state. The methods of a scheduler take the episode instead of the id; those of an environment, which
-serves one episode, take no id.
+complete turn. No call of that turn or an earlier turn is repeated. If a plug-in has neither these methods nor
+`stateless = True`, its conversations restart from their tasks. The state must be JSON data. Both methods may be plain or
+async, and `snapshot` must not change the state. A scheduler's methods take the episode instead of the id. An environment
+serves only one episode, so its methods take no id.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     between("<a>1</a> <a>2</a> <a>", "<a>", "</a>")   ->  ["1", "2"]
 
-The pattern `<a>(.*?)</a>` gives the same result, but without a closing mark it scans from each opening mark to the end of
-the text. If a model writes some thousand opening marks, that blocks the process for seconds.
+The pattern `<a>(.*?)</a>` gives the same result, but takes quadratic time if closing marks are missing: it scans from each
+opening mark to the end of the text. A model that writes thousands of opening marks would block the process for seconds.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Task:
 
 
 def as_rows(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Set the origin of a row's messages: the environment for tool messages, the owner for all others."""
+    """Set the origin of a row's messages that have none: the environment for tool messages, the owner for all others."""
     return tuple(
         m if m.origin is not None else replace(m, origin=Origin.ENVIRONMENT if m.role == "tool" else Origin.OWNER)
         for m in messages
@@ -80,7 +80,7 @@ class ToolChoice(NamedTuple):
 
 
 def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
-    """Choose the configured tools that a task may call, in the task's order, or in that of `configured` if it names none.
+    """Choose the configured tools that a task may call, in the order of `task.tools`; all of them if `task.tools` is None.
 
     Raises:
         DataError: the task names an unconfigured tool and does not skip it, or needs tools and has none.

@@ -1,12 +1,13 @@
 """The records of a rollout: spans of tokens, segments, turns, the trajectory, the group.
 
-index t describes token t; the shift to targets happens once, in `batching/layout.py`.
+In every array, index t describes token t. Only `batching/layout.py` shifts them to prediction targets.
 
     segment   [ PROMPT ............ | SAMPLED turn 0 | OBSERVATION turn 0 | SAMPLED turn 1 ]
     weights     0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1
 
-A `Span` holds ids, logprobs, weights and origin together, so that they cannot get out of step; every array over a segment is
-computed from its spans. One segment is one training sample. `parent` shows where a segment branched from another one.
+A `Span` holds ids, logprobs, weights and source together, so that they always have the same length; every array over a
+segment is computed from its spans. One segment is one training sample. `parent` shows where a segment branched from
+another one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from polyturn.core.routing import Routes, blank_like, routes_array
 from polyturn.core.task import Task
 
 CUT_BY_REQUEST = "request_max_tokens"
-"""Key in a turn's info: the `max_tokens` of the request, if that cut the completion and not a limit of the run."""
+"""Key in a turn's info: the `max_tokens` of a client's request, if it, and not a limit of the run, cut the completion."""
 
 
 class SpanSource(Enum):
-    """The author of a span's tokens."""
+    """How a span's tokens came into the segment: as prompt, sampled by the model, or as an observation."""
 
     PROMPT = "prompt"
     SAMPLED = "sampled"
@@ -43,12 +44,13 @@ class SpanSource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span(Record):
-    """Consecutive tokens of one origin and one policy version."""
+    """Consecutive tokens of one source, one turn and one policy version."""
 
     ids: NDArray[np.int32]
     source: SpanSource
     turn: int = -1
-    """The turn that the tokens belong to; -1 for the task's prompt. An observation belongs to the turn that it answers."""
+    """The turn that the tokens belong to; -1 for the first prompt of an agent, and for tokens that a fork replays as prompt.
+    An observation belongs to the turn that it answers."""
     logprobs: NDArray[np.float32] | None = None
     """[len(ids)] log-probability of each sampled token under the engine's policy; None unless sampled."""
     support: Support | None = None
@@ -129,7 +131,7 @@ class Segment(Record):
 
     @property
     def loss_weights(self) -> Floats:
-        """[T] the weight of each token in the loss; positive only on sampled tokens."""
+        """[T] the weight of each token in the loss; 0 for all tokens that were not sampled."""
         return _join([s.loss_weights for s in self.spans], np.float32)
 
     @property
@@ -145,7 +147,7 @@ class Segment(Record):
 
     @property
     def turn_ids(self) -> Ids:
-        """[T] the turn of each token, -1 for the prompt."""
+        """[T] `Span.turn` of each token."""
         return _join([np.full(len(s), s.turn, np.int32) for s in self.spans], np.int32)
 
     @property
@@ -170,7 +172,7 @@ class Segment(Record):
 
     @property
     def routed_experts(self) -> Any | None:
-        """[T, L, K] the experts of each token (`core/routing.py`); None if unknown for all."""
+        """[T, L, K] the experts of each token (`core/routing.py`); None if no span has any."""
         known = next((s.routed_experts for s in self.spans if s.routed_experts is not None), None)
         if known is None:
             return None
@@ -261,7 +263,7 @@ class Trajectory(Record):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: the prompt, then the message and observation of each turn, with forks in turn order."""
+        """The task's prompt, then the message and observation of every turn of the episode and its forks, by turn index."""
         out = list(self.task.prompt)
         for turn in self.turns:
             if not turn.is_continued:
@@ -294,11 +296,11 @@ class Trajectory(Record):
 
     @property
     def is_failed(self) -> bool:
-        """Whether the trajectory is left out of the loss and of its group's statistics."""
+        """Whether the episode failed, so that the trajectory is left out of the loss and of its group's statistics."""
         return self.stop_reason.is_failure
 
     def agent_of(self, turn: Turn) -> str:
-        """Return the agent of a turn: that of the segment with its sampled span."""
+        """Return the agent of the segment that holds the turn's first span; "assistant" for a turn without spans."""
         return self.segments[turn.spans[0].segment].agent if turn.spans else "assistant"
 
     def span(self, ref: SpanRef) -> Span:
