@@ -1,4 +1,5 @@
-"""The multi-turn loop. Many episodes run concurrently, and each sends its requests independently: nothing is batched.
+"""The multi-turn loop. Many episodes run concurrently. Each sends its requests to the engine independently, and no turn
+waits for other episodes.
 
 The package is callable: `polyturn.rollout(…)` calls the function of the public API that has the same name.
 """

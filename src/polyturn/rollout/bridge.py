@@ -39,7 +39,7 @@ class LoopBridge:
         """Await on the event loop, and return the result to the calling thread.
 
         Args:
-            awaitable: The object to await; closed if it cannot be awaited.
+            awaitable: The object to await. If the call is refused, a coroutine is closed, so that Python does not warn.
             of: The episode's id, for messages.
 
         Raises:

@@ -1,9 +1,10 @@
 """AuthorCalls: calls the methods of a scheduler, which its author may write as coroutines or as plain functions.
 
-A coroutine runs on the event loop in a separate task, which can be abandoned. Its deadline covers each stretch of its own
+A coroutine runs on the event loop in a separate task, so that a call that ignores its cancellation can be abandoned. Its
+deadline covers each stretch of its own
 work and excludes the time in which it awaits `episode`. A plain function runs in a daemon thread with a deadline, so
 `time.sleep`, a request or a simulator in a `step` does not block other episodes. If all episodes share one scheduler object,
-only one thread calls it at a time. The library's own methods bound their waits themselves and are called directly.
+only one thread calls it at a time. The library's own methods have deadlines inside and are called directly.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class AuthorCalls:
         self._turn_taking = PerLoop(asyncio.Lock)
 
     def guarded(self, method: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return `method` itself if it is the library's, else an async guard: `call` with `options`.
+        """Return `method` itself if it is the library's, else an async function that runs it through `call` with `options`.
 
-        The library's own code never waits without a deadline, so it needs no guard.
+        The library's own code never waits without a deadline, so it is called directly.
         """
         return method if has_own_deadlines(method) else functools.partial(self.call, method, **options)
 
@@ -63,7 +64,7 @@ class AuthorCalls:
             args: Its arguments.
             is_shared: Whether all episodes share its object, so that plain methods take turns.
             is_driver: Whether it drives the whole episode; only the episode's time limit then ends a plain method.
-            has_deadline: False for an agent whose requests come from elsewhere.
+            has_deadline: False for the function of an agent, which may run for as long as the episode.
             of: The owner of the method, for messages.
             kwargs: Its keyword arguments.
 
@@ -89,7 +90,7 @@ class AuthorCalls:
                 return await self._in_task(name, _returning(answer)) if has_deadline else await answer
 
     async def _in_task(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
-        """Call an async method, which may work for `timeout_s` between two awaits of its episode."""
+        """Call an async method; the deadline covers each stretch of work between two awaits of its episode."""
         return await self._within(name, functools.partial(method, *args), stretch=Stretch())
 
     async def _in_thread(self, name: str, method: Callable[..., Any], *args: Any, has_deadline: bool) -> Any:
@@ -113,7 +114,7 @@ class AuthorCalls:
 
 
 class AsSchedulerError:
-    """Convert foreign errors in the block to a `SchedulerError` that names the method: only the trajectory fails."""
+    """Convert errors of an author's code to a `SchedulerError` that names the method, so that only the trajectory fails."""
 
     __slots__ = ("_name",)
 

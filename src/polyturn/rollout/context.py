@@ -39,17 +39,17 @@ from polyturn.tools.toolbox import Toolbox
 logger = logging.getLogger(__name__)
 
 MAX_TOOL_SETS = 256
-"""Number of tool sets brought by agents for which an encoder is cached."""
+"""The most tool lists of agents (`encoder_listing`) for which an encoder is cached."""
 _EXPECTED = (
     ". The template or the model writes such text in its own way, and nothing needs to be done; "
     "rollout.tokenization_sanity_check_mode=ignore_strippable keeps these lines out of the log"
 )
-"""The end of the warning about a difference that has an explanation."""
+"""The end of the warning about a difference with a known, harmless cause."""
 
 
 @dataclass(kw_only=True)
 class RolloutContext:
-    """The objects that all episodes share; the only state of single episodes here are the ids of live interactions.
+    """The objects that all episodes share; the only state of single episodes is the ids of live interactions.
 
     A copy by `dataclasses.replace` shares `reported` and `running`; its other counters and its caches start empty.
     """
@@ -73,15 +73,15 @@ class RolloutContext:
     """Sample each turn from a full render of the history, as an inference server does, instead of appending to the ids that
     the model has seen and written (`use_inference_chat_template`, and templates that cannot be appended to)."""
     scheduler_timeout_s: float = 60.0
-    """Deadline of a scheduler's plain methods, which run in threads."""
+    """Deadline of each call of a scheduler's method (`AuthorCalls`)."""
     sanity_mode: str = "strict"
     """One of `polyturn.tokens.sanity.MODES`."""
     sanity_every: int = 16
     """Interval, in episodes, at which the incremental ids are compared with a full render; 1 checks all, 0 none."""
     escape_prompts: str = "delimiters"
-    """The control texts in a prompt that are encoded as ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
+    """Which texts of control tokens in a prompt are encoded as ordinary text: one of `polyturn.tokens.trust.ESCAPES`."""
     escape_observations: bool = True
-    """Whether control texts in messages of tools and users are encoded as ordinary text."""
+    """Whether texts of control tokens in messages of tools and users are encoded as ordinary text."""
 
     media: MediaProcessor | None = None
     """The model's processor for images, videos and sounds in messages; None for a text-only model."""
@@ -103,7 +103,7 @@ class RolloutContext:
     _num_finished: int = field(init=False, default=0)
     _encoders: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
     _brought: dict[tuple[str, ...], DeltaEncoder] = field(init=False, default_factory=dict)
-    """Encoders by the schemas of tools that agents bring."""
+    """Tool schemas of an agent, as JSON -> encoder; the most recently used one is last."""
     _hosts: dict[str, LoadedInteraction] = field(init=False, default_factory=dict)
     """The interactions that episodes have used, by name."""
 
@@ -135,7 +135,7 @@ class RolloutContext:
         return encoder
 
     def _not_own(self, tools: Sequence[Mapping[str, Any]]) -> Collection[str]:
-        """Return the names of the agent's tools that are not also tools of the run."""
+        """Return the names of the agent's tools whose schema is not that of a tool of the run's owner."""
         own = [schema for name, schema in self.tools.schemas.items() if name not in self.tools.foreign]
         return [name_of(tool) for tool in tools if tool not in own]
 
@@ -162,7 +162,7 @@ class RolloutContext:
         """
         ref = task.interaction
         if ref is None or (ref.is_optional and not self.interactions):
-            return None  # rows made for runs with tools also have this column
+            return None  # rows for runs with tools may name an interaction as well
         if self.require_interaction_name and "name" not in ref.kwargs:
             raise InteractionError(missing_interaction_name(self.interactions))
         if ref.name not in self.interactions:
@@ -191,7 +191,7 @@ class RolloutContext:
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn about a difference between held ids and a full render, once for each kind and run.
+        """Warn about a difference between an episode's ids and a full render, once for each kind and run.
 
         Mode `strict` warns about every kind, the other modes only about unexplained differences.
         """

@@ -4,7 +4,7 @@ writing reasoning into the content again, and finding the author of a message th
     shorten     prompt a0 o0 a1 o1 a2 o2   --drop_oldest-->   prompt a1 o1 a2 o2
                 prompt a0 o0 a1 o1 a2 o2   --compact------>   prompt a0 [left out] a1 [left out] a2 o2
     kept_of     ids [The][ answer][ is][ 8][.], keep "The answer i"   ->   ids [The][ answer], and the text " i" beyond them
-    as_written  reasoning "2 + 2 is 4.", content "4"   ->   content "<think>2 + 2 is 4.</think>\\n4", its reasoning a part
+    as_written  reasoning "2 + 2 is 4.", content "4"   ->   content "<think>2 + 2 is 4.</think>\\n4", in parts
 
 The newest observation always stays, because the model has not seen it yet. Sampled ids are never cut inside a token and
 never re-encoded: `kept_of` keeps the longest run of ids whose text does not exceed the text to keep, and the remaining text
@@ -36,7 +36,7 @@ def shorten(
     num_prompt: int,
     fits: Callable[[Sequence[Message]], bool],
 ) -> list[Message] | None:
-    """Return a shorter history that fits, or None if the policy does not offer one.
+    """Return the history with as little left out as fits; None if the policy cannot make it fit.
 
     Args:
         messages: The prompt, then turns and their observations, the newest observation last.
@@ -48,7 +48,7 @@ def shorten(
     starts = [i for i, m in enumerate(rest) if m.role == "assistant"]
     if policy is ContextPolicy.STOP or not starts:
         return None
-    for newest in range(1, len(starts)):  # leaves out as little as possible
+    for newest in range(1, len(starts)):  # try to leave out as little as possible
         if policy is ContextPolicy.DROP_OLDEST:
             candidate = prompt + rest[starts[newest] :]
         else:
@@ -131,7 +131,10 @@ _THOUGHT = re.compile(r"(\s*)<think>(.*?)(?:(</think>)(.*))?", re.DOTALL)
 
 
 def _with_reasoning(message: Message, text: str, opened: str) -> Message:
-    """Return the message with `text` up to the end of the answer as its content: no calls, the reasoning as a part."""
+    """Return the message with `text` as its content, in parts for the reasoning and the answer; calls are left out.
+
+    If the parsed fields of the message do not match `text`, the message is returned unchanged.
+    """
     text = text if text.lstrip().startswith("<think>") else opened + text
     if message.text:
         start = text.rfind(message.text)
@@ -161,7 +164,8 @@ def with_known_origin(messages: Sequence[Message], earlier: Sequence[Message]) -
     """Return messages for a history that already has `earlier`, each with its origin set.
 
     A message without an origin that equals one of `earlier` is replaced by that one; each earlier message is used once. A
-    message without a match is the environment's. Equal earlier messages all count as the least trusted of them.
+    message without a match is the environment's. If equal earlier messages have different origins, the least trusted of
+    these origins is used.
     """
     if all(m.origin is not None for m in messages):
         return tuple(messages)

@@ -2,13 +2,13 @@
 
     class Counter:
         def __init__(self, goal: int = 3): ...                  the arguments are the row's `env_config`
-        def reset(self, *, seed): return "Count to three."      what the model is shown first
+        def reset(self, *, seed): return "Count to three."      the first observation
         def step(self, action): return "Go on.", 0.0, False, {} observation, reward, whether it is done, info
-        def close(self): ...                                    exactly once, whatever ends the episode
+        def close(self): ...                                    called once on every end, also on errors
 
 One object serves one episode. Each method may be plain or async; a plain method runs in a thread and does not block other
 episodes. An observation is a text, a message, or a list of messages; messages may show images. `step` may also return
-(observation, reward, terminated, truncated, info), and a game for several players returns `Seated`.
+(observation, reward, terminated, truncated, info). In a game for several players, both methods return `Seated`.
 """
 
 from __future__ import annotations

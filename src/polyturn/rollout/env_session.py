@@ -24,7 +24,8 @@ from polyturn.core.snapshots import SnapshotHooks
 from polyturn.rollout.env import Env, EnvStep, first_observation
 
 GRACE_S = 1.0
-"""Seconds that the end of an episode waits for a busy environment. Later, its thread closes it when the method returns."""
+"""Seconds that the end of an episode waits for a busy environment. After that, the
+thread of the late method closes the environment when the method returns."""
 
 
 class EnvSession:
@@ -43,8 +44,8 @@ class EnvSession:
 
         Args:
             name: The environment's name, for messages.
-            make: Its class.
-            config: The arguments of the class.
+            make: Its class, or a function that makes it.
+            config: The keyword arguments of `make`.
             call: Calls foreign code with a deadline: `Episode.call`.
             replays: Whether the same seed and the same actions always give the same answers.
         """
@@ -64,7 +65,7 @@ class EnvSession:
 
     @property
     def replays(self) -> bool:
-        """Whether a reset with the same seed and the same actions lead to the same state."""
+        """Whether a reset with the same seed, followed by the same actions, leads to the same state."""
         return self._replays or inspect.getattr_static(self._open, "replays", False) is True
 
     @property

@@ -1,7 +1,7 @@
-"""Episode: a live run of one task, which a scheduler reads and acts through.
+"""Episode: a live run of one task. Schedulers read its state and drive it through its methods.
 
-The scheduler decides and the episode acts: it calls the engine, the tools and the interaction, and keeps the record. New
-messages are encoded only when the next generation needs them, so a reply at the end of an episode is never encoded.
+The scheduler decides what happens next; the episode calls the engine, the tools and the interaction, and keeps the record.
+New messages are encoded only when the next generation needs them, so a reply at the end of an episode is never encoded.
 
     prepare -> generate -> (call_tools | ask_partner) -> record -> prepare -> generate -> …
     rewrite          edits the history          go_on    continues the same assistant message
@@ -74,11 +74,11 @@ class Episode:
         self.given_reward: GivenReward | None = None
         """The reward from the scheduler, which replaces the run's reward functions; None uses the reward functions."""
         self.lifecycle = Lifecycle(context.running)
-        """Its state."""
+        """The state of this episode or fork."""
         self.limits = limits or context.limits
         """Its limits; a scheduler may set different limits on a fork."""
         self.listed_tools: tuple[Mapping[str, Any], ...] | None = None
-        """The tools that prompts list instead of the task's; None for the task's."""
+        """Schemas that prompts list instead of the task's tools (`list_tools`); None lists the task's tools."""
         self.aside_of = -1
         """The index of the turn that an aside belongs to."""
         self.seed = seed
@@ -110,7 +110,7 @@ class Episode:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start that count for the time limit, without the time between two processes."""
+        """Seconds that count for the time limit. The time between an interruption and the resume does not count."""
         return self.resources.elapsed_s
 
     @property
@@ -145,7 +145,7 @@ class Episode:
 
     @property
     def context_ids(self) -> Ids:
-        """[T] the ids of all prompts, observations and completions so far, read-only."""
+        """[T] the ids of the current context, read-only: the prompt, and the completions and observations so far."""
         return self.history.context
 
     @property
@@ -156,7 +156,7 @@ class Episode:
     def count_tokens(
         self, messages: Sequence[Message | Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
-        """Return the length of a prompt in tokens, for policies with a budget; `tools` replace the task's."""
+        """Return the length in tokens of a prompt with `messages`, and with `tools` in place of the listed tools."""
         typed = self.history.typed(messages)
         if tools is None:
             return self.history.length_of(typed)
@@ -166,7 +166,7 @@ class Episode:
 
     @pauses_stretch
     async def prepare(self) -> StopReason | None:
-        """Encode the waiting messages and append them to the prompt. The first call also starts tools and interaction.
+        """Encode the waiting messages and append them to the context. The first call also starts tools and interaction.
 
         Returns:
             The limit that forbids another generation, or None. The first prompt is recorded even if a limit forbids a turn.
@@ -204,7 +204,7 @@ class Episode:
             logger.debug("%s starts: task %s, %d prompt tokens, tools %s", self.id, self.task.id, prompt.length, tools)
         at = history.progress(elapsed_s=self.elapsed_s, prompt=prompt)
         reason = limit_rules.reached(self.limits, at)
-        # A shorter history only affects the context limit.
+        # Leaving out messages frees context, but does not help against any other limit.
         may_shorten = reason in (None, StopReason.CONTEXT_FULL) and limit_rules.is_short_of_room(self.limits, at)
         if may_shorten and history_edits.shorten_to_fit(history, self.limits):
             return None
@@ -229,7 +229,7 @@ class Episode:
 
         Raises:
             LifecycleError: the episode has ended.
-            SchedulerError: a limit forbids another turn, as `prepare` would have returned.
+            SchedulerError: a limit forbids another turn; `prepare`, which must be called first, returns this limit.
             EngineError: the engine is lost, refuses the request, or sampled a banned token.
         """
         shared, history, engine = self.resources, self.history, self._context.engine
@@ -264,7 +264,7 @@ class Episode:
         """Return the next request to the engine, and the limit that sets its token budget.
 
         Raises:
-            SchedulerError: a limit forbids another turn, as `prepare` would have returned.
+            SchedulerError: `max_turns` is reached, or no tokens are left for another completion.
         """
         history, sampling, number = self.history, self.sampling, len(self.turns)
         at = history.progress(elapsed_s=self.elapsed_s)
@@ -294,10 +294,10 @@ class Episode:
     # Further actions of a scheduler.
 
     def play_as(self, agent: str) -> None:
-        """Name the agent before the prompt is shown; its segments and rewards carry the name.
+        """Set the agent's name, which its segments and rewards carry; call it before the first prompt is encoded.
 
         Raises:
-            LifecycleError: the prompt has already been shown.
+            LifecycleError: the first prompt is already encoded.
         """
         if self.history.builder.is_open:
             raise LifecycleError(f"episode {self.id!r} has shown its prompt; name its agent in `on_trajectory_start`")
@@ -319,7 +319,7 @@ class Episode:
         self.listed_tools = tuple(tools)
 
     def mark(self) -> Mark:
-        """Return a mark of the current position, right after a turn; `fork(at=…)` continues from it."""
+        """Return a mark of the current position, to which `fork(at=…)` can return later; call it right after a turn."""
         return self.history.mark()
 
     @pauses_stretch
@@ -350,7 +350,7 @@ class Episode:
         if interaction is None:
             raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
         view = EpisodeView(self.id, self.seed, self.num_user_turns, self._speak)
-        # The time in which a person answers does not count for the time limit, unless the run counts it.
+        # Waiting for a person does not count for the time limit, unless the run sets `counts_people`.
         leaves_time = interaction.loaded.asks_person and not self.limits.counts_people
         began = time.monotonic()
         pause = self.resources.paused() if leaves_time else contextlib.nullcontext()
@@ -364,7 +364,7 @@ class Episode:
         return Reply(messages=(message,), is_done=answer.is_done, info=dict(answer.metadata))
 
     async def _speak(self, messages: Sequence[Mapping[str, Any]], options: SpeakOptions) -> Message:
-        """Sample the next message after `messages` from the run's own model, as another agent; `ConversationView.speak`."""
+        """Sample the next message after `messages` from the run's own model, as another agent (`ConversationView.speak`)."""
         label = options.agent
         speaker: Episode | None = self._speakers.get(label)
         if speaker is None:
@@ -390,12 +390,12 @@ class Episode:
         """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
 
         Raises:
-            SchedulerError: the reply has messages, but the turn's message is to go on.
+            SchedulerError: the reply has messages, but after `go_on` the next turn continues the turn's own message.
         """
         self.history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
-        """Parse `text` as the message of a turn, without encoding anything. It may follow the turn's `said_before`."""
+        """Parse `text` as the message of a turn, without encoding anything. It may begin with the turn's `said_before`."""
         before, own = turn.said_before, turn.own_before
         return self.history.read(text, turn=turn.index, own=own + text[len(before) :] if text.startswith(before) else None)
 
@@ -433,8 +433,8 @@ class Episode:
     ) -> Reply:
         """Append `addition` to the last assistant message and let the next turn continue it. A `step` may return the result.
 
-        The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped and counted. The
-        token that ended the turn is always dropped, because the message goes on.
+        The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped; the
+        metric `dropped_cut` counts them. The token that ended the turn is always dropped, because the message goes on.
 
             return episode.go_on(" But wait, that is wrong.", keep=turn.text.split("</think>")[0])
 
@@ -467,7 +467,7 @@ class Episode:
         So each sampled token is trained once. Forks may run concurrently.
 
         Args:
-            agent: The name of another agent, whose history begins with `messages`; None for the same agent.
+            agent: The name of another agent, whose history consists of `messages`; None continues as the same agent.
             messages: Replaces this history; required for another agent.
             at: An earlier position of this episode to continue from, instead of the current one.
             aside: Marks the fork as outside the conversation: the record has its tokens but not its turns.
@@ -520,7 +520,7 @@ class Episode:
         return self.resources.bridge.wait(awaitable, of=self.id)
 
     def guarded(self, scheduler: Scheduler, method: Any, **options: Any) -> Callable[..., Any]:
-        """Return a callable for a scheduler's method: a library method itself, an author's method with deadlines."""
+        """Return a scheduler's method: unchanged if it is the library's, wrapped with its deadline if an author wrote it."""
         return self._context.calls.guarded(method, is_shared=scheduler.shared, **options)
 
     async def call(self, scheduler: Scheduler, method: Any, *args: Any, **options: Any) -> Any:

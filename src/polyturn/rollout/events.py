@@ -4,8 +4,8 @@
     ["TurnSampled", {"message": {…}, "text": "Four.", "completion": {"token_ids": [7, 2], …}, …}]
     ["Answered", {"messages": [{"role": "tool", …}], "is_user": false}]
 
-Each change of a `History` is one event that contains the resulting ids and messages. So a replay does not need an encoder,
-a parser or a plug-in.
+Each change of a `History` is one event that contains the resulting ids and messages. So a replay encodes and parses nothing,
+and calls no plug-in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ History = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompted:
-    """The prompt and its agent were set, before the prompt was shown."""
+    """The prompt and its agent were set, before the prompt was encoded."""
 
     agent: str
     messages: tuple[Message, ...]
@@ -41,7 +41,7 @@ class Prompted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shown:
-    """The next prompt was shown."""
+    """The ids of the next prompt were appended to the context (`History.show`)."""
 
     is_whole: bool
     segment: int

@@ -1,6 +1,8 @@
 """History: messages and tokens of one conversation, turn after turn. It is synchronous and does no I/O.
 
-    next_prompt -> show -> sample -> record -> next_prompt -> show -> …            schedulers edit it with `history_edits`
+    next_prompt -> show -> sample -> record -> next_prompt -> show -> …
+
+`next_prompt` encodes, and `show` appends the result to the context. `history_edits` has the edits of schedulers.
 
 If a rendered prompt continues a segment token for token, it extends that segment; otherwise it starts a new segment, in
 which all earlier tokens are prompt. Messages are encoded only when the next generation needs them, and sampled ids are never
@@ -72,7 +74,7 @@ class History:
         self.num_user_turns = 0
         """Number of the interaction's replies."""
         self.is_canonical = not renders_history
-        """Whether the held ids should equal a full render of the messages."""
+        """Whether the ids of the context should equal a full render of the messages; the sanity check then compares them."""
         self.encoder = encoder
         """Encodes the next prompts, with the tools that they list."""
         self._parser, self._renders_history = parser, renders_history
@@ -80,7 +82,7 @@ class History:
         """The form of the next prompt."""
         self._last_id: int | None = None
         self._rejoins = False
-        """Whether another branch may have appended here; the next prompt then searches for a segment to continue."""
+        """Whether another fork may have appended to this segment; `show` then searches for a segment to extend."""
         self._has_user_reply = False
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
@@ -99,7 +101,7 @@ class History:
 
     @property
     def context(self) -> Ids:
-        """[T] the ids so far; after `show`, these are the next prompt."""
+        """[T] the ids of the current context; after `show`, these are the prompt of the next completion."""
         return self.builder.context
 
     @property
@@ -128,7 +130,7 @@ class History:
     def next_prompt(self) -> Prompt:
         """Encode the next part of the prompt: the tokens between turns, the waiting messages and the generation prompt.
 
-        If a full render has the same text as the held ids in other tokens, the held ids are kept.
+        If a full render only splits the text of the context into other tokens, the ids of the context are kept.
 
         Raises:
             TemplateError: the template cannot render the messages.
@@ -163,7 +165,7 @@ class History:
             added = extend() if waiting else NO_IDS
         except TemplateError:  # this template cannot encode appended messages
             return Prompt(ids, True, max(0, len(ids) - len(context)), len(ids), media)
-        # If the render only tokenizes the same text differently, keep the sampled tokens, and so the segment.
+        # If the render only splits the same text into other tokens, keep the sampled ids, so that the segment continues.
         if edit is None and self._spells(kept := np.concatenate([context, added]), ids):
             ids = kept
         return Prompt(ids, True, len(added), len(ids), media)
@@ -175,7 +177,7 @@ class History:
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
     def show(self, prompt: Prompt) -> None:
-        """Append the next prompt to the tokens; its new span belongs to the last turn, as its observation."""
+        """Append the ids of the next prompt to the context. Their span is the last turn's observation, if any."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
         ref: SpanRef | None = None
@@ -183,7 +185,7 @@ class History:
             self.prompt, self.prompt_tokens = self.messages, prompt.length
         if prompt.is_whole:
             ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
-        elif self._rejoins:  # the whole prompt, so that the builder finds a segment that it continues, or opens one
+        elif self._rejoins:  # pass the whole prompt, so that the builder can find a segment to extend
             whole = np.concatenate([builder.context, prompt.ids])
             ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
         elif len(prompt.ids) or waiting:
@@ -268,7 +270,7 @@ class History:
         return [ref for ref, span in spans if span.source is SpanSource.SAMPLED and span.turn == turn.index]
 
     def mark(self) -> Mark:
-        """Return a mark of the current position, right after a turn; `fork(at=…)` continues from it."""
+        """Return a mark of the current position, to which `fork(at=…)` can return later; call it right after a turn."""
         return Mark(self.builder.place, self._copy())
 
     def typed(self, messages: Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -325,7 +327,7 @@ class History:
         """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
 
         Raises:
-            SchedulerError: the reply has messages, but the turn's message is to go on.
+            SchedulerError: the reply has messages, but after `go_on` the next turn continues the turn's own message.
         """
         messages = with_origin(reply.messages, Origin.ENVIRONMENT)
         turn.observation += messages
@@ -363,7 +365,7 @@ class History:
             other.prompt, other.prompt_tokens = self.prompt, self.prompt_tokens
         else:
             other = self._copy() if at is None else at.history._copy()
-            if at is not None:  # an earlier position, where another branch may have appended
+            if at is not None:  # after this position, another fork may have appended to the segment
                 other.encoder, other.next, other._has_user_reply, other._rejoins = self.encoder, Append(), False, True
             if messages_typed is not None:
                 other.edit(messages_typed, ())
@@ -383,7 +385,7 @@ class History:
     # The primitive changes. Each records an event, which a journal replays with the same arguments.
 
     def set_prompt(self, messages: Sequence[Message], *, agent: str | None = None) -> None:
-        """Replace the prompt, before it is shown, and the agent's name if `agent` is given."""
+        """Replace the prompt before it is encoded, and the agent's name if `agent` is given."""
         self.builder.agent = agent or self.builder.agent
         self._messages, self._openai = list(messages), to_openai(messages)
         self.num_prompt = len(self._messages)
@@ -400,7 +402,7 @@ class History:
         self._happened(Answered(messages=tuple(messages), is_user=is_user))
 
     def edit(self, messages: Sequence[Message], waiting: Sequence[Message], last: Continue | None = None) -> None:
-        """Replace the history; `waiting` follows `messages`, or the last message goes on as `last` says."""
+        """Replace the history by `messages`, then `waiting`. With `last`, the next turn continues the last message."""
         pairs = enumerate(zip(self._messages, messages, strict=False))
         kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
@@ -415,8 +417,8 @@ class History:
     ) -> int:
         """Keep `num_kept` tokens of the last turn and let it go on after `addition`; return the number of dropped tokens.
 
-        The kept part parses as the message `own`; with `text`, the text of `addition`, appended, it parses as `whole`.
-        `text` begins with `rest`, the model's text that no whole token spells.
+        `text` is the text of `addition`. It begins with `rest`, the end of the model's kept text, which was cut inside a
+        token and is therefore encoded anew. The kept tokens parse as the message `own`; with `text` appended, as `whole`.
         """
         turn = self.turns[-1]
         dropped = self.builder.cut(self.sampled_spans(turn), keep=num_kept)

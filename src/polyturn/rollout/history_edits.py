@@ -91,7 +91,7 @@ def go_on(history: History, addition: str | Sequence[int] | Ids, *, keep: str | 
 def shorten_to_fit(history: History, limits: Limits) -> bool:
     """Apply the context policy, and return whether it shortened the history so that the next turn fits.
 
-    A shortened history is shown at once. Ids from `show_ids` are never shortened.
+    The ids of a shortened history become the context at once. A prompt from `show_ids` is never shortened.
     """
     if isinstance(history.next, Given):
         return False
@@ -104,7 +104,7 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
     )
     if shorter is None:
         return False
-    # Counted before the edit: the limits count all tokens that the environment added, even if the prompt omits some.
+    # Count new tokens before the edit: the limits count all tokens of observations, even those that the edit leaves out.
     num_new, last = history.next_prompt().num_new, history.last
     if last is not None:
         last = last._replace(addition=_continuation(history, shorter[-1]))
@@ -114,5 +114,5 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
 
 
 def _continuation(history: History, message: Message) -> Ids:
-    """Encode an assistant message as it follows the generation prompt, for the next turn to continue."""
+    """Encode the text of an assistant message, to be appended to the generation prompt; the next turn continues it."""
     return history.encoder.continuation((message.text, message.origin or Origin.ENVIRONMENT))

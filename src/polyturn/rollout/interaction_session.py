@@ -78,7 +78,7 @@ class InteractionSession:
         self.loaded, self._interaction, self._ref = loaded, loaded.interaction, ref
         self._id: str | None = None
         self._half_started: str | None = None
-        """The id of a start that failed or was cancelled, maybe after it took resources: the returned id, if any."""
+        """The id under which `close` finalizes a start that failed or was cancelled: the returned id, else the episode's."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class InteractionSession:
         start = functools.partial(self._interaction.start_interaction, episode_id, **self._ref.kwargs)
 
         async def start_interaction() -> None:
-            nonlocal chosen  # set here, because a cancellation may come before the caller resumes
+            nonlocal chosen  # set inside the call: a cancellation may come before `start` resumes
             returned = await self.loaded.bounded.call(start)
             chosen = episode_id if returned is None else str(returned)
 

@@ -47,7 +47,7 @@ FORMAT = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """The parts of a turn that answered and scored it."""
+    """The parts of a turn that are added after its completion."""
 
     observation: tuple[Message, ...]
     tool_results: tuple[ToolResult, ...]
@@ -111,7 +111,7 @@ class EpisodeJournal:
 
     def __init__(self, journal: Journal, context: RolloutContext, task: Task, *, id: str, sampling: SamplingParams) -> None:
         self.stop: StopReason | None = None
-        """Why the conversation ended, if only its scoring remains; else None."""
+        """Why the conversation ended, if a resume only has to score it; else None."""
         self._journal, self._task, self._id = journal, task, id
         self._scheduler: Scheduler | None = None
         self._hooks = SnapshotHooks(label="")

@@ -1,6 +1,7 @@
 """Journal: the interface through which episodes store their turns; JournaledEpisode: the stored lines of one episode.
 
-Separate from `EpisodeJournal`, which writes and reads the lines, because `RolloutContext` refers to it.
+These are not in the module of `EpisodeJournal`, which writes and reads the lines, because that module imports
+`RolloutContext`, and `RolloutContext` refers to `Journal`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Journal(Protocol):
     """The storage of live episodes."""
 
     why_not: str | None
-    """Why turns are not stored at all, only that an episode was in flight; None if turns are stored."""
+    """Why the journal stores only that an episode is in flight, and not its turns; None if it stores turns."""
 
     def takes(self, episode: str) -> bool:
         """Return whether the journal records this episode's turns."""

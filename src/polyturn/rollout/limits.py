@@ -2,12 +2,12 @@
 
     1. time            timeout_s          -> TIMEOUT       (also cuts a call that is under way)
     2. turns           max_turns          -> MAX_TURNS
-    3. user turns      max_user_turns     -> MAX_TURNS     (only if the waiting reply is an interaction's)
-    4. response        max_tokens         -> MAX_TOKENS    (everything after the first prompt: sampled and observed)
-    5. context         max_context        -> CONTEXT_FULL  (after the context policy had its chance)
+    3. user turns      max_user_turns     -> MAX_TURNS     (only if an interaction wrote the waiting reply)
+    4. response        max_tokens         -> MAX_TOKENS    (all tokens after the first prompt: sampled and observed)
+    5. context         max_context        -> CONTEXT_FULL  (unless the context policy makes room)
 
-A completion is cut where the remaining tokens of a limit end, and `budget` returns the stop reason for that cut; a cut at
-`max_tokens_per_turn` alone is LENGTH. All of these are truncations, never failures.
+A completion may have as many tokens as the tightest limit leaves. `budget` returns this number, and the stop reason of the
+episode if the completion is cut there; for `max_tokens_per_turn` it is LENGTH. All of these are truncations, not failures.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Limits:
                 raise ConfigError(f"{name} is {value}; use a positive number, or null for no limit")
 
     def warn_of_no_room(self) -> None:
-        """Warn if the context ends every turn before its own limit of tokens does."""
+        """Warn if `max_tokens_per_turn` is set but has no effect, because it is not below `max_context`."""
         per_turn, context = self.max_tokens_per_turn, self.max_context
         if per_turn is not None and context is not None and per_turn >= context and per_turn != Limits().max_tokens_per_turn:
             logger.warning(
@@ -105,14 +105,14 @@ class EpisodeProgress(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """The maximum number of tokens of the next completion, and the limit that sets it."""
+    """The maximum number of tokens of the next completion, and the stop reason if it is cut there."""
 
     tokens: int
     cut_by: StopReason
 
 
 def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
-    """Return the limit that forbids another generation, the first in the documented order; None if none does."""
+    """Return the stop reason of the first limit, in the order above, that forbids another generation; None if none does."""
     if limits.timeout_s is not None and at.elapsed_s >= limits.timeout_s:
         return StopReason.TIMEOUT
     if limits.max_turns is not None and at.turns >= limits.max_turns:

@@ -1,9 +1,12 @@
-"""Next: the form of the next prompt, as one value; Prompt: the resulting ids.
+"""Next: how the next prompt is built; Prompt: the resulting ids.
 
-Append(messages)    held ids + the encoded new messages     the default: the model keeps all it wrote, reasoning included
-Continue(said, …)   held ids + a text or ids                the same assistant message goes on after the addition
-Render(messages)    the template writes the whole history   after an edit; with `renders_history` before every turn
-Given(ids)          the caller's own ids                    for agents that write their prompts themselves
+kind                prompt                                  used
+Append(messages)    context ids + encoded new messages      by default: the model keeps all it wrote, reasoning included
+Continue(said, …)   context ids + the ids of an addition    if the next turn continues the same assistant message
+Render(messages)    a full render of the history            after an edit
+Given(ids)          exactly these ids                       for agents that encode their prompts themselves
+
+With `renders_history`, `Append` too is a full render.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ NO_IDS = ids_array([])
 
 
 class Append(NamedTuple):
-    """New messages after the held ids."""
+    """New messages are encoded and appended to the context."""
 
     messages: tuple[Message, ...] = ()
 
 
 class Continue(NamedTuple):
-    """The same assistant message goes on."""
+    """The next turn continues the same assistant message."""
 
     said: str
-    """The text so far."""
+    """The text of the message so far."""
     own: str
     """The model's part of it."""
     addition: Ids = NO_IDS
-    """[N] ids to append to the held ids."""
+    """[N] ids to append to the context."""
 
 
 class Render(NamedTuple):

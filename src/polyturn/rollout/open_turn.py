@@ -1,6 +1,7 @@
-"""OpenTurn: a turn in progress, to which tools, interaction and scheduler still add; Reply: the answer to a turn.
+"""OpenTurn: a turn in progress; Reply: the answer to a turn.
 
-`core.trajectory.Turn`, the record of a turn, is frozen.
+Tools, interaction and scheduler add results and scores to an `OpenTurn`. When the episode ends, it becomes a frozen
+`core.trajectory.Turn`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class OpenTurn:
     message: Message
     completion: Completion
     cut_by: StopReason
-    """The limit that sets the completion's budget: the stop reason, if the completion was cut."""
+    """The tightest limit on the tokens of this completion; the episode's stop reason if the completion was cut."""
     text: str = ""
     """The sampled text, including reasoning and calls, without the token that ends a turn."""
     said_before: str = ""
@@ -32,7 +33,7 @@ class OpenTurn:
     own_before: str = ""
     """The model's part of `said_before`."""
     stopped_by: str | None = None
-    """The stop string that ended the turn; `text` ends with it, or its last token extends beyond it. None otherwise."""
+    """The stop string that ended the turn, else None. `text` ends with it, or goes on to the end of the last token."""
     num_tokens: int = 0
     """Number of sampled tokens that are kept."""
     is_continued: bool = False
@@ -62,9 +63,9 @@ class Reply:
 
     messages: tuple[Message, ...] = ()
     is_done: bool = False
-    """The episode is over; the messages are recorded and, as nothing follows them, not encoded."""
+    """Whether the episode is over. Its last messages are then recorded but never encoded."""
     goes_on: bool = False
-    """The model speaks again although nothing answers it: the history was edited, or its message continues."""
+    """Whether the model generates again without a new message, because the history was edited or its message continues."""
     info: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, float] = field(default_factory=dict)
     """Named scores of the turn, added to `turn.scores`."""

@@ -58,7 +58,7 @@ class LiveGroup:
 
     episodes: list[Episode] = field(default_factory=list)
     on_end: Callable[[Trajectory], None] | None = None
-    """Called with each trajectory of this process as it ends, before the group is complete."""
+    """Called with each trajectory of this process as it ends, before the group is complete; not with the greedy baseline."""
     abort_elsewhere: Callable[[], Awaitable[list[int]]] | None = None
     """Aborts the episodes that run in another process, and returns their lengths in tokens; None if all run in this one."""
     is_cut: bool = False
@@ -74,7 +74,7 @@ class LiveGroup:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens that each episode has sampled so far."""
+        """The number of tokens that each episode has sampled so far; episodes of another process count after `abort`."""
         return [*(episode.resources.num_sampled for episode in self.episodes), *self._lengths_elsewhere]
 
 
@@ -101,7 +101,7 @@ class RolloutPool:
 
         Args:
             spec: The group.
-            live: Receives the episodes as they start, and can abort them, which does not count as a failure.
+            live: Receives the episodes as they start, and can abort them; an aborted group does not count as a failure.
 
         Raises:
             RolloutError: too large a share of the latest trajectories failed.

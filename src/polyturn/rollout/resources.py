@@ -1,7 +1,7 @@
 """Resources: the connections and instances of an episode and its forks, started once and closed once on every exit.
 
     tools, interaction    foreign code that may raise, hang or score; each start has exactly one end
-    engine requests       one completion at a time for each history; aborts them and ends their sessions
+    engine requests       at most one running completion for each history; `close` ends the engine's sessions
     clock                 the seconds that count for the time limit; it pauses while a person answers
     record                the turns of all histories, in the order of completion
 
@@ -64,7 +64,7 @@ class Resources:
         self.is_started = False
         """Whether tools and interaction have been started."""
         self.on_turn: Callable[[], Awaitable[None]] | None = None
-        """The journal's hook, called once the prompt is shown and after each complete turn; None without a journal."""
+        """The journal's hook; `prepare` calls it after the first prompt and before each later one. None if there is none."""
         self._now = loop_clock()
         self.began = self._now()
         """Start time on the loop's clock, in seconds; a resume moves it back by the time spent in an earlier process."""
@@ -74,7 +74,7 @@ class Resources:
         """The interaction that the row names; None if the row does not name one."""
         self._has_partners = True
         self._answered: dict[str, asyncio.Event] = {}
-        """The running engine requests by id; an event is set once its request has been answered."""
+        """Id of each running engine request -> an event that is set when the request ends."""
         self._before_s, self._since = 0.0, self.began
         self._num_pauses = 0
         self._timeout: asyncio.Timeout | None = None
@@ -143,7 +143,7 @@ class Resources:
     # Tools and interaction.
 
     async def score_last(self, turns: Sequence[OpenTurn]) -> None:
-        """Request the interaction's score for a final turn without a reply."""
+        """Let the interaction score the final turn, unless it has already answered or scored that turn."""
         if self.interaction is not None and turns and "interaction" not in {*turns[-1].timings, *turns[-1].scores}:
             score = await self.interaction.final_score()
             if score is not None:
@@ -169,7 +169,7 @@ class Resources:
                     await self._context.engine.abort(request_id)
             except TimeoutError:
                 logger.warning("%s: the engine did not take an abort within %g s; it samples on", request_id, ABORT_S)
-            await answered.wait()  # its tokens count in `num_sampled` once the completion is there
+            await answered.wait()  # from then on, `num_sampled` counts the tokens of the completion
 
     @property
     def num_sampled(self) -> int:
@@ -200,7 +200,7 @@ class Resources:
         return self._now() - self.began
 
     def spent(self, *, elapsed_s: float, duration_s: float) -> None:
-        """Continue the clock of an earlier process."""
+        """Start the clock at the seconds that an earlier process of this episode has used."""
         now = self._now()
         self._before_s, self._since, self.began = elapsed_s, now, now - duration_s
         self._reschedule()
@@ -210,7 +210,7 @@ class Resources:
         """Cancel the block once `elapsed_s` reaches `limit_s`; None means no limit.
 
         Raises:
-            TimeoutError: the limit was reached; the time-out has then `expired`.
+            TimeoutError: the limit was reached; `expired()` of the yielded time-out is then true.
         """
         self._limit_s = limit_s
         async with asyncio.timeout(self._rest_s()) as self._timeout:

@@ -2,8 +2,9 @@
 
     run_episode    task -> Trajectory with its reward; resumes the episode if the journal has it
 
-This module decides what counts as a failure. An error for which the model is not responsible ends the trajectory; a broken
-invariant ends the run. In every case, including cancellation, everything that was started is released once.
+This module decides what counts as a failure. An error that the model caused is an observation, and the episode continues.
+Any other `PolyturnError` makes its trajectory a failed one, except the errors in `BROKEN`, which end the run. In every case,
+including cancellation, all tools, interactions and engine sessions that were started are released once.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ async def run_episode(
 ) -> Trajectory:
     """Run `task` to its end and return the trajectory with its reward.
 
-    An error for which the model is not responsible ends the trajectory; a broken invariant is raised. Tools and the
-    interaction are released exactly once, also on error, time-out and cancellation.
+    If the engine, a plug-in or the reward fails, the trajectory has `stop_reason` ERROR; a broken invariant (`BROKEN`) is
+    raised. Tools and the interaction are released exactly once, also on error, time-out and cancellation.
 
     Args:
         context: The objects and settings that all episodes of a run share.
@@ -287,7 +288,7 @@ def _failure_text(context: RolloutContext, episode_id: str, problem: PolyturnErr
 
 
 def _metrics(episode: Episode) -> dict[str, float]:
-    """Return the metrics of an episode by name, without those of features that it did not use."""
+    """Return the metrics of an episode by name; metrics of forks, asides and cuts only if there were any."""
     resources, turns = episode.resources, episode.resources.turns
     metrics: dict[str, float] = {
         "num_turns": len(turns),
@@ -325,10 +326,10 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
 
 
 def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
-    """Compare the held ids with a full render of the same messages, if a check is due for this episode; return metrics.
+    """Compare the episode's token ids with a full render of the same messages, if a check is due; return metrics.
 
-    Differences are counted, and `warn_of` reports them; the ids do not change. A history that was rewritten or rendered
-    consists of full renders by construction and is not compared.
+    Differences are counted, and `warn_of` reports them; the ids do not change. Histories that are not
+    canonical are not compared: they were edited, or each of their prompts is already a full render.
     """
     if not episode.resources.turns or not context.is_sanity_due():
         return {}

@@ -6,8 +6,8 @@
     on_trajectory_start  before the prompt is encoded          on_trajectory_end   once, on every exit
     on_turn_end          after each completion
 
-By default, tool calls are answered first, else the row's interaction answers, else the episode ends. A custom scheduler is
-short:
+By default, a turn with tool calls is answered by the tools, and any other turn by the interaction that the row names. If the
+row names none, the episode ends. A custom scheduler is short:
 
     class Hint(MultiTurnScheduler):
         async def step(self, episode, turn):
@@ -62,15 +62,15 @@ class MultiTurnScheduler:
     """Whether it writes the tools into the prompt if the chat template does not render them (`show_tools`)."""
 
     stateless: bool = True
-    """Whether its state of an episode stays the same from turn to turn. An episode can then be resumed, without another call
-    of `on_trajectory_start`. A subclass must set this explicitly. A scheduler with state may instead offer
+    """Whether the state that it keeps for an episode never changes between turns. An episode can then be resumed, without
+    another call of `on_trajectory_start`. A subclass must set this explicitly. A scheduler with state may instead offer
     `snapshot(episode)` and `restore(episode, state)`, which replaces `on_trajectory_start` on a resume (see
     `core/snapshots.py`). An overridden `run` must continue from the turns that the episode already has."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A subclass that adds nothing inherits the values. cloudpickle also creates such a class first, and then sets its
-        # attributes.
+        # A subclass with an empty body inherits both values. cloudpickle first creates each class with an empty body and
+        # sets its attributes later, so this method must not overrule them.
         if vars(cls).keys() - {"__module__", "__doc__"}:
             if "stateless" not in vars(cls):
                 cls.stateless = False
@@ -109,7 +109,7 @@ class MultiTurnScheduler:
         Raises:
             PolyturnError: a plug-in failed.
         """
-        # First, so that tools are not called for a completion that a limit cut or that ends the episode.
+        # Before `step`, so that tools are not called for a completion that a limit cut or that ends the episode.
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         answer = episode.guarded(self, self.step)(episode, turn)
@@ -120,7 +120,7 @@ class MultiTurnScheduler:
         return None if reply.messages or reply.goes_on else StopReason.STOP
 
     async def run_forks(self, forks: Sequence[Episode]) -> list[StopReason]:
-        """Drive forks of an episode concurrently, each through the loop above, and return why each ended.
+        """Drive forks concurrently with `MultiTurnScheduler.run`, even if `run` is overridden; return why each ended.
 
         If one fails, the others are cancelled and its error is raised.
         """

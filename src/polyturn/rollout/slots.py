@@ -1,11 +1,11 @@
 """EpisodeSlots: limits the number of episodes in flight, to a fixed number or to one that follows the engine's load.
 
     EpisodeSlots(most=256)                            always 256
-    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; checks the engine every second while an episode waits:
-        no request waits there, the KV cache has room   doubles, or after it has shrunk once, grows by an eighth
-        requests wait, or the KV cache is nearly full   shrinks by the number of waiting requests, at most by a quarter
+    EpisodeSlots(most=256, least=16, engine=engine)   16 at first; changes every second while an episode waits for a slot:
+        the engine has no queue, and room in its KV cache   doubles; once it has shrunk, it only grows by an eighth
+        the engine has a queue, or its KV cache is full     shrinks by the length of the queue, at most by a quarter
 
-A running episode is never stopped: if the number shrinks, the next episodes start later.
+A running episode is never stopped: if the number shrinks, waiting episodes start later.
 """
 
 from __future__ import annotations

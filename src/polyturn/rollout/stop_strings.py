@@ -3,8 +3,9 @@
     stops ["Observation:"]   sampled  [Think][ing\\nObs][ervation][:][ 4 …     kept  [Think][ing\\nObs][ervation][:]
 
 Engines only support stop *tokens*. A string may end inside a token, so `generate_until` searches the text: it requests the
-completion in pieces and ends it with the token that completes the string. Ids are never cut inside a token. Later tokens do
-not affect the kept ones, so the kept ids are still a sample of the policy. The caller cuts the text.
+completion in pieces and ends it with the token that completes the string. Tokens are kept or dropped
+as a whole, so the text may go on after the string to the end of the last token. Sampling is left to right, so dropping later
+tokens leaves the kept ids a sample of the policy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Stopped(NamedTuple):
 
     completion: Completion
     stop: str | None
-    """The stop string; None if the completion ended otherwise."""
+    """The stop string; None if the completion ended for another reason."""
     num_dropped: int
     """Number of dropped tokens that were sampled after the stop string."""
 
@@ -40,9 +41,8 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
     """
     parts: list[Completion] = []
     while True:
-        request_left = continued(
-            request, parts
-        )  # all pieces have the request's id, so an abort reaches the piece that is running
+        # All pieces have the id of `request`, so an abort reaches the piece that is running.
+        request_left = continued(request, parts)
         sampling = dataclasses.replace(request_left.sampling, max_tokens=min(PIECE, request_left.sampling.max_tokens))
         piece = await engine.generate(dataclasses.replace(request_left, sampling=sampling))
         parts.append(piece)

@@ -1,8 +1,9 @@
 """Compaction: shortens a history that exceeds a token budget before the next generation.
 
-    drop_reasoning   earlier turns lose their reasoning
+    drop_reasoning   all turns but the newest lose their reasoning
     window           the prompt and the newest turns stay
-    summarise        the model writes a summary of the history; the prompt, the summary and the newest turn stay
+    summarise        the model writes a summary of the history; the prompt, the summary and the newest turn stay;
+                     like `window` if a limit leaves no room for a summary
 
 The policies are applied in order until the history fits. Every shortened history opens a new segment, in which all earlier
 tokens are prompt. A summary is a turn that is trained like any other.
@@ -47,7 +48,7 @@ class Compaction(MultiTurnScheduler):
         self.request = request
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Any:
-        """Answer as usual, and shorten the history if it does not fit with the answer."""
+        """Answer like the default scheduler; if history and answer exceed the budget, shorten the history."""
         reply = Reply.of(await super().step(episode, turn))
         if reply.is_done or not reply.messages:
             return reply

@@ -7,8 +7,8 @@
     {"prompt": "Walk to the goal.", "env_config": {"name": "frozen_lake", "size": 4, "seed": 7}}      a row
 
 `env_config` names the environment and gives its arguments; the scheduler's `env_config` provides defaults. The reward of
-each step is the turn's score "env"; the reward of a row without a data_source is their sum. A cut completion is also an
-action, but still ends the episode: an environment does not override a limit.
+each step is the turn's score "env"; the reward of a row without a data_source is their sum. A completion that
+a limit cut is still taken as an action, but the episode ends after it, even if the environment is not done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from polyturn.rollout.schedulers.registry import schedulers
 
 @keeps_deadlines
 class EnvironmentLoop(MultiTurnScheduler):
-    """Drives one environment per trajectory; a subclass selects it in `begin`."""
+    """Drives one environment per trajectory; a subclass chooses the environment in `begin`."""
 
     scores_turns = True
 
@@ -156,7 +156,10 @@ class Gym(EnvironmentLoop):
 
 
 def with_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
-    """Append `text` to the last user message of a prompt, or as a new one; the message then counts as the environment's."""
+    """Append `text` to the last message of a prompt, or add a user message if that is not a user's text.
+
+    The message with `text` counts as the environment's.
+    """
     last = prompt[-1]
     if last.role != "user" or not isinstance(last.content, str):
         return (*prompt, Message(role="user", content=text, origin=Origin.ENVIRONMENT))

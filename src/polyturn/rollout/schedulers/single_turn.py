@@ -1,4 +1,5 @@
-"""SingleTurn: ends the episode after one completion. Tools are not called, and an interaction only scores."""
+"""SingleTurn: ends the episode after one completion. Tools are not called. An interaction does not
+answer, but `calculate_score` scores the turn."""
 
 from __future__ import annotations
 
