@@ -15,7 +15,7 @@ from polyturn.infra.plugin_shape import num_positional
 
 
 def in_usual_form(interaction: Interaction) -> Interaction:
-    """Return the interaction, or a wrapper whose methods accept the usual arguments."""
+    """Return the interaction itself, or a wrapper if a method lacks the parameter for the instance id."""
     odd = [m for m in (interaction.calculate_score, interaction.finalize_interaction) if num_positional(m) == 0]
     return _View(interaction) if odd else interaction
 

@@ -55,13 +55,15 @@ class BaseInteraction:
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
-        """Return the score of the current turn. The framework does not call it; authors call it in `generate_response`."""
+        """Return the score of the latest turn. polyturn calls this only for a last turn that `generate_response` did not
+        answer; authors may also call it in `generate_response`."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """End the episode and free its state. Called exactly once per start.
 
-        After a failed start it is called with the id passed to that start, and an error from it is ignored.
+        After a start that failed or was cancelled, it is called with the id that the start returned, else with the id passed
+        to it. An error of that call is ignored.
         """
 
 

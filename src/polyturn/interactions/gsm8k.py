@@ -39,7 +39,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
         """Return 1.0 if the last answer is right, else 0.0."""
         state = self._instance_dict[instance_id]  # type: ignore[index]
-        return gsm8k.compute_score(  # through the module, so that a replaced scorer is used
+        return gsm8k.compute_score(  # looked up in the module, so that a replaced function is used
             state["response"], state["ground_truth"], method="strict", format_score=0.0, score=1.0
         )
 

@@ -1,4 +1,6 @@
-"""Lets a person answer conversations: at a desk, a folder that a page or a terminal reads, or at a keyboard.
+"""Lets a person answer the model: at the keyboard of the run's terminal, or at a desk.
+
+A desk is a folder in which the run leaves conversations and reads the answers:
 
     desk/waiting/3f….json    {"ticket", "about", "since", "until", "messages"}      written by the run
     desk/answers/3f….json    {"text", "is_end", "score"}                            written by the page or the terminal
@@ -126,7 +128,7 @@ class HumanQueue:
             self._forget(ticket)
 
     def waiting(self) -> list[dict[str, Any]]:
-        """Return the waiting conversations, oldest first; remove those whose runs have died."""
+        """Return the waiting conversations, oldest first; remove those whose deadline passed a minute ago (dead runs)."""
         waiting = []
         for path in self._waiting.glob("*.json"):
             try:

@@ -50,7 +50,7 @@ VIEW_INTERACTION = dataclasses.replace(
 
 
 def check_interaction(cls: type, *, where: str = "") -> None:
-    """Refuse a class that does not define its replies, or whose methods have other signatures than an interaction's.
+    """Refuse a class without `generate_response` (or `respond`), or whose methods have other signatures than required.
 
     Raises:
         ConfigError: the first problem found.
@@ -76,7 +76,7 @@ def _read(source: str | Path | Mapping[str, Any] | list[Any], *, base: Path | No
 def get_interaction_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> type[Any]:
     """Return the class that `pkg.module.Class`, `pkg.module:Class` or `file.py:Class` names.
 
-    `key` is the setting with the name, for messages.
+    `key` names the setting that holds `cls_name`; error messages show it.
 
     Raises:
         MissingModuleError, MissingAttributeError: there is no such module or attribute.

@@ -107,11 +107,11 @@ class ReplayedUser(ViewInteraction):
         del self._live[instance_id]  # type: ignore[arg-type]
 
     async def snapshot(self, instance_id: str) -> int | None:
-        """Return the position in the conversation at which the recording began."""
+        """Return the number of user messages at the first replayed reply; None before it."""
         return self._live[instance_id].first
 
     async def restore(self, instance_id: str, state: int | None) -> None:
-        """Continue from that position."""
+        """Restore the number that `snapshot` returned."""
         self._live[instance_id].first = state
 
     def _turns(self, kwargs: Mapping[str, Any]) -> tuple[Recorded, ...]:

@@ -64,7 +64,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class UserTurns:
-    """Counts a simulated user's replies from the messages, if there is no view."""
+    """Counts a simulated user's replies from the messages; for calls without a `ConversationView`."""
 
     first: int | None = None
     """Number of user messages at the user's first reply."""

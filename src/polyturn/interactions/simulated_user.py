@@ -157,7 +157,7 @@ class SimulatedUser(ViewInteraction):
         """Answer the model as the user.
 
         Raises:
-            InteractionError: the user's model returned empty texts, or needs a run.
+            InteractionError: the user's model returned empty texts, or is the run's own model and there is no run.
             EngineError: the endpoint did not answer.
         """
         settings, live = self._settings, self._live[instance_id]
@@ -203,7 +203,7 @@ class SimulatedUser(ViewInteraction):
         return {"num_calls": dict(live.num_calls), "first": live.first}
 
     async def restore(self, instance_id: str, state: Mapping[str, Any]) -> None:
-        """Remember it again."""
+        """Restore the state that `snapshot` returned."""
         live = self._live[instance_id]
         live.num_calls, live.first = dict(state["num_calls"]), state["first"]
 
