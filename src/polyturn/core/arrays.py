@@ -19,8 +19,8 @@ Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 """[T] one number per token."""
 Support = NDArray[np.int32]
-"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1. A row of
--1 only means that nothing was removed, or that the token was not sampled."""
+"""[T, K] the ids that top-k and top-p kept when each token was sampled, padded with -1. A row that is all
+-1 means that they removed no token, or that the token was not sampled."""
 
 _T = TypeVar("_T")
 

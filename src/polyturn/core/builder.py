@@ -1,17 +1,19 @@
 """TrajectoryBuilder: the only object that appends tokens to a trajectory.
 
 It keeps one growing buffer per segment, so that a turn costs O(new tokens) however long the history is, and hands the
-engine a read-only view of it: the prompt that the engine sees *is* the prefix of the training sample (I1).
+engine a read-only view of it: the prompt that the engine sees *is* the prefix of the training sample (I1 in
+`docs/architecture.md`).
 
     builder.open(prompt_ids)                     segment 0: PROMPT
     builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
     builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
-    builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0 (or segment 0 goes on)
-    other = builder.fork()                       a second position; the one that appends second opens a segment
+    builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0; or, if the ids extend
+                                                 segment 0, OBSERVATION in segment 0
+    other = builder.fork()                       a second position; the builder that appends second opens a segment
 
 A builder is a position in the segments of an episode. Forks share the segments but have separate positions. If the position
 is the end of a segment, new tokens are appended to that segment. Otherwise they start a new segment, whose prompt replays
-everything before the position. So each token is SAMPLED in exactly one segment, and PROMPT in any other (I4).
+everything before the position. So each token is SAMPLED in exactly one segment, and PROMPT in all others that have it (I4).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class _Open:
         if end > len(self.buffer):
             grown = np.empty(max(end, 2 * len(self.buffer)), np.int32)
             grown[: self.length] = self.buffer[: self.length]
-            self.buffer = grown  # views that engines still hold keep the old buffer, which no longer changes
+            self.buffer = grown  # engines may still read views of the old buffer, which stays as it is
         self.buffer[self.length : end] = span.ids
         self.length = end
         self.spans.append(span)
@@ -87,7 +89,7 @@ class _Open:
 
     def truncate(self, length: int) -> None:
         self.routed = min(self.routed, length)
-        self.buffer = self.buffer[: self.length].copy()  # views that are still held keep the old tokens
+        self.buffer = self.buffer[: self.length].copy()  # a copy, because engines may still read views of the old buffer
         self.length = length
 
 
@@ -171,8 +173,8 @@ class TrajectoryBuilder:
         self.agent = agent
 
     def open(self, ids: ArrayLike, *, turn: int = -1, parent: Branch | None = None) -> SpanRef:
-        """Start a segment with the prompt `ids` and move to its end. It takes the experts of the prefix that it shares with
-        its parent."""
+        """Start a segment with the prompt `ids` and move to its end. The experts of the prefix shared with `parent` are
+        copied from there."""
         routes = None if parent is None else self._segments[parent.segment].routes(parent.length)
         self._segments.append(_Open(agent=self.agent, parent=parent))
         self._current, self._length, self._num_media = len(self._segments) - 1, 0, 0
@@ -257,7 +259,8 @@ class TrajectoryBuilder:
     def cut(self, refs: Sequence[SpanRef], *, keep: int) -> int:
         """Drop all but the first `keep` tokens of the last sampled completion; return the number of dropped tokens.
 
-        If a fork has the tokens in its context, they stay; only this builder moves back, and 0 is returned.
+        If a fork has these tokens in its context, they stay in the segment. Then only this builder moves back, and the
+        result is 0.
 
         Raises:
             AlignmentError: the completion is not the last of this builder, or has fewer than `keep` tokens.

@@ -49,9 +49,9 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens, as few as together have at least this probability."""
     top_k: int = -1
-    """Sample among so many of the likeliest tokens; -1 or 0 means no limit."""
+    """Sample among this many of the likeliest tokens; -1 or 0 means no limit."""
     keep_support: bool = False
     """Record the tokens that top_p and top_k keep, at most 64, and normalise log-probabilities over them, in the engine and
     in training. Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, keep sampling mask."""

@@ -2,8 +2,8 @@
 
     PENDING -> GENERATING -> TOOL_CALLING or INTERACTING -> GENERATING ... -> COMPLETED, FAILED or ABORTED
 
-`TRANSITIONS` lists the states that may follow each state. An episode whose limits
-leave no room for a turn goes from PENDING directly to its end.
+`TRANSITIONS` lists the states that may follow each state. If the limits of an episode
+leave no room for a turn, it goes from PENDING directly to an end.
 """
 
 from __future__ import annotations

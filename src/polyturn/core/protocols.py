@@ -1,8 +1,8 @@
 """The protocols between the parts of polyturn.
 
 `rollout` reaches engines only through `Engine`; the training loop reaches the model only through `Policy`. A plug-in may
-inherit a base class (`tools/base.py`, for example), or just have these methods. `core/snapshots.py` describes
-`snapshot` and `restore`, the optional methods with which a resumed run restores the state of a tool or an interaction.
+inherit a base class (`tools/base.py`, for example), or just have these methods. `core/snapshots.py` describes `snapshot`
+and `restore`, the optional methods with which a resumed run restores the state of a tool or an interaction.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Interaction(Protocol):
     name: str
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Begin one episode; return the id for all later calls."""
+        """Begin one episode; return the instance id that all later calls get."""
         ...
 
     async def generate_response(
@@ -146,7 +146,7 @@ class Tool(Protocol):
         ...
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        """Begin one episode; return the id for all later calls, or a pair (id, response)."""
+        """Begin one episode; return the instance id that all later calls get, or a pair (id, response)."""
         ...
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ AGENTS = "agents"
 
 
 def as_score(value: Any) -> float | None:
-    """Return a reward or score as a float; None for a text, another type, and a number not finite or above `MAX_REWARD`."""
+    """Return a reward or score as a float; None for a text, another type, NaN, and numbers beyond ±`MAX_REWARD`."""
     if isinstance(value, str | bytes):  # a text may look like a number by chance: "1" may be an answer, "nan" a word
         return None
     try:

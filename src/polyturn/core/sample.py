@@ -1,6 +1,6 @@
 """TrainSample: the per-token arrays of one segment, which the trainer and the losses read.
 
-In every array, index t describes token t. Only `batching/layout.py` shifts them to prediction targets.
+Index t of every array describes token t. Only `batching/layout.py` shifts the arrays to prediction targets.
 
     token_ids         [ p  p  p  a  a  o  o  a  a ]     p: prompt, a: sampled by the model, o: observation
     loss_weights      [ 0  0  0  1  1  0  0  1  1 ]
@@ -59,7 +59,7 @@ class TrainSample(Record):
     values: NDArray[np.float32] | None = None
     """[T] from the critic: index t is the value of the state in which token t is sampled."""
     rewards: NDArray[np.float32] | None = None
-    """[T] rewards of single tokens in addition to `reward`, such as a KL penalty; read only at weighted tokens."""
+    """[T] rewards of single tokens in addition to `reward`, such as a KL penalty; ignored at tokens with loss weight 0."""
     advantages: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     """[T] the targets of the critic; NaN at tokens whose value is not trained."""
@@ -82,7 +82,7 @@ class TrainSample(Record):
     """The sampling temperature; logprobs are log_softmax(logits / temperature)."""
     media: tuple[Media, ...] = ()
     routed_experts: Routes | None = None
-    """[T, L, K] the experts of each token (`core/routing.py`); None if none is known."""
+    """[T, L, K] the experts of each token (`core/routing.py`); None if unknown for every token."""
 
     def __post_init__(self) -> None:
         self._freeze(**dict.fromkeys(("token_ids", "turn_ids", "versions"), ids_array), routed_experts=routes_array)

@@ -1,6 +1,6 @@
 """The records of a rollout: spans of tokens, segments, turns, the trajectory, the group.
 
-In every array, index t describes token t. Only `batching/layout.py` shifts them to prediction targets.
+Index t of every array describes token t. Only `batching/layout.py` shifts the arrays to prediction targets.
 
     segment   [ PROMPT ............ | SAMPLED turn 0 | OBSERVATION turn 0 | SAMPLED turn 1 ]
     weights     0 0 0 0 0 0 0 0 0 0   1 1 1 1 1 1 1    0 0 0 0 0 0 0 0 0    1 1 1 1 1 1 1
