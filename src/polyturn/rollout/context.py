@@ -73,7 +73,7 @@ class RolloutContext:
     """Sample each turn from a full render of the history, as an inference server does, instead of appending to the ids that
     the model has seen and written (`use_inference_chat_template`, and templates that cannot be appended to)."""
     scheduler_timeout_s: float = 60.0
-    """Deadline of each call of a scheduler's method (`AuthorCalls`)."""
+    """Deadline of the calls of a scheduler's methods; `AuthorCalls` describes the time that it covers."""
     sanity_mode: str = "strict"
     """One of `polyturn.tokens.sanity.MODES`."""
     sanity_every: int = 16

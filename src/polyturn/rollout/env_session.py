@@ -24,8 +24,8 @@ from polyturn.core.snapshots import SnapshotHooks
 from polyturn.rollout.env import Env, EnvStep, first_observation
 
 GRACE_S = 1.0
-"""Seconds that the end of an episode waits for a busy environment. After that, the
-thread of the late method closes the environment when the method returns."""
+"""Seconds that the end of an episode waits for a busy environment. After that, the thread of the late method closes
+the environment when the method returns."""
 
 
 class EnvSession:

@@ -229,7 +229,7 @@ class Episode:
 
         Raises:
             LifecycleError: the episode has ended.
-            SchedulerError: a limit forbids another turn; `prepare`, which must be called first, returns this limit.
+            SchedulerError: a limit on turns or tokens forbids another turn; `prepare`, to be called first, returns it.
             EngineError: the engine is lost, refuses the request, or sampled a banned token.
         """
         shared, history, engine = self.resources, self.history, self._context.engine
@@ -433,8 +433,8 @@ class Episode:
     ) -> Reply:
         """Append `addition` to the last assistant message and let the next turn continue it. A `step` may return the result.
 
-        The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped; the
-        metric `dropped_cut` counts them. The token that ended the turn is always dropped, because the message goes on.
+        The model sees `addition`, but it is not trained. Sampled tokens after the kept part are dropped; the metric
+        `dropped_cut` counts them. The token that ended the turn is always dropped, because the message goes on.
 
             return episode.go_on(" But wait, that is wrong.", keep=turn.text.split("</think>")[0])
 
@@ -467,7 +467,7 @@ class Episode:
         So each sampled token is trained once. Forks may run concurrently.
 
         Args:
-            agent: The name of another agent, whose history consists of `messages`; None continues as the same agent.
+            agent: The name of another agent, whose history starts with `messages`; None continues as the same agent.
             messages: Replaces this history; required for another agent.
             at: An earlier position of this episode to continue from, instead of the current one.
             aside: Marks the fork as outside the conversation: the record has its tokens but not its turns.

@@ -41,7 +41,7 @@ class Prompted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shown:
-    """The ids of the next prompt were appended to the context (`History.show`)."""
+    """The next prompt became the context (`History.show`)."""
 
     is_whole: bool
     segment: int

@@ -2,7 +2,8 @@
 
     next_prompt -> show -> sample -> record -> next_prompt -> show -> …
 
-`next_prompt` encodes, and `show` appends the result to the context. `history_edits` has the edits of schedulers.
+`next_prompt` encodes the waiting messages, and `show` makes the result the context for the next completion. Schedulers edit
+a history between two turns with `history_edits`.
 
 If a rendered prompt continues a segment token for token, it extends that segment; otherwise it starts a new segment, in
 which all earlier tokens are prompt. Messages are encoded only when the next generation needs them, and sampled ids are never
@@ -66,7 +67,7 @@ class History:
         self.events: list[Event] | None = None
         """The events that a journal has not taken yet; None without a journal."""
         self.prompt: tuple[Message, ...] | None = None
-        """The messages of the first prompt; None until it is shown."""
+        """The messages of the first prompt; None before the first `show`."""
         self.prompt_tokens = 0
         """Number of tokens of the first prompt."""
         self.num_cut = 0
@@ -177,7 +178,7 @@ class History:
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
     def show(self, prompt: Prompt) -> None:
-        """Append the ids of the next prompt to the context. Their span is the last turn's observation, if any."""
+        """Make `prompt` the context: append its new ids to a segment, or open a segment. The last turn lists the new span."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
         ref: SpanRef | None = None

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class ContextPolicy(Enum):
     """The response to a turn that does not fit into the context.
 
-    The two that edit the history do so as soon as less than `reserve` tokens are left, so that a turn is not cut short by a
-    context that could have been made free.
+    COMPACT and DROP_OLDEST edit the history as soon as fewer than `Limits.reserve` tokens are left. Without this margin, the
+    context would cut the next completion although older messages could have been left out.
     """
 
     STOP = "stop"
@@ -54,18 +54,18 @@ class Limits:
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens after the first prompt, observations included."""
     max_context: Annotated[int, Field(ge=2)] | None = None
-    """Prompt and response together; of a run it defaults to the model's own limit."""
+    """Tokens of prompt and response together; in a run, the default is the model's own limit."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """A task with a longer prompt is refused when the run starts."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """Seconds of an episode, beyond which it is truncated; null means no limit."""
+    """Seconds after which an episode is truncated; null means no limit."""
     counts_people: bool = False
-    """Whether the time in which a person is waited for counts for `timeout_s`."""
+    """Whether the time spent waiting for a person's answer counts for `timeout_s`."""
     context_policy: ContextPolicy = ContextPolicy.STOP
     """When the context is full: end, replace old observations by a note, or leave out the oldest messages."""
 
     def __post_init__(self) -> None:
-        # The annotations bind configurations; a scheduler makes limits directly.
+        # The annotations only validate configurations; a scheduler may create limits directly.
         for name in ("max_turns", "max_user_turns", "max_tokens_per_turn", "max_tokens", "max_context", "timeout_s"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "max_user_turns" else 1e-9):
@@ -112,7 +112,7 @@ class Budget(NamedTuple):
 
 
 def reached(limits: Limits, at: EpisodeProgress) -> StopReason | None:
-    """Return the stop reason of the first limit, in the order above, that forbids another generation; None if none does."""
+    """Return the stop reason of the first limit, in this module's order, that forbids another turn; None if none does."""
     if limits.timeout_s is not None and at.elapsed_s >= limits.timeout_s:
         return StopReason.TIMEOUT
     if limits.max_turns is not None and at.turns >= limits.max_turns:

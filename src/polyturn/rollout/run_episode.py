@@ -328,8 +328,8 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
 def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
     """Compare the episode's token ids with a full render of the same messages, if a check is due; return metrics.
 
-    Differences are counted, and `warn_of` reports them; the ids do not change. Histories that are not
-    canonical are not compared: they were edited, or each of their prompts is already a full render.
+    Differences are counted, and `warn_of` reports them; the ids do not change. A history that is not
+    canonical is not compared, because it was edited, or because each of its prompts is already a full render.
     """
     if not episode.resources.turns or not context.is_sanity_due():
         return {}

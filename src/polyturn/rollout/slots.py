@@ -2,8 +2,8 @@
 
     EpisodeSlots(most=256)                            always 256
     EpisodeSlots(most=256, least=16, engine=engine)   16 at first; changes every second while an episode waits for a slot:
-        the engine has no queue, and room in its KV cache   doubles; once it has shrunk, it only grows by an eighth
-        the engine has a queue, or its KV cache is full     shrinks by the length of the queue, at most by a quarter
+        no request waits in the engine, KV cache below `ROOMY`   doubles; once it has shrunk, it only grows by an eighth
+        requests wait in the engine, or KV cache above `FULL`    shrinks by the number of these, at most by a quarter
 
 A running episode is never stopped: if the number shrinks, waiting episodes start later.
 """

@@ -3,9 +3,9 @@
     stops ["Observation:"]   sampled  [Think][ing\\nObs][ervation][:][ 4 …     kept  [Think][ing\\nObs][ervation][:]
 
 Engines only support stop *tokens*. A string may end inside a token, so `generate_until` searches the text: it requests the
-completion in pieces and ends it with the token that completes the string. Tokens are kept or dropped
-as a whole, so the text may go on after the string to the end of the last token. Sampling is left to right, so dropping later
-tokens leaves the kept ids a sample of the policy.
+completion in pieces and ends it with the token that completes the string. Tokens are kept or dropped as a whole, so the
+text may go on after the string to the end of the last token. Later tokens do not affect earlier ones, so the kept ids are
+still a sample of the policy.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     {"prompt": "Walk to the goal.", "env_config": {"name": "frozen_lake", "size": 4, "seed": 7}}      a row
 
 `env_config` names the environment and gives its arguments; the scheduler's `env_config` provides defaults. The reward of
-each step is the turn's score "env"; the reward of a row without a data_source is their sum. A completion that
-a limit cut is still taken as an action, but the episode ends after it, even if the environment is not done.
+each step is the turn's score "env"; the reward of a row without a data_source is their sum. A completion that a
+limit cut is still taken as an action, but the episode ends after it, even if the environment is not done.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""SingleTurn: ends the episode after one completion. Tools are not called. An interaction does not
-answer, but `calculate_score` scores the turn."""
+"""SingleTurn: ends the episode after one completion.
+
+Tools are not called. An interaction does not answer, but its `calculate_score` scores the turn.
+"""
 
 from __future__ import annotations
 
