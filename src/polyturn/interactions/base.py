@@ -1,7 +1,7 @@
 """BaseInteraction: the base class of interactions.
 
 One object serves all episodes concurrently, so it must keep an episode's state under the instance id and free it in
-`finalize_interaction`. The class is concrete: if a config names it, it gives every turn the same answer. A method that is
+`finalize_interaction`. A config may also name this class itself, which gives every turn the same answer. A method that is
 not async runs in a thread, concurrently with other episodes, and may block.
 
     id = await interaction.start_interaction(ground_truth="72")
@@ -23,7 +23,7 @@ class BaseInteraction:
     """An interaction that accepts every answer and never ends the conversation."""
 
     stateless: bool = False
-    """Whether an episode's state depends on `start_interaction` only, so that a conversation can continue after a restart.
+    """Whether only `start_interaction` sets an episode's state, so that a conversation can continue after a restart.
     An interaction with more state can have `snapshot` and `restore` instead (see `core/snapshots.py`)."""
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
