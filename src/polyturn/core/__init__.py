@@ -1,1 +1,1 @@
-"""The core types: stdlib and NumPy only. Everything else leans on this folder, and it leans on nothing."""
+"""The core types: stdlib and NumPy only. All other packages import this one; it imports none of them."""

@@ -34,7 +34,10 @@ def passed_an_author(problem: BaseException) -> bool:
 
 
 def describe_position(frames: list[FrameType]) -> str:
-    """Describe the outermost function of an author in a stack (outermost frame first), with its current line; "" if none."""
+    """Describe the outermost function in a stack that is neither polyturn's nor Python's; "" if there is none.
+
+    `frames` begins with the outermost frame. "now at" is the line of the innermost frame outside the standard library.
+    """
     frames_of_user = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
     first = next((frame for frame in frames_of_user if not is_ours(frame.f_code.co_filename)), None)
     if first is None:

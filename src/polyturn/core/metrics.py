@@ -3,7 +3,7 @@
     merge([{"rollout/turns": Mean(2.0)}, {"rollout/turns": Mean(4.0)}])  ->  {"rollout/turns": Mean(3.0, count 2)}
     reduce(...)                                                          ->  {"rollout/turns": 3.0}
 
-Names are under rollout/ reward/ tokens/ policy/ loss/ buffer/ time/ eval/ and tool/.
+Names are under rollout/ reward/ tokens/ policy/ critic/ loss/ buffer/ engine/ time/ eval/ tool/ and system/.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _PATTERNS = tuple(
 )
 """Each match keeps its first group; the rest of the match is hidden."""
 _ONLY_SCHEME = re.compile(r"\A(\s*(?:bearer|basic)\s+)(?!\$\{)\S+\s*\Z", re.IGNORECASE)
-"""The whole value of an Authorization header, whatever the key's name."""
+"""Matches a text that is nothing but the value of an Authorization header ("Bearer s3cr3t"), under any key."""
 
 
 def is_secret_name(name: str) -> bool:

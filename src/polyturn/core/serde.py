@@ -46,7 +46,8 @@ def from_json(cls: type[_T], data: Any) -> _T:
 
 _PLAIN = frozenset({str, bool, type(None)})
 _MAX_DEPTH = 128
-"""The most levels. Records have about ten, and data from files and the network at most `nesting.MAX_DEPTH`."""
+"""The deepest nesting that is written. Records have about ten levels, data from files and the network at most
+`nesting.MAX_DEPTH`."""
 _MAX_INT = 10**4000
 """The bound on integers: Python does not convert integers of more than 4,300 digits to or from text."""
 

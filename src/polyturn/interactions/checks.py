@@ -17,8 +17,8 @@ class AsksPerson(Protocol):
     """An interaction that may be answered by a person."""
 
     asks_person: bool
-    """If True, the episode's time limit is paused while a reply is awaited, unless `rollout.limits.counts_people`. The
-    deadline of a reply still applies."""
+    """If True, the episode's time limit is paused while a reply is awaited, unless `rollout.limits.counts_people` is
+    set. The deadline of a reply still applies."""
 
 
 def check_row(interactions: Mapping[str, Interaction], task: Task) -> None:
@@ -75,7 +75,7 @@ class ChecksItself(Protocol):
         """Check everything that does not depend on a row; called once before a run.
 
         Raises:
-            ConfigError: a service cannot be reached, a file is missing.
+            ConfigError: for example, a service cannot be reached, or a file is missing.
         """
         ...
 
@@ -83,6 +83,6 @@ class ChecksItself(Protocol):
         """Check a row's interaction kwargs; called for every row before a run.
 
         Raises:
-            DataError: the kwargs lack something.
+            DataError: the interaction cannot work with the kwargs.
         """
         ...

@@ -178,7 +178,7 @@ class History:
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
     def show(self, prompt: Prompt) -> None:
-        """Make `prompt` the context: append its new ids to a segment, or open a segment. The last turn lists the new span."""
+        """Make `prompt` the context: append its new ids to a segment, or open a segment. The last turn lists its span."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
         ref: SpanRef | None = None

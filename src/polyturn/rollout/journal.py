@@ -7,7 +7,7 @@ A line has the history's events since the previous line (`rollout/events.py`, id
 scores changed, and the snapshots of tools, interaction and scheduler. A resume replays the events of all lines and restores
 the plug-ins from the last snapshots.
 
-A turn is in the journal before the next generation starts. So a resume never repeats a call of a recorded turn, be it to the
+A turn is in the journal before the next generation starts. So a resume never repeats a call of a recorded turn to the
 engine, a tool, the interaction or the scheduler. An episode that cannot be recorded (a plug-in with state but without a
 snapshot, forks, a value that JSON cannot represent) restarts from its task; the reason is counted and reported.
 """
@@ -342,7 +342,7 @@ def _distinct(versions: Iterable[int | None]) -> list[int]:
 
 
 def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as JSON, without its id and its task, except the prompt, which may differ from the run's task."""
+    """Return a trajectory as JSON, without its id and task but with the task's prompt, which a plug-in may have changed."""
     names = (f.name for f in dataclasses.fields(trajectory) if f.name not in ("id", "task"))
     return {"prompt": to_json(trajectory.task.prompt), **{name: to_json(getattr(trajectory, name)) for name in names}}
 
