@@ -95,7 +95,7 @@ class ToolUnavailableError(PolyturnError, RuntimeError):
 
 
 class RewardError(PolyturnError, RuntimeError):
-    """A reward function raised, or returned no finite number. The trajectory fails; its reward is not set to 0.0."""
+    """A reward function raised, was late or returned no finite number. The trajectory fails; it does not get reward 0."""
 
 
 class RolloutError(PolyturnError, RuntimeError):

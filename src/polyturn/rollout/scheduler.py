@@ -6,7 +6,7 @@
     on_trajectory_start  before the prompt is encoded          on_trajectory_end   once, on every exit
     on_turn_end          after each completion
 
-By default, a turn with tool calls is answered by the tools, and any other turn by the interaction that the row names. If the
+By default, the tools answer a turn with tool calls, and the interaction that the row names answers any other turn. If the
 row names none, the episode ends. A custom scheduler is short:
 
     class Hint(MultiTurnScheduler):

@@ -3,7 +3,7 @@
     EpisodeSlots(most=256)                            always 256
     EpisodeSlots(most=256, least=16, engine=engine)   16 at first; changes every second while an episode waits for a slot:
         no request waits in the engine, KV cache below `ROOMY`   doubles; once it has shrunk, it only grows by an eighth
-        requests wait in the engine, or KV cache above `FULL`    shrinks by the number of these, at most by a quarter
+        requests wait in the engine, or KV cache above `FULL`    shrinks by their number, at least 1, at most a quarter
 
 A running episode is never stopped: if the number shrinks, waiting episodes start later.
 """
