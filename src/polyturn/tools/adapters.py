@@ -4,7 +4,7 @@
     create(instance_id, create_kwargs={"ground_truth": …})  the same in one mapping
     execute(instance_id, parameters, agent_data=…)          with a `ToolContext` of the episode
     release()  calc_reward()                                without the instance id
-    reads = frozenset({"timeout"})                          arguments that the schema does not name
+    reads = frozenset({"timeout"})                          an argument that the schema does not name
 
 The form is determined once, from the signatures. Methods that already have the usual form are called directly.
 """

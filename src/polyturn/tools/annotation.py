@@ -56,18 +56,18 @@ def read_argument(adapter: TypeAdapter[Any], value: Any, *, name: str, tool: str
 
 
 class _ToolSchema(GenerateJsonSchema):
-    """Generates schemas with inlined definitions, `nullable` instead of null, and a list for unions of plain types."""
+    """Generates schemas with inlined definitions, `nullable: true` for optional values, and a type list for plain unions."""
 
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         form = super().generate_inner({key: value for key, value in schema.items() if key != "ref"})
-        form.pop("discriminator", None)  # it refers to definitions
+        form.pop("discriminator", None)  # it refers to definitions, which are inlined here
         if "const" in form:
             form["enum"] = [form.pop("const")]
         if form.get("title") == getattr(schema.get("cls"), "__name__", ""):
             del form["title"]
         if (each := form.get("prefixItems")) and "items" not in form and all(one == each[0] for one in each):
             form["items"] = form.pop("prefixItems")[0]
-        if schema["type"] in ("model", "dataclass", "typed-dict"):  # a misspelt name is an error, as in the call itself
+        if schema["type"] in ("model", "dataclass", "typed-dict"):  # a misspelt field is an error, as in the call itself
             form.setdefault("additionalProperties", False)
         first = {"type": form["type"]} if "type" in form else {}
         return first | {k: v for k, v in form.items() if (k, v) not in (("items", {}), ("additionalProperties", True))}

@@ -1,6 +1,6 @@
 """BaseTool: the base class for a tool with state. A tool without state can be a function; see `function.py`.
 
-All episodes share one object, so the state of an episode is stored under its instance id:
+One object serves all episodes, so a tool stores the state of each episode under its instance id:
 
     create (once an episode) -> execute (each call) -> calc_reward (once, at the end) -> release (exactly once, always)
 """
@@ -21,23 +21,26 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:
-    """A tool that accepts every call. Each method may also be a plain function, which then runs in a thread."""
+    """The base of tools; its own `execute` accepts every call and does nothing.
+
+    A subclass may define each method as a coroutine or as a plain function; plain functions run in threads.
+    """
 
     checks_own_arguments = False
     """Whether `execute` checks arguments itself; otherwise the model gets an error if they do not fit the schema."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Names that `create` and `execute` look up in their keyword arguments and in `parameters`, in addition to those in
-    signature and schema: `create_kwargs`, `agent_data`, further arguments of the model."""
+    """Names that `create` and `execute` read although neither the signature nor the schema has them. `create_kwargs` and
+    `agent_data` are then passed as keyword arguments; any other name is an argument that the model may give."""
     stateless: bool = False
-    """Whether its state of an episode depends only on `create`, so that an episode can be resumed after a restart. A tool
-    with state may offer `snapshot` and `restore` instead (see `core/snapshots.py`)."""
+    """Whether the tool's state in an episode comes from `create` alone and no call changes it, so that an episode can be
+    resumed after a restart. A tool whose calls change state may offer `snapshot` and `restore` (`core/snapshots.py`)."""
     origin: ClassVar[Origin] = Origin.OWNER
-    """The author of its schema. Control texts in the schema are only encoded as control tokens for `Origin.OWNER`."""
+    """The author of the schema. If it is not `Origin.OWNER`, control texts in the schema are encoded as ordinary text."""
     waits_apart: ClassVar[bool] = False
-    """Whether its calls wait for something with a separate deadline, such as the start of a sandbox (`Stretch.paused`), so
-    that this time does not count for the deadline of the call."""
+    """Whether a call may wait (inside `Stretch.paused`) for something that has its own deadline, such as the start of a
+    sandbox. This waiting time does not count towards the deadline of the call."""
     base_key: ClassVar[str | None] = None
-    """The key of its config that is set to the base folder of relative paths; None for a tool without paths."""
+    """The config key that gets the folder against which the tool resolves relative paths; None for a tool without paths."""
 
     def __init__(
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None
@@ -70,10 +73,10 @@ class BaseTool:
         return next((urlsplit(url).netloc for url in urls), None)
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """Adapt to the deadline of a call, before the first call.
+        """Adapt the tool's own time limits to the deadline of each call; called before the first call.
 
-        A tool that runs the model's code should end it earlier, because a missed deadline counts as the tool's failure, and
-        several failures open its circuit breaker for all episodes.
+        A tool that runs the model's code should stop the code before the deadline, because a missed deadline counts as a
+        failure of the tool, and several failures open its circuit breaker for all episodes.
         """
 
     @property
@@ -115,8 +118,8 @@ class BaseTool:
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Release the instance. Called exactly once per `create`.
 
-        This includes a `create` that raised or was cancelled: `release` then gets the id that `create` received, and its
-        errors are ignored.
+        This includes a `create` that raised or was cancelled: `release` then gets the id that `create` received, and errors
+        of this `release` are ignored.
         """
 
 

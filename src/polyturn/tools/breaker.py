@@ -1,8 +1,8 @@
 """Breaker: suspends calls of a tool that has failed several times in a row for reasons outside the model's control.
 
-    n failures in a row   ->   calls fail at once for `cooldown_s`; then they are made again
-    the next call fails   ->   the same for twice as long
-    the tool answers      ->   the count restarts
+    `failures` failures in a row      ->   for `cooldown_s`, calls fail at once without reaching the tool
+    the next call to the tool fails   ->   the same, for twice as long, up to `max_cooldown_s`
+    the tool answers                  ->   the count and the length of the pause start again
 
 A failure is a time-out or a lost connection. A refusal, a crash or bad arguments count as answers, because the tool was
 reached; so a policy cannot open the breaker for other episodes by its calls. Concurrent failures count as one.
@@ -51,7 +51,7 @@ class Breaker:
         self._tool, self._settings, self._clock = tool, settings or BreakerSettings(), clock
         self._num_failures, self._pause_s = 0, self._settings.cooldown_s
         self._until = self._counted = -math.inf
-        """The times at which calls are made again, and at which a call was last counted, as an answer or as a failure."""
+        """`_until`: the time until which calls are suspended. `_counted`: the time of the last counted answer or failure."""
 
     def admit(self) -> float | None:
         """Return None if a call may be made, else the number of seconds for which calls are still suspended."""
@@ -65,7 +65,7 @@ class Breaker:
 
     def failed(self, *, began: float) -> None:
         """Count a time-out or a lost connection of a call that began at `began`."""
-        if began < self._counted:  # another call was answered meanwhile, or failed concurrently
+        if began < self._counted:  # after this call began, another one was answered, or its failure was counted
             return
         self._num_failures += 1
         self._counted = self._clock()

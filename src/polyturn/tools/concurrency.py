@@ -2,7 +2,7 @@
 
     async with limits.turn("search") as waited_s: ...       a slot of the tool, then one of its host
 
-Waiting does not count for a call's deadline, only for the episode's time limit.
+Waiting does not count towards a call's deadline, only towards the episode's time limit.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@
                                                   release, exactly once per create
 
     a call:   parsed? known tool? valid arguments? -> wait for a slot -> breaker -> execute, with a deadline
-    create    ok                               ->  owned; `release` when the episode ends
-              failed or cancelled              ->  may have taken resources; `release`, whose failure is not counted
-              finished later in its thread     ->  owned late; released at once if the episode is over
+    create    returns in time                  ->  owns an instance; `release` runs when the episode ends
+              raises or is cancelled           ->  may have taken resources; `release` runs too, and its errors are ignored
+              returns late, in its thread      ->  owns an instance; `release` runs at once if the episode has ended
 
 A failing call does not end the episode: the model sees the error and continues. Only failures that the model cannot cause
-raise: a `create` that fails, a tool that cannot start a call, a reward that is not a number, too many hanging calls.
+raise an error: a `create` that fails, a tool that cannot start a call, a reward that is not a number, or too many hanging
+calls.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ class EpisodeTools:
 
         Raises:
             RewardError: a step reward is not a finite number.
-            ToolUnavailableError: a tool cannot start a call; or it cannot be reached, if the run treats that as a failure.
+            ToolUnavailableError: a tool cannot start a call; or, with `unreachable: failure`, a tool cannot be reached.
             RolloutError: too many calls are still running past their deadline.
-            asyncio.CancelledError: the episode, and with it the calls, is cancelled.
+            asyncio.CancelledError: the episode was cancelled, which also cancels its calls.
         """
         if not self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
@@ -176,7 +177,7 @@ class EpisodeTools:
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the tools' state of the episode, after a complete turn.
+        """Return the state that the tools keep of this episode; call it only after a complete turn.
 
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.
@@ -187,7 +188,7 @@ class EpisodeTools:
         return {"states": states, "rewards": data.tool_rewards, "extra": data.extra_fields} if data else {"states": states}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `snapshot` into the tools, which have been created again.
+        """Restore a result of `snapshot`; the tools must have been created again before.
 
         Raises:
             SnapshotError: a tool's `restore` raised or was late.
@@ -345,8 +346,8 @@ class EpisodeTools:
             return await self._execute(call, messages)
         alone = (
             self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
-        )  # plain methods run in threads, which must not share one instance's state
-        # Waiting for the lock or for a slot does not count for the call's deadline.
+        )  # plain methods run in threads; no two of them may use an instance's state at the same time
+        # Waiting for the lock or for a slot does not count towards the call's deadline.
         async with alone, concurrency.turn(call.name) as waited_s:
             result = await self._execute(call, messages)
         if not concurrency.has_limit(call.name):
@@ -414,7 +415,7 @@ class EpisodeTools:
         )
 
     def _raised(self, call: ToolCall, problem: Exception, *, duration_s: float) -> ToolResult:
-        """Convert a tool's exception to an observation, whose kind tells whether the tool or the model failed.
+        """Convert a tool's exception to an observation; its error kind says whether the tool or the model failed.
 
         Raises:
             RewardError, ToolUnavailableError: the exception fails the trajectory instead.
@@ -439,7 +440,7 @@ class EpisodeTools:
 
 
 def _own_copy(value: Any) -> Any:
-    """Return a deep copy of a call's arguments, which are JSON unless a plug-in made the call."""
+    """Return a deep copy of a call's arguments. They are JSON unless a plug-in made the call."""
     if type(value) in (str, int, float, bool, type(None)):
         return value
     if type(value) is dict:
@@ -448,7 +449,7 @@ def _own_copy(value: Any) -> Any:
 
 
 def _with_cut(outcome: ToolOutcome, content: str | tuple[Mapping[str, Any], ...]) -> Mapping[str, Any]:
-    """Return a call's metrics, with the number of characters cut from its text."""
+    """Return a call's metrics; if its text was cut, they also say by how many characters it became shorter."""
     text = outcome.response.text or ""
     kept = content if isinstance(content, str) else str(content[-1].get("text", ""))
     return {**outcome.metrics, results.CUT_CHARS: len(text) - len(kept)} if len(kept) < len(text) else outcome.metrics

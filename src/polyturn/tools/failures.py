@@ -25,32 +25,32 @@ class ToolFailure(StrEnum):
     UNKNOWN_TOOL = "unknown_tool"
     """The model named a tool that the task does not have."""
     BAD_JSON = "bad_json"
-    """The call could not be read."""
+    """The text of the call could not be parsed."""
     SCHEMA = "schema"
     """The arguments do not fit the tool's schema."""
     SKIPPED = "skipped"
-    """One call more in a turn than are run."""
+    """The turn had more calls than are run in one turn; this one was not run."""
     TOOL_ERROR = "tool_error"
     """The tool refused: it raised `ToolError`."""
     EXCEPTION = "exception"
-    """The tool crashed: it raised anything else, or returned what cannot be read."""
+    """The tool crashed: it raised another error, or returned a value that is not a valid result."""
     TOO_LARGE = "too_large"
-    """The answer is larger than what may be looked at."""
+    """The answer exceeds a size limit, so the model does not see any of it."""
     TIMEOUT = "timeout"
     """The call's deadline passed, the tool's own or the run's."""
     CONNECTION = "connection"
-    """The service behind the tool cannot be reached, or broke off."""
+    """The service behind the tool cannot be reached, or closed the connection before its answer was complete."""
     CIRCUIT_OPEN = "circuit_open"
-    """The tool failed so often in a row that it is left alone for a while."""
+    """The tool failed so often in a row that its calls are suspended for a while; this call was not made."""
 
     @property
     def is_infrastructure(self) -> bool:
-        """Whether it counts for the tool's circuit breaker."""
+        """Whether failures of this kind count for the tool's circuit breaker."""
         return self in (ToolFailure.TIMEOUT, ToolFailure.CONNECTION)
 
     @property
     def reached_tool(self) -> bool:
-        """Whether the tool itself was called, so that its time counts."""
+        """Whether the tool itself was called, so that the call's duration counts in the metrics."""
         return self in (
             ToolFailure.TOOL_ERROR,
             ToolFailure.EXCEPTION,

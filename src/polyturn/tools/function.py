@@ -1,4 +1,4 @@
-"""`@polyturn.tool`: makes a tool of an annotated function, which can still be called as a function.
+"""`@polyturn.tool`: turns an annotated function into a tool, which can still be called like the function.
 
     @polyturn.tool
     async def look_up(key: str, table: Annotated[dict, FromTask]) -> str:
@@ -10,7 +10,7 @@
         return table[key]
 
 The model sees `key`; `table` comes from the row's `create_kwargs` and is not in the schema. A plain function runs in one of
-the tool's threads. Missing annotations or descriptions raise an error at the decorator.
+the tool's threads. If an annotation or a description is missing, the decorator raises an error.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FunctionTool(BaseTool):
         return chosen, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolOutcome:
-        """Call the function with the model's arguments and the row's."""
+        """Call the function with the model's arguments and the row's values of the hidden parameters."""
         if instance_id not in self._given:
             raise LifecycleError(f"tool {self.name!r}: execute for the id {instance_id!r}, which create never returned")
         visible = {k: v for k, v in parameters.items() if k not in self._hidden}
@@ -155,7 +155,7 @@ def tool(
     schema: OpenAIFunctionToolSchema | Mapping[str, Any] | None = None,
     stateless: bool = True,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of an annotated async or plain function: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
+    """Turn an annotated async or plain function into a tool: `@tool`, `@tool("name")` or `@tool(name=..., schema=...)`.
 
     Args:
         function: The function. Each parameter needs an annotation and an entry under `Args:` in the docstring. A string is
@@ -163,7 +163,7 @@ def tool(
         name: The tool's name; by default the function's.
         schema: The whole schema, which replaces the one from signature and docstring. The function then gets the model's
             JSON unchanged.
-        stateless: Whether calls do not depend on state that earlier calls left in this process. If False, a resumed run
+        stateless: Whether no call depends on state that an earlier call left in this process. If False, a resumed run
             restarts the episodes that were in flight.
 
     Raises:

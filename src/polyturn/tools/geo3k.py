@@ -18,7 +18,7 @@ class Geo3kTool(Gsm8kTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
-        self._threads = DaemonThreads(name="geo3k")  # comparing mathematics takes a while
+        self._threads = DaemonThreads(name="geo3k")  # comparing two expressions may take long
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the default schema, for a tool file without one."""

@@ -38,7 +38,7 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Start an instance for one episode; the right answer is `ground_truth`, or that key of `create_kwargs`."""
+        """Start an instance for one episode; the right answer is `ground_truth`, or `create_kwargs["ground_truth"]`."""
         instance_id = str(uuid4()) if instance_id is None else instance_id
         if ground_truth is None:
             ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")

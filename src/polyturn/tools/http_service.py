@@ -1,13 +1,13 @@
 """HttpService: the client of one HTTP endpoint, with a concurrency limit, a deadline, and a status for each kind of failure.
 
     service = HttpService("http://127.0.0.1:8000/retrieve", timeout_s=30, max_concurrent=120)
-    service.open()                       one per instance of the tool, paired with close
+    service.open()                       once per instance of the tool, paired with close
     reply = await service.post({...})    Reply(status="ok", data={...}) or Reply(status="timeout", error="…")
     await service.close()                the last one closes the connections
 
 The deadline covers a whole call with its retries, but not the wait for a slot. The limit applies to one tool in one process.
-An answer that is too large is not read. Connections live exactly as long as instances do, so that none is left when an event
-loop ends.
+An answer beyond the size limit is not read to its end; its status is `bad_reply`. Connections are open only while instances
+live, so that none is left when an event loop ends.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class WorkerSettings(Settings):
     num_workers: AtLeastOne
     rate_limit: AtLeastOne
     enable_global_rate_limit: bool = True
-    """Whether `rate_limit` counts; otherwise `num_workers` alone does."""
+    """Whether `rate_limit` limits the concurrent calls as well; if false, only `num_workers` does."""
     max_concurrency: AtLeastOne | None = None
-    """Calls that the run starts at once; null means no limit."""
+    """Maximum number of concurrent calls that the run makes; null means no limit."""
 
     @property
     def max_concurrent(self) -> int:
@@ -64,18 +64,18 @@ class ServiceSettings(WorkerSettings):
     """The settings of a tool that asks an HTTP service."""
 
     max_retries: AtLeastOne
-    """Tries of a call, the first included."""
+    """Maximum number of tries of a call, including the first."""
     retry_delay: Annotated[float, Field(ge=0)] = 1.0
-    """Seconds to pause after the first try."""
+    """Seconds to pause after the first try; the pause after the n-th try is n times as long."""
     token: str | None = None
     token_env: Text | None = None
-    """The environment variable with the token, in its place."""
+    """The environment variable that contains the token; set it instead of `token`."""
 
     def service(self, url: str, *, timeout_s: float) -> HttpService:
         """Return the client of the service.
 
         Raises:
-            ConfigError: the URL is not one, or the token is missing.
+            ConfigError: the URL is invalid, or the token is missing.
         """
         secrets = {"token": self.token, "token_env": self.token_env}
         return HttpService(
@@ -164,7 +164,7 @@ class HttpService:
             await self._client.close()
 
     async def post(self, payload: dict[str, Any]) -> ServiceReply:
-        """Post `payload` and return the reply, which also reports failures; only a cancellation raises."""
+        """Post `payload` and return the reply, which reports failures; only a cancellation or a missing `open` raises."""
         if not self._num_users:
             raise LifecycleError(f"{self.url}: posted to before `open` or after the last `close`")
         last: list[ServiceReply] = []
@@ -198,7 +198,7 @@ class HttpService:
             return ServiceReply(status="bad_reply", error=str(problem), num_tries=number), True
         except BrokenOffError as problem:
             return ServiceReply(status="unreachable", error=str(problem), num_tries=number), False
-        if 300 <= answer.status < 400:  # nor is it quoted
+        if 300 <= answer.status < 400:  # a redirect is not followed, and its text is not quoted
             error = f"HTTP {answer.status}: it redirects, which is not followed; give the address that it leads to"
             return ServiceReply(status="refused", error=error, num_tries=number), True
         text = answer.excerpt(200) if len(answer.content) < MAX_QUOTED else ""

@@ -35,11 +35,11 @@ class McpSettings(Settings):
 
     type: str = "mcp"
     session: SessionMode = "run"
-    """`run` is one session for all episodes, `episode` one for each."""
+    """`run` shares one session among all episodes; `episode` opens a session for each episode."""
     timeout: Seconds = 30.0
-    """Seconds of a call."""
+    """Deadline of a call, in seconds."""
     rate_limit: Annotated[float, Field(gt=0)] = 120.0
-    """Calls a second."""
+    """Maximum number of calls per second."""
     max_concurrency: AtLeastOne | None = None
     connect_timeout: Seconds = 30.0
     keep: Annotated[float, Field(ge=0)] = 30.0
@@ -151,7 +151,7 @@ class MCPSearchTool(MCPBaseTool):
 
 
 def _count_results(text: str) -> int:
-    """Count the results in an answer: the entries with a title or a URL, or else 1 for any text."""
+    """Count the results in an answer by its titles or URLs, whichever are more; a text without either counts as 1."""
     titles = len(re.findall(r"""(?im)(?:^|["'{,]\s*)title["']?\s*:""", text))
     urls = len(re.findall(r"https?://", text))
     return max(titles, urls) or int(bool(text.strip()))

@@ -4,8 +4,9 @@
                     "web":   {"url": "https://…/mcp", "auth_token": "${oc.env:TOKEN}"},
                     "old":   {"url": "https://…/sse", "transport": "sse"}}}
 
-A command is started as a process and used over its standard input and output. A URL is reached by streamable HTTP, or by SSE
-if the file or the path says so. Every transport limits the size of a single message.
+A command is started as a process and used over its standard input and output. `transport` says whether a URL is reached by
+streamable HTTP or by SSE; without it, `transport_of` decides by the path and the token. Standard output and streamable HTTP
+limit the size of a single message.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def make_client(
         settings: The server's command or URL.
         words: Collects details for error messages.
         max_answer_bytes: Maximum size of an answer.
-        is_stateful: Whether the server must keep a session for this client; the newest protocol has no sessions over HTTP.
+        is_stateful: Whether the server must keep a session for this client. If so, the older protocol is used over HTTP,
+            because the newest one has no sessions there.
         on_message: Awaited with each notification.
 
     Raises:
@@ -134,7 +136,10 @@ def secrets_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def transport_of(settings: Mapping[str, Any]) -> str:
-    """Return the transport of a server: stdio, streamable_http or sse."""
+    """Return the transport of a server: stdio, streamable_http or sse.
+
+    A URL without `transport` is reached by SSE if its path ends with /sse, or if it has a token and does not end with /mcp.
+    """
     if "command" in settings:
         return "stdio"
     kind, path = settings.get("transport") or settings.get("type"), str(settings["url"]).rstrip("/")
@@ -190,7 +195,7 @@ def read_servers(
 ) -> dict[str, Mapping[str, Any]]:
     """Return name -> settings of the servers in a file with `mcpServers`, or in a mapping name -> settings.
 
-    Commands run in `folder`, those of a file in the file's folder.
+    A command without a `cwd` runs in `folder`; if the servers come from a file, it runs in the file's folder.
 
     Raises:
         ConfigError: the file is missing, or a server's settings are invalid. Values are not shown; they may be secrets.

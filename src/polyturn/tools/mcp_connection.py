@@ -6,7 +6,7 @@
     await server.close("train-7/2")                                the last user of a session ends it
 
 The SDK's client must be entered and left by the same task, so each connection has a task that keeps the client open.
-A call never waits for a server that is gone: it fails at once during the back-off.
+After `MAX_FAILURES` failed connections in a row, calls fail at once during the back-off instead of waiting for its end.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Turn = Callable[[], contextlib.AbstractAsyncContextManager[Any]]
 MAX_STARTS = 16
 """Maximum number of concurrent session starts per server; waiting does not count for the time to connect."""
 MAX_FAILURES = 3
-"""Number of consecutive failures after which calls no longer wait for the next try."""
+"""Number of consecutive failed connections after which calls no longer wait for the next try."""
 MAX_SILENT = 3
-"""Number of calls without any answer after which a connection is given up."""
+"""Number of unanswered calls in a row after which a connection is closed and made again."""
 FIRST_PAUSE_S = 0.25
 LOST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
@@ -77,7 +77,7 @@ class McpConnection:
             settings: Its command or URL.
             limits: The server's limits.
             is_own: Whether it belongs to one episode, which then gets an error if the server's state is lost.
-            turn: Held while connecting, which limits concurrent starts.
+            turn: Makes a context manager that is held while connecting; it limits concurrent starts.
             clock: Returns the time in seconds for the back-off; by default, the event loop's time.
         """
         self.name = name
@@ -297,10 +297,10 @@ class McpConnection:
         return ConnectionError(f"MCP server {self.name!r}: {why}{words.note}")
 
     async def _lose(self, ready: asyncio.Future[Any] | None, why: str) -> None:
-        """Give up an established connection; several calls may report the same loss.
+        """Give up an established connection; if several calls report the same loss, only the first has an effect.
 
-        A call may have caused the loss, so the next call only waits briefly. Only failed attempts to connect count as
-        failures.
+        The call itself may have caused the loss, so a loss does not count as a failed connection, and the next call waits
+        only `LOST_PAUSE_S` seconds.
         """
         if ready is None or ready is not self._ready:
             return

@@ -15,8 +15,8 @@ def text_of(content: Sequence[Any], structured: Any = None) -> str:
 
     Args:
         content: The SDK's content blocks.
-        structured: The answer's structured content, which is only used without any block, because servers repeat it as
-            text.
+        structured: The answer's structured content. It is used only if there are no blocks, because servers repeat it in a
+            text block.
     """
     if not content and structured is not None:
         return json.dumps(structured, ensure_ascii=False)

@@ -33,7 +33,7 @@ class McpItem(Settings):
     servers: Mapping[Any, Any] | None = None
     """Server name -> its settings, in place of a file."""
     tool_selected_list: list[str] | None = None
-    """The servers' names of the selected tools; none selects all."""
+    """The tools to use, by the names that the servers give them; null or an empty list selects all."""
     prefix: bool = False
     """Whether tools are named `server_tool`."""
 
@@ -48,7 +48,7 @@ class McpItem(Settings):
 
 
 def build_mcp_tools(entry: PluginEntry, cls: Any, *, base: Path | None) -> list[MCPBaseTool]:
-    """Make a tool for every selected tool of the item's MCP servers; the tools of a server share it.
+    """Make a tool for every selected tool of the item's MCP servers; the tools of one server share its `McpServer`.
 
     Args:
         entry: The item.

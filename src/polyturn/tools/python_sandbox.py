@@ -37,26 +37,27 @@ class PythonSandboxSettings(Settings):
 
     type: str = "native"
     timeout: Seconds = 10.0
-    """Seconds of one call."""
+    """Maximum number of seconds that the code of one call runs."""
     cpu_time: Seconds = 120.0
-    """Seconds of the processor for a whole episode."""
+    """CPU seconds of each process over a whole episode."""
     memory_limit_mb: AtLeastOne = 512
     max_processes: AtLeastOne = 32
     max_output_bytes: AtLeastOne = 65_536
-    """Bytes of stdout, and of stderr."""
+    """Maximum number of bytes kept of stdout, and of stderr."""
     disk_mb: AtLeastOne = 64
     warm: Annotated[int, Field(ge=0)] = 2
     """Sandboxes that are started in advance."""
     num_workers: AtLeastOne = 16
-    """Calls at once."""
+    """Maximum number of concurrent calls."""
     python: Text | None = None
-    """The interpreter, whose packages the code may import; null is this one's, with the standard library alone."""
+    """The interpreter that runs the code, which may import its packages. Null is polyturn's own interpreter with only the
+    standard library."""
     allow_unsafe: bool = False
-    """Run the code with resource limits alone if there is no bubblewrap."""
+    """Whether to run the code with resource limits alone if bubblewrap is missing or does not work."""
 
 
 class PythonSandbox(BaseTool):
-    """Runs Python code, with a memory. Config: `PythonSandboxSettings`."""
+    """Runs Python code and keeps its variables between calls. Config: `PythonSandboxSettings`."""
 
     checks_own_arguments = True
 
@@ -93,7 +94,7 @@ class PythonSandbox(BaseTool):
         return OpenAIFunctionToolSchema.of("python", "Run Python code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """End a program within three quarters of a call's deadline: the rest is for starting a sandbox."""
+        """Limit a program to three quarters of a call's deadline; the rest is for starting a sandbox."""
         if self.limits.timeout_s > _SHARE * timeout_s:
             logger.warning(
                 "tool %r: its timeout of %g s is more than three quarters of the deadline of a call, %g s: a program has "
@@ -118,7 +119,7 @@ class PythonSandbox(BaseTool):
         """Run `code`.
 
         Raises:
-            ToolError: there is none.
+            ToolError: the argument `code` is missing.
             ToolUnavailableError: no sandbox can be started.
         """
         if "code" not in parameters:

@@ -93,7 +93,8 @@ def initialize_tools_from_config(
     """Build every tool of a YAML or JSON file, or of a mapping with the same content.
 
     Args:
-        tools_config_file: The file, {"tools": [{"class_name": ..., "config": {...}, "tool_schema": {...}}]}, or that list.
+        tools_config_file: The path of the file; or its content, {"tools": [{"class_name": ..., "config": {...},
+            "tool_schema": {...}}]}; or only the list in it.
         base: The base folder of relative paths; by default the file's folder.
 
     Raises:

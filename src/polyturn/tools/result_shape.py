@@ -17,7 +17,7 @@ from polyturn.tools.failures import TooLargeError
 from polyturn.tools.schema import ToolResponse
 
 MAX_DATA = 8 * 2**20
-"""Maximum number of characters of a dict, a list or bytes as text. A string may be longer; only its kept part is copied."""
+"""Maximum size of bytes, or of a dict or list as JSON text. A string may be longer, because only its kept part is copied."""
 MAX_MEDIUM = 64 * 2**20
 """Maximum size of an image or a video, in bytes or in characters of a data URL."""
 

@@ -2,7 +2,8 @@
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 
-All failures have this form, and text is cut only here.
+All failures have this form, except those that a tool reports with a text of its own (`FAILURE`). `content_of` cuts responses
+to size; `EpisodeTools` cuts the texts of failures.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ TOLD = (
 UNAVAILABLE = "unavailable"
 """Short form of `FAILURE`: True stands for the kind `connection`."""
 WAITED_S = "waited_s"
-"""Key in `ToolResult.metrics` of a tool with a limit: seconds that the call waited for a slot."""
+"""Key in `ToolResult.metrics` of a tool with a concurrency limit: seconds that the call waited for a slot."""
 CUT_CHARS = "cut_chars"
-"""Key in `ToolResult.metrics` of a result that was cut: number of characters left out."""
+"""Key in `ToolResult.metrics` of a result that was cut: by how many characters the text became shorter."""
 
 
 def error_text(kind: ToolFailure, reason: str) -> str:
@@ -54,8 +55,8 @@ def reported_failure(metrics: Mapping[str, Any]) -> str | None:
 def call_metrics(result: ToolResult) -> Metrics:
     """Return a call's metrics: tool/<name>/calls, errors (a share), error_<kind> (a count), time_s, and the tool's metrics.
 
-    Invented or missing names count as `unknown`, so that the model cannot create metrics. A tool's metric `calls`, `errors`
-    or `time_s` is renamed to `own_calls` and so on.
+    A call with an invented or missing tool name counts as `unknown`, so that the model cannot create metrics. A tool's
+    metric `calls`, `errors` or `time_s` is renamed to `own_calls` and so on.
     """
     is_ours = result.name and result.error != ToolFailure.UNKNOWN_TOOL
     prefix = f"tool/{result.name if is_ours else 'unknown'}"
@@ -93,7 +94,7 @@ def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | t
 
 
 def _medium_of(kind: str, item: Any) -> Any:
-    """Return a medium with its whole content, because a file of the tool may be gone when the record is read."""
+    """Return an image or video with its content embedded, because the tool's file may be gone when the record is read."""
     source = to_source(kind, item)
     if not isinstance(source, str):
         return source
@@ -104,5 +105,5 @@ def _medium_of(kind: str, item: Any) -> Any:
 
 
 def available(names: Sequence[str]) -> str:
-    """Return the end of the message about an unknown tool."""
+    """Return the sentence that lists the available tools, for the message about an unknown tool."""
     return f"Available tools: {', '.join(map(repr, names))}." if names else "No tools are available."

@@ -36,7 +36,7 @@ class FusionSettings(ServiceSettings):
     sandbox_fusion_url: str = ""
     """The whole URL of run_code; required."""
     default_timeout: Seconds = 30.0
-    """Seconds for the code."""
+    """Maximum number of seconds for compiling the code, and for running it."""
     default_language: Text = "python"
     memory_limit_mb: AtLeastOne = 1024
     num_workers: AtLeastOne = 10
@@ -49,7 +49,7 @@ class SandboxFusionTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """True, because its state of an episode does not affect any answer."""
+    """True, because no answer depends on the state of the episode."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         super().__init__(config, tool_schema)
@@ -76,7 +76,7 @@ class SandboxFusionTool(BaseTool):
         return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """Lower the time limits of compiling and running, so that both end before a call's deadline."""
+        """Lower the time limits of compiling and running, so that both together fit into a call's deadline."""
         if self.default_timeout > _SHARE * timeout_s:
             logger.warning(
                 "tool %r: compiling and running take up to %g s each, and the deadline of a call is %g s: each has %g s; "

@@ -49,7 +49,8 @@ polyturn_keep() {
 trap polyturn_keep EXIT
 eval "$POLYTURN_COMMAND"
 """
-"""Restoring the state prints errors about the shell's read-only variables, which are discarded."""
+"""Shell script that runs one command: it restores the state of the previous command, and stores the new state at its exit.
+Restoring prints errors about the shell's read-only variables, which are discarded."""
 
 
 class SandboxToolSettings(Settings):
@@ -57,7 +58,7 @@ class SandboxToolSettings(Settings):
 
     type: str = "native"
     timeout: Seconds = 45.0
-    """Seconds of a command."""
+    """Maximum number of seconds of a command."""
     max_output_bytes: AtLeastOne = 1 << 16
     tools: Annotated[list[str], Field(min_length=1)] | None = None
     """The names of the tools; null is all of them."""
@@ -80,7 +81,7 @@ class SandboxTool(BaseTool):
         Args:
             settings: Its deadline and the maximum size of its output.
             boxes: The sandboxes of live episodes, shared with other tools.
-            spec: The sandbox of an episode; None if the environment selects and starts it.
+            spec: The spec of an episode's sandbox; None if the environment provides it.
             config: The settings before parsing.
         """
         super().__init__(config, None)
@@ -215,10 +216,10 @@ TOOLS: tuple[type[SandboxTool], ...] = (BashTool, ReadFileTool, WriteFileTool, E
 
 
 class SandboxTools(BaseTool):
-    """The item of a tool file that stands for all of them.
+    """The class that an item of a tool file names to get all of these tools.
 
-    Config: `sandbox` (the fields of `SandboxSpec`: `backend` bubblewrap, `image`, `network` false, …) beside the fields of
-    `SandboxToolSettings`.
+    Config: `sandbox`, a mapping with the fields of `SandboxSpec` (such as `backend`, `image` and `network`), and the fields
+    of `SandboxToolSettings`.
     """
 
     @classmethod

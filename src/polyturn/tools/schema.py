@@ -47,7 +47,7 @@ class OpenAIFunctionPropertySchema(_Schema):
     """One parameter."""
 
     type: str | list[str] | None = None
-    """None where the schema says it otherwise, such as with anyOf."""
+    """None if the schema gives the type in another way, such as with anyOf."""
     description: str | None = None
     enum: list[Any] | None = None
 
@@ -76,7 +76,7 @@ class OpenAIFunctionSchema(_Schema):
 
 
 class OpenAIFunctionToolSchema(_Schema):
-    """A tool as chat templates and servers want it."""
+    """A tool in OpenAI's format, as chat templates and servers expect it."""
 
     type: str = "function"
     function: OpenAIFunctionSchema

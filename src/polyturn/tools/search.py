@@ -7,7 +7,7 @@
     <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        a list per query
 
 Both return {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"} to the model, with a line of dashes between queries. The
-metrics `status` and `cause` describe a failure of the service; `failed` is a share.
+metric `status` says how the call ended, and `cause` why the service failed. `failed` is 1.0 for a failed call, else 0.0.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class SearchSettings(ServiceSettings):
     """The index or the server, and the limits of a call."""
 
     index: str | None = None
-    """A folder, relative to the tool file."""
+    """The folder of an index, relative to the tool file."""
     embed: Any = None
     mode: str | None = None
-    """With an index, as in `retrieval/searcher.py`."""
+    """How the index ranks passages: bm25, dense or hybrid; see `retrieval/searcher.py`."""
     base_folder: str = "."
     retrieval_service_url: str | None = None
     topk: AtLeastOne = 3
@@ -66,7 +66,7 @@ class SearchTool(BaseTool):
 
     checks_own_arguments = True
     stateless = True
-    """True, because its state of an episode does not affect any answer."""
+    """True, because no answer depends on the state of the episode."""
     base_key: ClassVar[str | None] = "base_folder"
 
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:

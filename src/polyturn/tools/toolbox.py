@@ -95,10 +95,10 @@ class Toolbox:
         return frozenset(name for name, tool in self.tools.items() if not isinstance(tool, FunctionTool) or tool.may_score)
 
     def select(self, task: Task) -> tuple[str, ...]:
-        """Return the names of the task's tools; warn once per run about an unknown name that the task allows to skip.
+        """Return the names of the task's tools; warn once per run about each unknown name that the task skips.
 
         Raises:
-            DataError: the task names an unknown tool that it does not skip, or it needs tools and there are none.
+            DataError: the task names an unknown tool that it does not skip, or it needs tools and the run has none of them.
         """
         try:
             chosen = select_tools(task, self.tools)
@@ -140,7 +140,7 @@ class Toolbox:
         return None
 
     def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
-        """Log a tool's exception, with the traceback once per raising line, and return the result with that line added."""
+        """Log a tool's exception once per tool and raising line; return the result with that line in its metrics."""
         where = raised_at(problem)
         if f"{result.name}{where}" not in self._warned:
             self._warned.add(f"{result.name}{where}")
@@ -148,7 +148,7 @@ class Toolbox:
         return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
 
     def check_abandoned(self) -> None:
-        """Check that only a few calls are still running past their deadline.
+        """Check that at most `max_abandoned` calls are still running past their deadline.
 
         Raises:
             RolloutError: there are too many such calls.
@@ -176,7 +176,7 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     try:
         schema = dict(tool.schema)
         problem = excess(schema, max_count=MAX_SCHEMA_PARTS)
-    except RecursionError:  # it is written out by recursion where it is not a plain dictionary
+    except RecursionError:  # a schema that is not a plain dictionary converts itself by recursion
         problem = "it is nested without end, or refers to itself"
     if problem is not None:
         raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {problem}; write it flatter")

@@ -2,7 +2,7 @@
 
     left    (truncated)...the end        right   the beginning...(truncated)        middle   the beg...(truncated)...he end
 
-A cut never splits the text of a control token. Only the kept part is copied or encoded, even of a very long text.
+A cut never splits the text of a control token. Even of a very long text, only about as much as is kept is copied or encoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _WINDOW = 256
 """Number of characters on either side of a cut that are searched for control texts."""
 _CHARS_PER_TOKEN = 6
 _MAX_CHARS_PER_TOKEN = 64
-"""Number of characters per token to which text with longer tokens is cut."""
+"""The encoded window stops growing once it exceeds this number of characters per kept token. If the tokens are longer, fewer
+tokens than allowed may be kept."""
 
 
 def check_side(side: str) -> None:

@@ -74,7 +74,7 @@ class ArgumentSchema:
 
 
 def _in_standard_words(schema: Any) -> Any:
-    """Convert `nullable` to a choice with null, and drop types that JSON schema does not have."""
+    """Convert `nullable: true` to an `anyOf` with null, and drop type names that JSON schema does not define."""
     if isinstance(schema, list):
         return [_in_standard_words(one) for one in schema]
     if not isinstance(schema, Mapping):
@@ -86,7 +86,7 @@ def _in_standard_words(schema: Any) -> Any:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Describe an error in one sentence; among several alternatives, describe the one that matches deepest."""
+    """Describe an error in one sentence; if all alternatives fail, describe the error that lies deepest in the arguments."""
     while error.context:
         error = max(error.context, key=lambda e: len(e.absolute_path))
     path = dotted(error.absolute_path)
@@ -105,7 +105,7 @@ def _sentence(error: ValidationError) -> str:
         case "additionalProperties" if "patternProperties" not in error.schema:
             name = next(name for name in error.instance if name not in error.schema.get("properties", ()))
             return f"there is no argument {f'{path}.{name}' if path else name!r}"
-        case "oneOf":  # more than one of them fits
+        case "oneOf":  # no alternative failed, so more than one fits
             return f"{named} fits several of the forms of which it must have one: {value_text}"
     return f"{named}: {error.message if len(error.message) <= 200 else '...' + error.message[-197:]}"
 

@@ -1,9 +1,9 @@
-"""ImageZoomInTool: returns a region of the task's image, which the model selects, as a new image.
+"""ImageZoomInTool: lets the model select a region of the task's image, and returns the region as a new image.
 
     create(image="photo.png")                  a PIL image, a path, a data URI, or an http(s) URL
     execute({"bbox_2d": [10, 20, 200, 120]})   left, top, right, bottom in pixels of the original
 
-A box that exceeds the image is cut. A box under 28 pixels is widened, because vision encoders use patches of that size. An
+A box is clipped to the image. A side under 28 pixels is widened, because vision encoders use patches of that size. An
 empty box, or a box more than a hundred times as long as wide, is refused, which costs 0.05.
 """
 
@@ -36,7 +36,7 @@ REFUSED_REWARD = -0.05
 
 
 class ZoomSettings(WorkerSettings):
-    """The images worked on at once, and the time to fetch one."""
+    """The number of images that are processed at once, and the time to fetch one."""
 
     num_workers: AtLeastOne = 20
     rate_limit: AtLeastOne = 50
@@ -76,7 +76,7 @@ class ImageZoomInTool(BaseTool):
         )
 
     async def create(self, instance_id: str | None = None, image: Any = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Start an instance for one episode with its image, which may also be that key of `create_kwargs`.
+        """Start an instance for one episode with its image: the argument `image`, or `create_kwargs["image"]`.
 
         Raises:
             DataError: the image is missing or cannot be read.
