@@ -49,7 +49,7 @@ class Adapter:
     num_seats: int = 1
     """Number of players. If there are several, environments answer with `Seated`."""
     instructions: str = ""
-    """The text of a task's prompt before the first observation, for what the package's own text leaves out, such as how
+    """The text of a task's prompt before the first observation. It adds what the package's own text leaves out, such as how
     to write an action."""
     reads_reasoning: bool = False
     """Whether an action includes the model's reasoning, for environments that score its form."""
@@ -57,7 +57,8 @@ class Adapter:
     """Whether an environment is made from a row, so that tasks come from data.train and not from seeds."""
     replays: bool = False
     """Whether the same seed and actions always give the same answers, without side effects. A running episode can then
-    continue after a restart: its environment is reset and its actions are repeated. An environment may set this as well."""
+    continue after a restart: its environment is reset and its actions are repeated. A single environment may also
+    set `replays`."""
     score: str = "sum"
     """The default reward of an episode: the `sum` of the rewards, or the `last` one."""
 
@@ -93,11 +94,11 @@ class Adapter:
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
         """Return the tasks of a split; the default is one per seed.
 
-        A package with its own rows returns those of the split, at most `len(seeds)`.
+        The adapter of a package with its own rows returns the first `len(seeds)` rows of the split.
 
         Args:
             split: "train" or "eval".
-            seeds: One seed per task; other splits have other seeds.
+            seeds: One seed per task; the seeds of different splits differ.
             prompt: The prompt's text; None uses the adapter's `instructions`.
         """
         return SeedTasks(self.name, seeds, prompt=self.instructions if prompt is None else prompt)
@@ -149,7 +150,7 @@ def at_stage(*, split: str, score: str) -> Callable[[Task], Task]:
     """Return a function that adds a split and a score (`sum` or `last`) to a task."""
 
     def mark(task: Task) -> Task:
-        if ENV not in task.extra:  # the adapter's own scheduler identifies the task otherwise
+        if ENV not in task.extra:  # a task for the adapter's own scheduler may lack this key
             return task
         row_env = {**task.extra[ENV], "split": split, "score": score}
         return dataclasses.replace(task, extra={**task.extra, ENV: row_env})

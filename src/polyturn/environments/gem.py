@@ -1,8 +1,8 @@
 """`env: gem:game:GuessTheNumber-v0-easy`: an environment of GEM (`pip install gem-llm`), by the id that `gem.make` takes.
 
-The model sees the observation between the prefix and the suffix that the environment asks for. The episode ends when the
-environment is terminated or truncated. GEM draws from generators that the whole process shares, so each environment gets
-its own random state.
+The model sees the observation between the `prefix` and the `suffix` of the environment's info, if it has them. The episode
+ends when the environment is terminated or truncated. GEM draws from generators that the whole process shares, so each
+environment gets its own random state.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class GymnasiumEnv:
         return observed, float(reward), bool(terminated), bool(truncated), {"is_valid": True, "action": worded(chosen)}
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
 

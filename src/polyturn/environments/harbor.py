@@ -5,8 +5,8 @@
     verifier     the agent's remaining processes are killed, tests/ is copied to /tests, test.sh runs and writes the reward
     next step    in the same sandbox, if the reward is high enough
 
-Set-up, agent and verifier each have a deadline. An agent that exceeds its deadline is still verified. `harbor_phases.py`
-implements the phases around the agent.
+Set-up, agent and verifier each have a deadline. If an agent exceeds its deadline, its work is still verified.
+`harbor_phases.py` implements the phases around the agent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from polyturn.serving.openai.session import AgentSession
 from polyturn.tools.sandbox_tools import make_tools
 
 HARBOR = "harbor"
-"""The key of a task's extra that has its folder."""
+"""The key of `Task.extra` under which the task's folder is stored."""
 _SETTINGS = (
     "agent", "eval", "host_programs", "keep_processes", "reward_key", "sandbox", "skip_unsupported", "tools",
 )  # fmt: skip

@@ -4,7 +4,7 @@
             task.toml               limits, deadlines, users, steps: every field below
             environment/Dockerfile  the sandbox; alternatively `docker_image`, or files only
             tests/test.sh           the verifier, which writes /logs/verifier/reward.txt or reward.json
-            steps/NAME/…            the same for each step of a task with several steps
+            steps/NAME/…            instruction.md, tests/ and workdir/ of each step, if a task has several steps
 
 An unknown field is refused with the closest known one. A field that needs something unsupported, such as a GPU, is refused
 by name.
@@ -182,7 +182,7 @@ class HarborTask:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the task's folder."""
         return self.folder.name
 
     def spec(self, base: SandboxSpec, *, host_programs: bool = False) -> SandboxSpec:

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 INSTALL = "openenv"
 MAX_MESSAGE_BYTES = 8 << 20
 _FENCE = {"type": "state"}
-"""A second message, sent after every request, whose answer has a type of its own. Answers do not name their requests.
-If the answer to this message has another type, the server has answered the request before it twice."""
+"""A message that is sent after every request. Answers do not name their requests, so an extra answer would pass for the
+answer to the next request. The answer to this message has its own type; another type shows that the server answered
+twice."""
 _OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes for an action that the environment does not accept. The model reads the error, and the episode continues."""
 

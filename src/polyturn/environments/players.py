@@ -76,7 +76,7 @@ class Leaves(Protocol):
     """A player that must release something when the game is over."""
 
     async def leave(self) -> None:
-        """Release it."""
+        """Release the player's resources."""
         ...
 
 
@@ -112,7 +112,7 @@ class RandomPlayer:
         return self._random.choice(self._offered)
 
     def recall(self, observation: str, reply: str) -> str:
-        """Draw it again."""
+        """Draw the move again, which also advances the random state."""
         return self.act(observation)
 
 
@@ -224,8 +224,8 @@ def seat_players(
     """Return the player of each seat; None is the policy. If `seats` is empty, the policy plays all of them.
 
     Raises:
-        ConfigError: the number of seats does not fit the game, the policy does not play one of them in every game, or an
-            opponent cannot be created.
+        ConfigError: the number of seats does not fit the game, no seat always belongs to the policy, or an opponent cannot
+            be created.
     """
     if not seats:
         return (None,) * num_seats

@@ -2,9 +2,9 @@
 
     seed 7  ->  the entry of `create_dataset(name, seed=7, size=1)`: a question, and a score for answers
 
-`kwargs` are the data set's (`max_terms: 6`) and two of the adapter: `tries` (default 1) is the number of answers in an
-episode, and `retry` is the reply to a wrong one. The reward is the package's score of the last answer, in [0, 1]. The answer
-is the text between <answer> and </answer>, or the whole text if these tags are missing.
+`kwargs` are arguments of the data set (`max_terms: 6`) and two of the adapter: `tries` (default 1) is the number of answers
+in an episode, and `retry` is the reply to a wrong one. The reward is the package's score of the last answer, in [0, 1]. The
+answer is the text between <answer> and </answer>, or the whole text if these tags are missing.
 """
 
 from __future__ import annotations
@@ -77,4 +77,4 @@ class ReasoningGymEnv:
         return "" if is_done else self._adapter.retry, score, is_done, {"answer": answer}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""

@@ -8,8 +8,8 @@
     seat 1   [ prompt 1 | turn 1 | observation | turn 3 ]
 
 A reward is stored as the score "env" of its player's latest turn, even if another player's move caused it, as for the loser
-of a game. A completion that a limit cut still counts as an action, and ends the episode; in a game of several players, that
-player loses.
+of a game. A completion that a limit cut still counts as an action, and ends the episode. The player who
+wrote it gets the reward `Stage.forfeit` if the environment is not done by then.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Stage:
     rotates: bool = True
     """Whether the players change seats from task to task."""
     action: re.Pattern[str] | None = None
-    """Finds the action in the model's text: the last match, or its first group if it has one. None takes the whole text."""
+    """Finds the action in the model's text: the last match, or its first group if the pattern has one. None takes the whole
+    text."""
     forfeit: float | None = None
     """The reward of a player that a limit of the run stops before the environment is done. None is 0 for one player and -1
-    for several; otherwise a player about to lose would profit from writing until it is cut."""
+    for several, because a player about to lose would otherwise profit from writing until it is cut."""
 
     def players_of(self, task: Task) -> tuple[MakePlayer | None, ...]:
         """Return the player of each seat in a task. The task's seed draws and rotates the players, so all episodes of a
@@ -95,7 +96,7 @@ class EnvScheduler(EnvironmentLoop):
         self._earned: dict[int, float] = {}
         """Seat -> its reward so far."""
         self._moves: list[int | str] = []
-        """All actions in order: the policy's as references to turns, opponents' as texts."""
+        """All actions in order: the policy's as the indices of its turns, opponents' as texts."""
         self._is_recorded = False
         """Whether an earlier process has already recorded the latest answer with its turn."""
 
@@ -221,7 +222,7 @@ class EnvScheduler(EnvironmentLoop):
         session.check_trace(state["trace"])
 
     async def on_trajectory_end(self, episode: Episode) -> None:
-        """Close the environment."""
+        """Close the environment, and let the opponents release their resources."""
         opponents, self._seats, self._opponents = self._opponents, {}, {}
         async with contextlib.AsyncExitStack() as ends:  # closes all of them, even if one fails
             if self._session is not None:
@@ -296,7 +297,7 @@ class EnvScheduler(EnvironmentLoop):
         return max((e.turns[-1] for e in self._seats.values() if e.turns), key=lambda t: t.index, default=None)
 
     def _tell_opponents(self, turn: OpenTurn) -> None:
-        """Record in the game's last turn the further policies that played, with their versions."""
+        """Record which further policies played, and their versions, in the info of `turn`, the policy's last turn."""
         others = {s: p for s, p in sorted(self._opponents.items()) if isinstance(p, PolicyPlayer)}
         if others:
             turn.info["opponents"] = {str(s): {"policy": p.name, "version": p.version} for s, p in others.items()}

@@ -2,9 +2,9 @@
 
     {"prompt": […], "reward_spec": {"method": "rule", "ground_truth": "72"}, "max_turns": 3}        a row of skyrl-gym
 
-The environment's constructor gets the row as `extras`, its `init` the row's prompt, and its `step` the model's text, so it
-needs rows (`data.train.files`) instead of seeds. `env.kwargs.env_config` is the environment's configuration (the address of
-a search service, the folder of the databases); all other kwargs are added to the row's columns.
+The environment's constructor gets the row as `extras`, its `init` gets the row's prompt, and its `step` the model's text. So
+the run needs rows (`data.train.files`) instead of seeds. `env.kwargs.env_config` is the environment's configuration (the
+address of a search service, the folder of the databases); all other kwargs are added to the row's columns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SkyrlEnv:
         return list(answer["observations"] or ()), float(answer["reward"]), bool(answer["done"]), answer["metadata"] or {}
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
 

@@ -4,10 +4,10 @@
     observations  the game's messages to a player since its last move, without that move, which the history already has
     rewards       from the game, at its end, for every player: usually 1 for a win, -1 for a loss, 0 for a draw
 
-The game answers an invalid move with the reason and lets the player try again; a player who continues loses. If a move makes
-the game raise, the game is over: the player who made the move gets -1 (0 in a game for one), and the turn's info has
-`crashed`. Games draw from the module `random`, so each has its own random state. Ids that end in "-train" show the
-observations of the package's own wrappers.
+The game answers an invalid move with the reason and lets the player try again; a player who repeats invalid moves loses. If
+a move makes the game raise, the game is over: the player who made the move gets -1 (0 in a game for one), and the turn's
+info has `crashed`. Games draw from the module `random`, so each has its own random state. With an id that ends in "-train",
+the model sees the observations of the package's own wrappers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TextArena(Adapter):
         )
 
     def _fits(self, number: int, *, or_raise: bool) -> int:
-        """Return `number` if the game starts with that many players, else 0 (or raise)."""
+        """Return `number` if the game starts with that many players; else return 0, or raise with `or_raise`."""
         game = self._game()
         try:
             with OwnRandom().held(seed=0):

@@ -3,7 +3,7 @@
     verifiers before 0.4   my_env.load_environment(**env.kwargs): a dataset, a loop and a rubric
     verifiers since 0.4    the taskset that my_env exports, with env.kwargs: tasks, an agent's harness and rewards
 
-The environment is loaded once per run, in a separate process. Its tasks are used if the config names none. The loop, the
+The environment is loaded once per run, in a separate process. Its tasks are used if the config names no data. The loop, the
 tools and the reward are the environment's; the endpoint keeps the sampled tokens for training. The process runs in the
 interpreter `env.kwargs.python`, which needs verifiers and the environment's module; `path` is a folder with that module.
 """
@@ -34,7 +34,7 @@ START_S = 300.0
 ROLLOUT_S = 1800.0
 """Default of `env.kwargs.timeout_s`: seconds that a whole rollout may take."""
 INPUT = "verifiers_input"
-"""The key of a task's extra that has the row of the environment's dataset."""
+"""The key of `Task.extra` under which the row of the environment's dataset is stored."""
 
 
 class Verifiers(Adapter):
@@ -114,7 +114,7 @@ class Verifiers(Adapter):
         return {**answer["metrics"], "reward": answer["reward"], "stop_condition": answer["stop_condition"]}
 
     def close(self) -> None:
-        """End its process."""
+        """End the environment's process."""
         self._worker.close()
 
     def _task(self, row: Mapping[str, Any], split: str, index: int) -> Task:

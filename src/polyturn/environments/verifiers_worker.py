@@ -12,7 +12,7 @@ and needs the main thread, so it cannot run in the trainer's process.
 import sys
 from pathlib import Path
 
-# This folder has a file verifiers.py
+# This folder has a file verifiers.py, which would be imported instead of the package verifiers.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import asyncio  # noqa: E402
@@ -28,9 +28,9 @@ ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)  # prints go to the log
 
 ANSWERED_ALL_THE_SAME = ("EmptyModelResponseError", "InvalidModelResponseError")
-"""Errors caused by the model's text: the environment's score counts."""
+"""Names of errors that the model's text causes: the rollout counts, with the environment's score."""
 LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
-"""Error codes of the endpoint if a limit of the run ended the episode: the environment's score counts."""
+"""Error codes of the endpoint if a limit of the run ended the episode: the rollout counts, with the environment's score."""
 
 
 class RefusedRequest(Exception):
@@ -87,7 +87,8 @@ class LegacyEnvironment:
 class TasksetEnvironment:
     """An environment of verifiers since 0.4: a taskset and an agent, whose harness is a program.
 
-    Each episode serves a separate environment, because an environment keeps a client of 1 MB for every address it has used.
+    Each episode loads and serves its own environment, because an environment keeps a client of 1 MB for every address it has
+    used.
     """
 
     def __init__(self, env, arguments):

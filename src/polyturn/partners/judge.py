@@ -124,7 +124,7 @@ class ConversationJudge:
             self._is_required = True
 
     async def score(self, messages: Sequence[Message], *, task: Task) -> Verdict:
-        """Judge a conversation; equal conversations of a task lead to equal requests.
+        """Judge a conversation; equal conversations of a task lead to equal requests, which a cache can answer.
 
         Args:
             messages: The conversation, including the prompt.
@@ -225,7 +225,7 @@ class Judges:
 
 
 def require(kwargs: Mapping[str, Any]) -> None:
-    """Check a judge with the arguments of `score_conversation`.
+    """Check the judge that `score_conversation` uses with these arguments.
 
     Raises:
         ConfigError: an argument is invalid, or the endpoint does not answer.

@@ -131,7 +131,7 @@ class FrozenPolicy:
         await self.engine.end_session(session)
 
     async def close(self) -> None:
-        """Free its engine."""
+        """Free the policy's engine."""
         await self.engine.close()
 
     def read_tokens(self) -> int:

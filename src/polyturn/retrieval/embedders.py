@@ -43,10 +43,10 @@ class Embedder:
         """Remove one user."""
 
     async def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return [texts, size].
+        """Return the vectors of the texts: [texts, size].
 
         Raises:
-            EmbeddingError: the texts could not be embedded, or not each has a vector.
+            EmbeddingError: the texts could not be embedded, or the number of vectors differs from that of texts.
         """
         vectors = await self.vectors_of(texts)
         if len(vectors) != len(texts):
@@ -102,7 +102,7 @@ class FunctionEmbedder(Embedder):
 
 
 def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
-    """Create the embedder of a config's `embed`; None for None.
+    """Create the embedder that a config's `embed` describes; return None if it is None.
 
     Raises:
         ConfigError: the value is invalid.
@@ -127,7 +127,7 @@ def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
 
 
 def embed_all(texts: Sequence[str], embedder: Embedder) -> NDArray[np.float32]:
-    """Return [texts, size] the vectors of many texts, using a new event loop."""
+    """Return the vectors of many texts, [texts, size]; blocks, and uses a new event loop."""
 
     async def embed() -> NDArray[np.float32]:
         embedder.open()

@@ -32,7 +32,7 @@ from polyturn.retrieval.passages import Passage, PassageStore
 
 KIND, VERSION = "polyturn search index", 2
 FUSED_DEPTH = 100
-"""Smallest number of passages of each ranking to fuse."""
+"""Each ranking contributes at least this many of its best passages to the fusion."""
 
 _ABOUT = "index.json"
 
@@ -66,7 +66,7 @@ def build_index(
 
     Raises:
         ConfigError: the folder exists, or bm25s is not installed.
-        DataError: there are no passages, or their number differs from that of the vectors.
+        DataError: there are no passages, or the number of vectors differs from the number of passages.
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists already; use a new folder for the index, or remove this one")
@@ -157,7 +157,7 @@ class SearchIndex:
         Args:
             query: The query's text.
             topk: Largest number of passages.
-            vector: [size] the query's vector, if the mode needs one.
+            vector: The query's vector, [size], if the mode needs one.
             mode: How passages are ranked. Scores of different modes are not comparable.
         """
         if mode is Mode.BM25:

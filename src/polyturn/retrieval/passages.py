@@ -25,7 +25,7 @@ from polyturn.core.errors import DataError, one_line
 
 TEXT_ENDINGS = (".txt", ".md", ".rst")
 MAX_WORDS = 120
-"""Approximate largest number of words of a passage."""
+"""Largest number of words of a passage, without its title."""
 
 _LINES, _STARTS = "passages.jsonl", "starts.npy"
 
@@ -119,7 +119,7 @@ def _of_text(path: Path, *, name: str) -> Iterator[Passage]:
 
 
 def cut(text: str, *, name: str, max_words: int = MAX_WORDS) -> Iterator[Passage]:
-    """Split a text into passages: whole paragraphs up to `max_words`; longer paragraphs in pieces.
+    """Split a text into passages of at most `max_words`: short paragraphs are joined, and longer ones are cut into pieces.
 
     Args:
         text: The text; a line that begins with `#` is a heading and becomes part of the titles below it.
@@ -163,7 +163,7 @@ class PassageStore:
 
     @staticmethod
     def write(folder: Path, passages: Iterable[Passage]) -> Iterator[Passage]:
-        """Write passages to a folder, yielding each one."""
+        """Write passages to a folder, yielding each one; the files are complete once the iterator has ended."""
         starts = [0]
         with (folder / _LINES).open("wb") as lines:
             for passage in passages:

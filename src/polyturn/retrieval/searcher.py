@@ -21,7 +21,7 @@ from polyturn.retrieval.embedders import Embedder, EmbeddingError, read_embedder
 from polyturn.retrieval.index import Hit, Mode, SearchIndex
 
 INLINE_PASSAGES = 20_000
-"""Largest passages x queries of a word search that runs without a thread."""
+"""Largest product of passages and queries for which a word search runs on the event loop, without a thread."""
 
 
 class Searcher:
@@ -70,7 +70,7 @@ class Searcher:
         )
 
     def open(self) -> None:
-        """Count one user."""
+        """Add a user."""
         if self._embedder is not None:
             self._embedder.open()
 

@@ -4,9 +4,9 @@
     apptainer exec --cleanenv --cwd /app instance://NAME env A=1 bash -c …                                  each command
     apptainer instance stop --force NAME                                                                    at the end
 
-`--containall` hides this machine's files, processes and variables. `--fakeroot` makes the user who started the run root
-inside, where root is the only user. Written files are kept in memory. As for containers, a small process waits for this one
-to end and then stops its instances.
+`--containall` hides this machine's files, processes and variables. With `--fakeroot`, the user who started the run is root
+inside the instance, and root is the only user there. Written files are kept in memory. As for containers, a small process
+waits for this one to end and then stops its instances.
 """
 
 from __future__ import annotations
@@ -110,5 +110,5 @@ class ApptainerSandbox(BaseSandbox):
 
 
 def _source(image: str) -> str:
-    """Return an image in Apptainer's notation; a name that is not a path or an address is one of docker's registry."""
+    """Return an image in Apptainer's notation; a name that is not a path or an address is looked up in docker's registry."""
     return image if ":/" in image or image.startswith("docker-archive:") or Path(image).exists() else f"docker://{image}"

@@ -32,7 +32,8 @@ from polyturn.sandbox.command import ProgramEnd, Stopper, last_lines, run_bounde
 KILL_AFTER_S = 2
 """Seconds between SIGTERM and SIGKILL of a command at its time limit."""
 SLACK_S = 15.0
-"""Seconds after a command's deadline when its own timeout must have failed, so everything in the sandbox is killed."""
+"""If a command still runs this many seconds after its deadline, its `timeout` program has failed, and all processes in the
+sandbox are killed."""
 MAX_OUTPUT = 1 << 16
 MAX_FILE = 64 << 20
 CLOSE_S = 60.0
@@ -71,7 +72,7 @@ class SandboxSpec:
     backend: Backend = "bubblewrap"
     image: str | None = None
     """The name of an image or of e2b's template. apptainer also takes a .sif file; bubblewrap takes a folder with a root
-    file system, as root. None is e2b's base template; with bubblewrap it is this machine's programs, read-only."""
+    file system, but only as root. None is e2b's base template; with bubblewrap it is this machine's programs, read-only."""
     build: str | None = None
     """A folder with a Dockerfile to build the image from."""
     build_timeout_s: float = 600.0
@@ -86,7 +87,8 @@ class SandboxSpec:
     memory_mb: int | None = 2048
     processes: int | None = 512
     disk_mb: int | None = 2048
-    """Limit on written data in MB, enforced by bubblewrap as root, where it counts as memory as well."""
+    """Limit on written data in MB. Only bubblewrap as root enforces it; written data then also counts towards
+    `memory_mb`."""
     network: bool = False
     """Whether commands have network access."""
     start_timeout_s: float = 120.0
@@ -102,7 +104,7 @@ class SandboxSpec:
     """Further arguments of `podman build` or `docker build`."""
 
     def limit_options(self, *, unit: str) -> list[str]:
-        """Return the limits as options of podman, docker or apptainer, whose `unit` of memory is m or M."""
+        """Return the limits as options; `unit` means megabytes: m for podman and docker, M for apptainer."""
         limits = {"--memory": (self.memory_mb, unit), "--pids-limit": (self.processes, ""), "--cpus": (self.cpus, "")}
         return [one for option, (v, suffix) in limits.items() if v is not None for one in (option, f"{v}{suffix}")]
 
@@ -188,10 +190,10 @@ class BaseSandbox:
         """Start the sandbox within its deadline.
 
         Raises:
-            SandboxSetupError: the sandbox did not start in time; it has been removed.
+            SandboxSetupError: the sandbox did not start in time, or cannot run a command; it has been removed.
         """
         await self._prepare()
-        has_own_workdir = self.spec.workdir is None and self.default_workdir is None  # the image's
+        has_own_workdir = self.spec.workdir is None and self.default_workdir is None  # the image sets it
         try:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 self._is_begun = True
@@ -344,7 +346,7 @@ class BaseSandbox:
     async def _check_alive(self, output: ProgramEnd) -> None:
         if self._closing is None and output.exit_code not in DEAD_CODES:
             return
-        # When a sandbox is killed, its commands may end before it does.
+        # When a sandbox is killed, its commands may end before its first process does.
         for look in range(KILLED_LOOKS if output.exit_code in KILLED_CODES else 1):
             if look:
                 await asyncio.sleep(LOOK_AGAIN_S)

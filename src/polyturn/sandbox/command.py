@@ -2,8 +2,8 @@
 
     run_bounded(["podman", "ps"], timeout_s=30)  ->  ProgramEnd(exit_code=0, stdout=b"…", stderr=b"", …)
 
-It blocks, so callers use a thread. It waits for the program itself and not for children that still hold its pipes; asyncio
-can only wait for both.
+`run_bounded` blocks, so callers use a thread. It waits only for the program itself, and not for children that still hold its
+pipes open; asyncio always waits for both.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Sweeper(NamedTuple):
     mark: str
     """The mark of these sandboxes."""
     process: subprocess.Popen[bytes]
-    """Kept, because its input must close only when this process ends."""
+    """Kept, so that its standard input stays open until this process ends: the end of the input starts the removal."""
 
 
 @functools.cache
 def sweep_at_end(pid: int, script: str, *arguments: str) -> Sweeper:
     """Run a shell script with a new mark and `arguments` after this process, `pid`, has ended, for whatever reason.
 
-    It runs three times, because a sandbox may still be starting when this process ends.
+    The script runs three times within 12 seconds, because a sandbox may still be starting when this process ends.
     """
     mark, nothing = f"polyturn-{pid}-{uuid.uuid4().hex[:12]}", subprocess.DEVNULL
     process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Stopper:
         self.is_set = False
 
     def watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Name the program."""
+        """Set the program to stop; kill it now if `set` was called before."""
         with self._lock:
             self._process = process
             if self.is_set:
@@ -133,11 +133,11 @@ def run_bounded(
     max_bytes: int = 1 << 20,
     stop: Stopper | None = None,
 ) -> ProgramEnd:
-    """Run a program in a new session until the program itself ends; then kill the rest of the session.
+    """Run a program in a new session until the program itself ends; kill its process group at the deadline.
 
     Args:
         command: The program and its arguments.
-        timeout_s: Seconds after which the session is killed.
+        timeout_s: Seconds after which the process group is killed.
         stdin: The whole standard input.
         max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
         stop: Kills the program from another thread.

@@ -28,7 +28,8 @@ LABEL = "polyturn.run"
 CONTROL_S = 120.0
 """Seconds for a command of the engine other than `run`, `build` and `exec`."""
 _SWEEP = f'ids=$("$2" ps -aq --filter "label={LABEL}=$1"); [ -z "$ids" ] || (shift; "$@" $ids)'
-"""Arguments: the label's value, and the command that removes the containers with it."""
+"""Shell script that removes the containers with a label. Arguments: the label's value, and the command that removes
+containers by id."""
 
 
 def check_containers(spec: SandboxSpec) -> None:

@@ -1,12 +1,12 @@
 """E2BSandbox: a sandbox of a hosted service with E2B's protocol.
 
-    POST   API/sandboxes                        starts one with a time to live, so a killed run leaves it only for a while
-    POST   SANDBOX/process.Process/Start        each command: a stream of its output (Connect, in JSON)
-    POST   SANDBOX/files?path=…                 the standard input of a command
-    DELETE API/sandboxes/ID                     at the end
+    POST   API/sandboxes                        starts a sandbox that ends by itself after a time, even if the run is killed
+    POST   SANDBOX/process.Process/Start        runs a command and streams its output (the Connect protocol, in JSON)
+    POST   SANDBOX/files?path=…                 writes the standard input of a command
+    DELETE API/sandboxes/ID                     removes the sandbox
 
-The environment variables are those of E2B's own client: E2B_API_KEY, and E2B_DOMAIN or E2B_API_URL and E2B_SANDBOX_URL. That
-client keeps all output as text; this one keeps bounded output as bytes.
+The environment variables are those of E2B's own client: E2B_API_KEY, and E2B_DOMAIN or E2B_API_URL and E2B_SANDBOX_URL.
+E2B's client would keep all output as text; this class keeps a bounded part as bytes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _PLAIN = SandboxSpec()
 
 
 def check_e2b(spec: SandboxSpec) -> None:
-    """Check that a spec sets only what a template leaves open, and that there is a key.
+    """Check that a spec sets no option that the template determines, and that there is a key.
 
     Raises:
-        ConfigError: the spec has another setting, or the key is missing.
+        ConfigError: the spec sets such an option, or the key is missing.
     """
     for name in _OF_TEMPLATE:
         if (value := getattr(spec, name)) != getattr(_PLAIN, name):

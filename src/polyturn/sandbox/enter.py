@@ -4,8 +4,8 @@
                           pid, folder, user, namespaces, files of the control group, number of variables, variables, command
 
 It replaces nsenter and setpriv: a tool that drops capabilities inside would be a file of the sandbox, which the model may
-have replaced. So no file of the sandbox runs before the capabilities are dropped. The program imports little, because each
-command pays for it, and nothing after it has entered.
+have replaced. So no file of the sandbox runs before the capabilities are dropped. The program imports few modules, because
+each command pays for the imports, and none after it has entered, because the model may have replaced the modules there.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
     read_spec({"backend": "podman", "image": "python:3.12"}, where="env.kwargs.sandbox")  ->  SandboxSpec(...)
     boxes.join("train-7/2") … await boxes.of("train-7/2") … await boxes.leave("train-7/2")     the last `leave` closes it
 
-An episode's tools share its sandbox, which the first call that needs it starts.
+An episode's tools share one sandbox. The first call that needs the sandbox starts it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS: Mapping[str, type[BaseSandbox]] = {
 _CHECKS = {"apptainer": check_apptainer, "bubblewrap": check_bubblewrap, "e2b": check_e2b}
 FIELDS = tuple(field.name for field in dataclasses.fields(SandboxSpec))
 MAX_WARM = 256
-"""Largest number of sandboxes that a process starts in advance."""
+"""Largest value of `warm`."""
 _POSITIVE = ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s")
 _TEXT, _NUMBER, _LIST = "write a text", "write a number above 0", "write a list of texts, such as [--shm-size, 1g]"
 _MEANT = {

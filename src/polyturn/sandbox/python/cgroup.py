@@ -1,8 +1,8 @@
 """A control group per sandbox: limits memory, processes and CPU time of all its processes together.
 
-Both versions of the kernel's interface are supported (one tree, or one tree per controller). If neither is writable, which
-is usual without root, there is no group, and limits only apply to each process. A group is named after the process that
-created it; later processes remove the groups of dead ones.
+Both versions of the kernel's interface are supported: version 2 with one tree, and version 1 with one tree per controller.
+If neither is writable, which is usual without root, there is no group, and the limits apply to each process separately. A
+group's name has the id of the process that created it, so that later processes can remove the groups of dead ones.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Tree(NamedTuple):
     """One tree of control groups, and the files to write for a group in it."""
 
     parents: Sequence[Path]
-    """Possible parent folders, nearest first."""
+    """Possible parent folders, this process's own group first."""
     must: dict[str, int | str]
     """File name -> value that must be written."""
     may: dict[str, int | str]

@@ -1,7 +1,7 @@
 """Interpreter: the handle of one sandbox. It starts the sandbox, runs pieces of code in it, and kills all its processes.
 
-All calls block and are meant for threads: one thread calls `run`, any thread may call `stop`. The interpreter limits the
-amount of output, the run time and the size of an answer, and ignores answers that do not belong to the request.
+All calls block and are meant for threads: one thread calls `run`, any thread may call `stop`. This class limits the amount
+of output, the run time and the size of an answer, and ignores answers that do not belong to the request.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ MAX_FETCHED_BYTES = 16 << 20
 MAX_WORDS_BYTES = 64 << 10
 """Maximum number of bytes that the code itself may write on the answer channel before the answer."""
 MAX_LINE_BYTES = 512
-"""Maximum size in bytes of an answer's line, and of each file's addition to it."""
+"""Maximum size in bytes of an answer's line, without the sizes of the requested files."""
 MAX_FILE_BYTES_OF_LINE = 16
+"""Maximum number of bytes that each requested file adds to the line."""
 LEAST_MEMORY_MB = 64
 """Minimum memory limit in MB: the memory of the interpreter itself, and a little more."""
 _ENTER = 'for door in $POLYTURN_DOORS; do echo $$ > "$door" || exit 125; done; exec "$@"'
@@ -147,9 +148,10 @@ class Interpreter:
             self._watch_init(info_read, confines=isolation is Isolation.USER)
 
     def _watch_init(self, info: int, *, confines: bool) -> None:
-        """Get a handle of the first process in the sandbox's process namespace, whose end also ends all others.
+        """Get a handle of the first process in the sandbox's process namespace; when it ends, the kernel kills all others.
 
-        If it runs as the same user as the code, the code can write into its memory; it then gets the same limits.
+        If this process runs as the same user as the code (`confines`), the code can write into its memory, so it gets the
+        same limits as the code.
         """
         with open(info, "rb"):
             output = b""
@@ -450,7 +452,7 @@ def _filter_file() -> int | None:
 
 
 def _kill_marked(marker: str) -> None:
-    """Kill the remaining processes of a sandbox without isolation, which a variable in their environment identifies."""
+    """Kill the remaining processes of a sandbox without isolation; a variable in their environment identifies them."""
     wanted = f"POLYTURN_SANDBOX={marker}".encode()
     for _ in range(3):
         for name in os.listdir("/proc"):

@@ -3,7 +3,7 @@
     as root       bubblewrap in the machine's user namespace; the worker then switches to a separate user for each
                   sandbox, so that the kernel's limit of processes applies
     as a user     bubblewrap in a new user namespace
-    neither       only resource limits: refused unless `allow_unsafe` is set
+    no bubblewrap only resource limits: refused unless `allow_unsafe` is set
 
 A sandbox has no network, sees only its own processes, has /usr and the interpreter read-only and a private /tmp, and gets no
 variables of this process's environment.
@@ -37,7 +37,7 @@ INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
 
 
 class Isolation(enum.Enum):
-    """The barrier between the code and the machine."""
+    """What separates the code from the machine."""
 
     ROOT = "bubblewrap, as a user of its own"
     USER = "bubblewrap, in a user namespace"

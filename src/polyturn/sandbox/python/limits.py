@@ -1,6 +1,6 @@
 """The limits of code in a sandbox, and the result of a run.
 
-Limits(timeout_s=10, memory_mb=512)  ->  RunResult(status="timeout", stdout="1\\n", exit_code=None, ...)
+SandboxLimits(timeout_s=10, memory_mb=512)  ->  RunResult(status="timeout", stdout="1\\n", exit_code=None, ...)
 """
 
 from __future__ import annotations

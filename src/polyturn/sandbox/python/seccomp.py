@@ -3,14 +3,17 @@
 Namespaces alone are not sufficient: a process in them could make further user namespaces (the usual path to kernel bugs),
 reach the hypervisor over vsock, which network namespaces do not cover, or trace other processes. Some calls allocate memory
 outside of a process's limits (memfd_create, System V and POSIX queues), use resources that all processes of a user share
-(asynchronous I/O, inotify), or lock files of the machine (flock, leases). The filter also prevents SIGCONT to a process that
-was stopped from outside, whether from a process or from the kernel for a timer, a file or the end of a child.
+(asynchronous I/O, inotify), or lock files of the machine (flock, leases). The filter also keeps the code from
+continuing a process that was stopped from outside: neither the code may send SIGCONT, nor the kernel on its behalf, for a
+timer, a file or the end of a child.
 
-    load the architecture -> another one: kill
-    load the number       -> on the list: EPERM;  clone with a new namespace: EPERM;  socket of another family: EAFNOSUPPORT;
-                             prctl that forgets what ends it with its parent: EPERM;  fcntl with a lease or a notice, or that
-                             chooses a signal: EPERM;  kill and its like with SIGCONT, clone that ends with it: EPERM;
-                             setsockopt that makes buffers larger: EPERM
+    load the architecture -> not the machine's: kill
+    load the number       -> in `_REFUSED`: EPERM;  clone3: ENOSYS, so that libraries use clone;
+                             clone with a new namespace, or with SIGCONT as the signal at its end: EPERM;
+                             socket of a family that is not in `_FAMILIES`: EAFNOSUPPORT;
+                             prctl with PR_SET_PDEATHSIG, so that no process can outlive its parent: EPERM;
+                             fcntl with F_SETSIG, F_SETLEASE or F_NOTIFY: EPERM;  kill and similar calls with SIGCONT: EPERM;
+                             setsockopt with SO_SNDBUF or SO_RCVBUF, which would enlarge buffers: EPERM
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ _NEW_NAMESPACES = 0x7E020000
 _SET_DEATH_SIGNAL = 1
 _SET_SIGNAL, _SET_LEASE, _NOTIFY = 10, 1024, 1026
 _SIGNAL_OF_END = 0xFF
-"""Of the flags of clone: the signal that the parent is sent at the child's end."""
+"""Mask of the flags of clone: the signal that the parent gets when the child ends."""
 _FAMILIES = (1, 2, 10)
-"""AF_UNIX, AF_INET and AF_INET6: an empty network of its own."""
+"""AF_UNIX, AF_INET and AF_INET6, which reach nothing outside of the sandbox's empty network."""
 
 # io_uring, pidfd_getfd, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, memfd_secret
 _SAME_EVERYWHERE = (425, 426, 427, 438, 428, 429, 430, 431, 432, 433, 442, 447)
 _CLONE3 = 435
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Machine -> its column below, and the kernel's name of its architecture."""
+"""Machine -> its column in the tables below, and the kernel's number of its architecture."""
 _LOOKED_AT = {
     "clone": (56, 220),
     "socket": (41, 198),

@@ -1,12 +1,12 @@
 """Stops all processes of a sandbox between two calls; processes that a call left running continue during the next call.
 
-    call 1 starts a thread, a daemon      ->  both stop at the end of the call
-    call 2                                ->  both continue while it runs
+    call 1 starts a thread and a process  ->  both are stopped at the end of the call
+    call 2                                ->  both continue while call 2 runs
 
 Every descendant of the sandbox's first process is stopped from outside, by SIGSTOP, which cannot be caught or blocked. A
 process with one thread stops as soon as the signal is sent. In a process with several threads, another thread may still
-fork, so the caller waits for it. Processes inside cannot continue a stopped one (`seccomp.py`). If the kernel continues an
-orphaned process group, it is stopped again. The caller kills processes that cannot be stopped.
+fork, so `stand_still` waits until the process has stopped. Processes inside cannot continue a stopped one (`seccomp.py`). If
+the kernel continues an orphaned process group, it is stopped again. The caller kills processes that cannot be stopped.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ It is given to the interpreter as source text, so that no file of the library is
     <- {"id": "5f…", "code": "x = 1\\nx", "timeout_s": 10}
     -> {"id": "5f…", "status": "ok", "exit_code": 0, "sizes": []}  what the code prints goes to stdout and stderr
 
-Files that were asked for follow the answer's line, byte for byte, so that the code's output is never parsed outside. The
-code shares this process: it could forge an answer, which says nothing that it could not print as well.
+The requested files follow the answer's line, byte for byte, so that the code's output is never parsed outside. The code runs
+in this process and could forge an answer; a forged answer can say nothing that the code could not print as well.
 """
 
 # ruff: noqa: T201, SIM115, SIM113
@@ -42,7 +42,7 @@ def confine(config):
 
 
 def run(code, names, number):
-    """Run code as a notebook does: the value of a last expression is shown."""
+    """Run code as a notebook does: if the last statement is an expression, its value is printed."""
     file = f"<code {number}>"
     linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     tree = ast.parse(code, file)
@@ -79,7 +79,7 @@ def run_program(request, names, number):
 
 
 def answer(request, names, number):
-    """Return (status, exit code)."""
+    """Run the code of a request, and return (status, exit code)."""
     signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
     try:
         if request["is_program"]:
@@ -163,7 +163,7 @@ def main():
             os._exit(code or 0)  # a fork of the code came back here
         sizes = [None if content is None else len(content) for content in files]
         answer_line = json.dumps({"id": request["id"], "status": status, "exit_code": code, "sizes": sizes}).encode()
-        for piece in (b"\n", answer_line, b"\n", *filter(None, files)):  # a line of its own, whatever else was written there
+        for piece in (b"\n", answer_line, b"\n", *filter(None, files)):  # starts a new line, whatever the code wrote before
             piece = memoryview(piece)
             while piece:
                 piece = piece[os.write(replies, piece) :]
