@@ -1,10 +1,10 @@
 """Adapters to environments of other packages, for example `env: textarena:GuessTheNumber-v0` in a configuration.
 
-    prefix:id   ->  Adapter (once a run)  ->  tasks: a seed each        ->  the `env` scheduler makes, resets, steps, closes
+    prefix:id   ->  Adapter (once a run)  ->  tasks(): one per seed     ->  the `env` scheduler makes, resets, steps, closes
                                           ->  make(): an environment, once an episode
 
-Each file has one thin adapter, which makes environments of one package and turns their observations into text. A package is
-imported only when its adapter is made. If it is missing, the error has the command that installs it.
+Each adapter makes the environments of one package and turns their observations into text. A package is imported only when
+its adapter is made. If the package is missing, the error has the command that installs it.
 """
 
 from polyturn.environments.base import Adapter, SeedTasks, require

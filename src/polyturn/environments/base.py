@@ -40,11 +40,11 @@ from polyturn.rollout.scheduler import MultiTurnScheduler
 
 ENV = "env"
 """The key under which a task names its environment: `task.extra["env"] = {"name": "textarena:Nim-v0", "seed": 7}`.
-A run adds its `split`, and its `score`: how the rewards become one number."""
+A run adds two keys: `split`, and `score`, which says how the rewards become one number."""
 
 
 class Adapter:
-    """Makes the environments of one name."""
+    """Makes the environments that one `env` name stands for."""
 
     num_seats: int = 1
     """Number of players. If there are several, environments answer with `Seated`."""
@@ -57,8 +57,8 @@ class Adapter:
     """Whether an environment is made from a row, so that tasks come from data.train and not from seeds."""
     replays: bool = False
     """Whether the same seed and actions always give the same answers, without side effects. A running episode can then
-    continue after a restart: its environment is reset and its actions are repeated. A single environment may also
-    set `replays`."""
+    continue after a restart: its environment is reset and its actions are repeated. A single environment may also set
+    `replays`."""
     score: str = "sum"
     """The default reward of an episode: the `sum` of the rewards, or the `last` one."""
 

@@ -6,8 +6,8 @@
                    in words ("observation: 5", "[0.01, -0.2]"), with the names of its parts if they are known
 
 The action is read from <action>…</action> if the model writes these tags, else from the last valid word or number. An
-invalid action changes nothing: the model reads the valid ones and the turn earns `invalid_reward` (a kwarg, default 0).
-After `max_invalid` (default 3) invalid actions in a row the episode ends, truncated.
+invalid action changes nothing: the model reads which actions are valid, and the turn earns `invalid_reward` (a kwarg,
+default 0). After `max_invalid` (default 3) invalid actions in a row the episode ends, truncated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ACTIONS: Mapping[str, Sequence[str]] = {
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
 }
-"""Id without version -> names of the actions, for environments that only number them."""
+"""Id without version -> names of the actions, for environments that only number their actions."""
 
 PARTS: Mapping[str, Sequence[str]] = {
     "Blackjack": ("your sum", "the dealer's card", "a usable ace"),

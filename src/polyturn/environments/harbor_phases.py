@@ -36,7 +36,7 @@ exit 1"""
 
 
 class HarborPhases:
-    """One episode of a task."""
+    """The phases of one episode of a task."""
 
     def __init__(
         self, task: HarborTask, spec: SandboxSpec, boxes: EpisodeSandboxes, *, reward_key: str, keep_processes: bool

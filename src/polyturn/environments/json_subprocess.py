@@ -4,8 +4,8 @@
     worker.ask("load", env="my_env")               blocks; used before a run
     await worker.call("rollout", input={…})        many at once; cancelling the call cancels the request in the process
 
-The process starts with the first request, and again after it has died. It ends when its input closes or this process dies.
-The end of its output is kept for error messages. It gets a few of the trainer's environment variables
+The process starts with the first request; if it has died, the next request starts it again. It ends when its input closes or
+this process dies. The end of its output is kept for error messages. It gets a few of the trainer's environment variables
 (`core.secrets.PASSED_ON` and the folders of caches) and no secrets.
 """
 

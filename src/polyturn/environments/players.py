@@ -9,8 +9,8 @@
     seats: [policy, {url: "http://…/v1", model: m}]  a model behind an OpenAI-compatible endpoint
     seats: [policy, [policy, past, random]]          one of these, drawn for each task: a league
 
-An opponent is created for each episode and seat, so it may keep state. It sees the observations that the policy would see in
-this seat. A further policy of the run also gets the same prompt, and its actions are parsed in the same way.
+A new opponent is created for each episode and seat, so it may keep state. It sees the observations that the policy would see
+in this seat. A further policy of the run also gets the same prompt, and its actions are parsed in the same way.
 """
 
 from __future__ import annotations

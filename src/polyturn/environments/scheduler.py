@@ -8,8 +8,8 @@
     seat 1   [ prompt 1 | turn 1 | observation | turn 3 ]
 
 A reward is stored as the score "env" of its player's latest turn, even if another player's move caused it, as for the loser
-of a game. A completion that a limit cut still counts as an action, and ends the episode. The player who
-wrote it gets the reward `Stage.forfeit` if the environment is not done by then.
+of a game. A completion that a limit cut still counts as an action, and ends the episode. The player who wrote it gets the
+reward `Stage.forfeit` if the environment is not done by then.
 """
 
 from __future__ import annotations

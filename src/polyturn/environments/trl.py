@@ -153,7 +153,7 @@ class TrlScheduler(MultiTurnScheduler):
 
 
 def _row(task: Task, reset: Callable[..., Any]) -> dict[str, Any]:
-    """Return the row's columns that `reset` has parameters for."""
+    """Return those columns of the row that `reset` takes as parameters."""
     row = {k: v for k, v in task.extra.items() if k != ENV}
     row["prompt"] = [message.to_openai() for message in task.prompt]
     row.update({k: v for k, v in (("ground_truth", task.ground_truth), ("data_source", task.data_source)) if v is not None})

@@ -3,8 +3,8 @@
     POST URL/chat/completions {"model", "messages", …}   ->   the answer's JSON
 
 If a server is busy or fails, the request is retried with growing waits. A refusal that every request would get (a wrong key,
-an unknown model) is a ConfigError. `max_concurrent` counts the requests of all clients of that host. The key is sent in a
-header and never written anywhere.
+an unknown model) raises a ConfigError. `max_concurrent` counts the requests of all clients to the same host. The key is sent
+in a header and never written anywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 HOPELESS = frozenset({401, 402, 403, 404, 405})
-"""Statuses that every other request would get as well."""
+"""Statuses with which the server would answer every other request as well."""
 MAX_WAIT_S = 60.0
 
 

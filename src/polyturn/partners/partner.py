@@ -92,7 +92,7 @@ class Partner:
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Number of answers of the model, excluding cached ones."""
+        """Number of requests that the model answered, excluding those that the cache answered."""
 
     def require(self) -> None:
         """Check that the model can be reached.
@@ -115,7 +115,7 @@ class Partner:
         raise NotImplementedError
 
     async def end(self, session: str) -> None:
-        """Forget a conversation."""
+        """Forget a conversation, so that its resources can be freed."""
 
 
 def partner_of(

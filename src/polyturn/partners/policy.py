@@ -3,9 +3,9 @@
     reply = await policies["opponent"].say([{"role": "user", "content": "Your move."}], seed=7, session="g0/1:seat 1")
     reply.message.text, reply.version          ->  "[4]", 12
 
-It has its own engine, tokenizer and template and exchanges only text with the trained policy. Its text is an observation for
-the trained policy, and its tokens are never in a training sample. Every request has the whole conversation; a session only
-lets the engine keep its KV cache.
+The policy has its own engine, tokenizer and template, and exchanges only text with the trained policy. Its text is an
+observation for the trained policy, and its tokens are never in a training sample. Every request contains the whole
+conversation; a session only lets the engine keep the conversation's KV cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BM25: scores passages for the words of a query (Robertson and Zaragoza 2009, with Lucene's idf).
 
-When an index is built, `bm25s` computes each word's contribution to each passage's score and stores it in arrays. They are
-memory-mapped (processes share them, and no pickle is read) and summed for a query. Splitting texts into words is done here.
+When an index is built, `bm25s` computes each word's contribution to each passage's score and stores it in arrays. The
+arrays are memory-mapped (processes share them, and no pickle is read), and summed for a query. `words` splits texts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bm25:
         Passages without a word of the query are left out.
         """
         numbers: dict[int, list[int]] = {}
-        for word, times in Counter(words(query)).items():  # a repeated word is scored only once
+        for word, times in Counter(words(query)).items():  # each word is scored once, then weighted by its count
             if word in self._scored.vocab_dict:
                 numbers.setdefault(times, []).append(self._scored.vocab_dict[word])
         scores = np.zeros(self._scored.scores["num_docs"], np.float32)

@@ -1,4 +1,4 @@
-"""Ranks passages by the cosine similarity of their vectors to the query's, and fuses rankings.
+"""Ranks passages by the cosine similarity of their vectors to the vector of the query, and fuses rankings.
 
     vectors.npy   [passages, size] float32, unit rows        score of a passage = dot product with the query's vector
 

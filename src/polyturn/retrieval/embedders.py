@@ -3,7 +3,7 @@
     embed: {url: "http://127.0.0.1:8001/v1/embeddings", model: bge-small, token: …}
     embed: "vectors.py:embed"                                      def embed(texts: list[str]) -> matrix, a row per text
 
-Queries and passages need the same embedder, so the index records its name.
+Queries and passages need the same embedder, so the index records the embedder's name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     hits = await searcher.search(["oslo", "rome"], topk=3)      a list of hits per query
 
-A word search in a small index takes less than half a millisecond and runs on the event loop. Large indices and vectors are
-searched in threads.
+A word search in a small index takes less than half a millisecond and runs on the event loop. Searches in large indices
+and searches by vectors run in threads.
 """
 
 from __future__ import annotations

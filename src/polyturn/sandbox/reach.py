@@ -4,7 +4,7 @@
         await box.exec(f"curl {inside}/v1/models")
 
 A socket listens on the sandbox's loopback device. This process accepts its connections and forwards them to the address. The
-sandbox needs no program for this, and can reach nothing else.
+sandbox needs no program for this, and can reach no other address.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     SandboxSpec(backend="podman", image="…", warm=4)   ->  open_sandbox returns one of four and starts the next
 
-The sandboxes belong to an event loop; unused ones are closed when the loop ends.
+Each event loop has its own warm sandboxes; unused ones are closed when the loop ends.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _PARAMETER = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class Docstring(NamedTuple):
-    """The parts of a docstring that a schema needs."""
+    """The parts of a docstring that a tool's schema needs."""
 
     description: str
     parameters: dict[str, str]

@@ -43,9 +43,9 @@ class StderrTail:
         self._tail = b""
         self._secrets = tuple(secrets)
         self.has_ended = False
-        """Whether its output has ended."""
+        """Whether the server's output, or the connection to it, has ended."""
         self.broke_limit = ""
-        """The exceeded limit that ended the connection; empty if there is none."""
+        """The limit that the server exceeded, which ended the connection; empty if it exceeded none."""
         self.http_status: int | None = None
         """The last HTTP error status of a server at a URL."""
 

@@ -4,7 +4,7 @@
     config: {retrieval_service_url: http://…/retrieve, topk: 3}
 
     POST {"queries": ["…"], "topk": 3, "return_scores": true}
-    <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        a list per query
+    <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        one list per query
 
 Both return {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"} to the model, with a line of dashes between queries. The
 metric `status` says how the call ended, and `cause` why the service failed. `failed` is 1.0 for a failed call, else 0.0.

@@ -3,8 +3,8 @@
     create(image="photo.png")                  a PIL image, a path, a data URI, or an http(s) URL
     execute({"bbox_2d": [10, 20, 200, 120]})   left, top, right, bottom in pixels of the original
 
-A box is clipped to the image. A side under 28 pixels is widened, because vision encoders use patches of that size. An
-empty box, or a box more than a hundred times as long as wide, is refused, which costs 0.05.
+A box is clipped to the image. A side under 28 pixels is widened, because vision encoders use patches of that size. An empty
+box, or a box more than a hundred times as long as wide, is refused, which costs 0.05.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     interpreter.py   the handle of one sandbox: start, run, kill
     standstill.py    stops all processes of a sandbox between two calls
     pool.py          sandboxes that are started in advance
-    local_sandbox.py runs whole programs, one per core at a time
+    local_sandbox.py runs whole programs, as many at once as there are cores
     fusion.py        the result of a run in SandboxFusion's format
 
 The code can forge the report about its run, so the report is not trusted: limits are enforced from outside.

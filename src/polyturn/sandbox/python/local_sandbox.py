@@ -3,8 +3,8 @@
     local_sandbox(timeout_s=10, memory_mb=1024).run("print(int(input()) + 1)", stdin="1")
     ->  {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "2\\n", …}, …}
 
-The calls block; rewards make them in threads. One program runs per core (at least two); the others wait, and the wait does
-not count towards their time limit. No program sees files or processes of another program.
+The calls block; rewards make them in threads. As many programs run at once as there are cores, but at least two. The others
+wait, and the wait does not count towards their time limit. No program sees files or processes of another program.
 """
 
 from __future__ import annotations

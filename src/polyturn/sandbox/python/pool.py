@@ -1,6 +1,6 @@
 """WarmPool: sandboxes that are started in advance, so that the first run of an episode does not wait for a start.
 
-    pool.open() … pool.take() -> Interpreter … pool.close()        counted: after the last one, the pool ends
+    pool.open() … pool.take() -> Interpreter … pool.close()        `keep_s` seconds after the last close, it ends
 
 A few threads start sandboxes concurrently. The kernel kills a sandbox when the thread that started it ends, so sandboxes
 never outlive this process. Therefore the threads live as long as the pool has users or waiting sandboxes, and end together.

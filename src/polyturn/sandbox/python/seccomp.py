@@ -3,12 +3,12 @@
 Namespaces alone are not sufficient: a process in them could make further user namespaces (the usual path to kernel bugs),
 reach the hypervisor over vsock, which network namespaces do not cover, or trace other processes. Some calls allocate memory
 outside of a process's limits (memfd_create, System V and POSIX queues), use resources that all processes of a user share
-(asynchronous I/O, inotify), or lock files of the machine (flock, leases). The filter also keeps the code from
-continuing a process that was stopped from outside: neither the code may send SIGCONT, nor the kernel on its behalf, for a
-timer, a file or the end of a child.
+(asynchronous I/O, inotify), or lock files of the machine (flock, leases). The filter also keeps the code from continuing a
+process that was stopped from outside: neither the code may send SIGCONT, nor the kernel on its behalf, for a timer, a file
+or the end of a child.
 
     load the architecture -> not the machine's: kill
-    load the number       -> in `_REFUSED`: EPERM;  clone3: ENOSYS, so that libraries use clone;
+    load the number       -> in `_REFUSED` or `_SAME_EVERYWHERE`: EPERM;  clone3: ENOSYS, so that libraries use clone;
                              clone with a new namespace, or with SIGCONT as the signal at its end: EPERM;
                              socket of a family that is not in `_FAMILIES`: EAFNOSUPPORT;
                              prctl with PR_SET_PDEATHSIG, so that no process can outlive its parent: EPERM;
