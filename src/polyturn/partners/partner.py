@@ -92,7 +92,8 @@ class Partner:
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Number of requests that the model answered, excluding those that the cache answered."""
+        """Number of requests that the model answered, without those that the cache answered. `PolicyPartner` also counts
+        requests that fail."""
 
     def require(self) -> None:
         """Check that the model can be reached.

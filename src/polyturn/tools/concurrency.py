@@ -1,6 +1,6 @@
 """ConcurrencyLimits: limits on the concurrent calls of a tool and to a host.
 
-    async with limits.turn("search") as waited_s: ...       a slot of the tool, then one of its host
+    async with limits.turn("search") as waited_s: ...       a slot of the tool, then a slot of its host
 
 Waiting does not count towards a call's deadline, only towards the episode's time limit.
 """

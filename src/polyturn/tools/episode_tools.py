@@ -177,7 +177,7 @@ class EpisodeTools:
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
-        """Return the state that the tools keep of this episode; call it only after a complete turn.
+        """Return the state that the tools keep for this episode; call this only after a complete turn.
 
         Raises:
             SnapshotError: a tool's `snapshot` raised or was late.

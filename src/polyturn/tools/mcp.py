@@ -114,6 +114,7 @@ class MCPBaseTool(BaseTool):
 
         Raises:
             ToolError: the tool refused, the server cannot be reached, or the deadline passed; the text says which.
+            TooLargeError: the answer exceeds `max_answer_bytes`.
         """
         await self._pace.wait()
         try:
