@@ -122,7 +122,8 @@ def cut(text: str, *, name: str, max_words: int = MAX_WORDS) -> Iterator[Passage
     """Split a text into passages of at most `max_words`: short paragraphs are joined, and longer ones are cut into pieces.
 
     Args:
-        text: The text; a line that begins with `#` is a heading and becomes part of the titles below it.
+        text: The text. A paragraph whose first line begins with `#` starts a heading, which becomes part of the titles
+            below it.
         name: Prefix of ids and titles.
         max_words: Largest number of words of a passage.
     """
