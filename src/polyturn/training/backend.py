@@ -6,7 +6,7 @@
     RankedBackend           makes the same calls on every rank of a group, each with a share of the samples
 
 To split a model in another way (pipelines, experts over nodes), register another `Placement` as an entry point of
-`polyturn.backends`. The code above does not change.
+`polyturn.backends`. The classes in the drawing do not change.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Checkpoints:
         That function also removes older checkpoints beyond `keep`, except the best one.
 
         Args:
-            step: The number of optimizer steps taken.
+            step: The number of steps taken.
             state: The state needed to resume, except the shards.
             export: Writes the model in Hugging Face format into a folder, once the shards are written; None leaves it out.
             stored: Name -> part that writes its state in shards, from copies, into the folder of that name.

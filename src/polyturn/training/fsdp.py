@@ -2,8 +2,8 @@
 
     mesh (dp, tp):       a row of `tp` ranks splits every layer's matrices and sees the same samples, the `dp` rows see
                          different samples; fully_shard spreads each parameter over the rows
-    mesh (copies, ep):   the same ranks once more: a group of `ep` ranks has every expert of a layer once, and tokens travel
-                         within it; fully_shard spreads an expert over the groups
+    mesh (copies, ep):   a second mesh over the same ranks, for experts: a group of `ep` ranks has every expert of a layer
+                         once, and tokens travel within the group; fully_shard spreads an expert over the groups
 
 Rows that split the tokens of the same samples (`context_parallel.py`) count as rows here too: each has a part of the
 gradient.
@@ -78,7 +78,7 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
 
 @functools.cache
 def _mesh(world: Any, device_type: str, width: int, names: tuple[str, str]) -> DeviceMesh:
-    # Cached, because groups of ranks have threads; policy and critic share it.
+    # Cached, so that policy and critic share one mesh, because the process groups of each mesh have their own threads.
     return init_device_mesh(device_type, (world.size() // width, width), mesh_dim_names=names)
 
 
@@ -207,7 +207,7 @@ class Sharded(OverRanks):
             require_experts(model, parts=degrees.expert_parallel)
 
     def values(self, backbone: PreTrainedModel) -> ScoringModel:
-        """Return the form of a value function that starts with the backbone of the trained model."""
+        """Return the network of a value function over `backbone`, which starts with the weights of the trained model."""
         if self._start is not None:
             self._start = inside(self._start, f"{backbone.base_model_prefix}.")
         return super().values(backbone)
@@ -234,7 +234,8 @@ class Sharded(OverRanks):
 
     def _shard(self, network: ScoringModel, *, is_copy: bool) -> list[str]:
         """Split `network` over a row and its experts over their groups, shard it layer by layer over the other ranks, and
-        fill the shards. Return the names of whole parameters with partial gradients. Gradients are summed, not averaged."""
+        fill the shards. Gradients are summed, not averaged. Return the names of the parameters that the ranks of a row have
+        whole, but of whose gradient each has only a part."""
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
         groups = self._experts

@@ -186,7 +186,7 @@ class JournalFile:
     def read_metrics(self) -> Mapping[str, float]:
         """Return the numbers of episodes that continued, restarted, and could not be kept since the last call."""
         counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
-        is_over = not self._held or not self._counts  # others may still start in a later step
+        is_over = not self._held or not self._counts  # otherwise episodes in `_held` may start in a later step
         self._unsaid += self._counts
         self._counts = Counter()
         if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):

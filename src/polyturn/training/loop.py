@@ -1,4 +1,4 @@
-"""The training loop: asynchronous; synchronous training is the case of staleness 0.
+"""The asynchronous training loop. Synchronous training is the same loop with `max_staleness` 0.
 
     producer   sampler -> slot of the buffer -> RolloutPool.run_one -> buffer
     consumer   buffer -> update (filters, samples, advantages, policy) -> new weights -> slots of the next step
@@ -8,7 +8,7 @@ new weights, and only then frees the slots.
 
 If the engine samples from the trainer's parameters, training blocks the event loop, so that no token is sampled from half an
 update. Otherwise training runs in a thread while rollout continues; an engine on the trainer's GPUs sleeps during the
-update. A cancellation never lands in the middle of a step.
+update. A cancellation during an update takes effect after the update.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Trainer:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"
             )
-        # A new sampler: it raises for another order of tasks, and restores the weights that all samplers of a mix share.
+        # Load into a new sampler: loading raises if the tasks have another order, and it restores the weights that all
+        # samplers of a mix share.
         self._sampler().load_state_dict(saved["sampler"])
         require_same_identity(saved.get("identity", {}), self._identity(), path=path)
         critic = [] if self.update.critic is None else [self.update.critic.settings.optim]
@@ -188,7 +189,8 @@ class Trainer:
                 await self._step(taken, sampler, drops, began=began)
                 if await self._is_done():
                     break
-                # After the validation: training groups in slots freed earlier would compete with it.
+                # Only after the validation: if slots were freed before, training groups would compete with it for the
+                # engine.
                 await buffer.advance(state.step)
         finally:
             # Recorded while the buffer still exists, for the final checkpoint, which is written later.
@@ -247,8 +249,8 @@ class Trainer:
         return identity_of(self.settings.train, self._data.tasks, has_baseline=self.update.has_baseline)
 
     def _forget(self, journal: JournalFile, taken: Taken) -> Mapping[str, float]:
-        """Remove trained groups and those that were cut off from the journal; return its metrics."""
-        oldest = self.state.step - 1 - self.settings.train.max_staleness  # of the step just taken
+        """Remove from the journal the groups that were trained and the groups that were cut off; return its metrics."""
+        oldest = self.state.step - 1 - self.settings.train.max_staleness  # the oldest version that the last step could train
         journal.forget(taken.tickets, oldest=oldest)
         journal.forget((slot.ticket for slot in taken.left), oldest=oldest, are_cut=True)
         return journal.read_metrics()
@@ -336,7 +338,7 @@ class Trainer:
         """Return the oldest policy version of tokens that a resumed run may train for the group of `ticket`."""
         train = self.settings.train
         if train.carries_over:
-            return self.state.step  # it has no slot yet, so it starts now
+            return self.state.step  # the group gets its slot only now, so all its tokens will be from the current weights
         return ticket // (train.groups_per_step + train.extra_groups) - train.max_staleness
 
     def _save_last_words(self) -> None:
@@ -356,7 +358,7 @@ class Trainer:
             logger.error("%s", problem)  # the error that ended the run is raised instead
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
-        """Save the run. With `in_thread`, only start: the rest is written during training."""
+        """Save the run. With `in_thread`, only start the save: the files are written while training continues."""
         step, exported = self.state.step, self.settings.train.export
         # The first weights may turn out to be the best: they are evaluated after this.
         is_exported = exported == "all" or not in_thread or (exported == "best" and (is_best or step == 0))
@@ -373,7 +375,7 @@ class Trainer:
             }
             if snapshots := self._engine.snapshots.state_dict(step):
                 state["followers"] = snapshots
-            # First, so that every checkpoint has a journal.
+            # Begin the journal before the checkpoint is written, so that every checkpoint has a journal.
             if self._saving.journal is not None:
                 self._saving.journal.begin(step)
             if not in_thread:

@@ -33,7 +33,8 @@ from polyturn.training.model import ScoringModel, TargetScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill), with a weight for each term."""
+    """The loss: sum over tokens of coef * (policy_loss + kl - entropy + distill + balance), with a weight for each term
+    after the first."""
 
     policy_loss: PolicyLoss = ppo_clip
     policy_loss_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -77,8 +78,8 @@ class Terms(NamedTuple):
     parts_S: Mapping[str, Tensor] = {}
     """Name -> [S] detached addend of `loss_S`; its sum with the coefficients is the metric of that name."""
     own_S: Tensor | None = None
-    """[S] detached log-probabilities under the weights at the start of the step, if there are the engine's to compare
-    with."""
+    """[S] detached log-probabilities under the weights at the start of the step, to compare with the engine's; None if the
+    samples lack the engine's."""
     metrics: Mapping[str, Metric] = {}
     """Metrics of the whole pass."""
     sums: Mapping[str, tuple[Tensor, Callable[[float], Metric]]] = {}
@@ -151,7 +152,8 @@ class PolicyTerms(Objective):
         self._kl = kl_estimators.resolve(settings.kl.name)
 
     def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
-        """Return a function to the terms of a micro-batch of `samples`, with the KL and entropy weights `weights`."""
+        """Return a function from the network and a micro-batch of `samples` to its terms, with the KL and entropy weights
+        `weights`."""
         algorithm = self._settings.algorithm
         options = {"entropy_grad": weights.entropy != 0}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}

@@ -6,8 +6,8 @@
 
 Ranks that spread experts gather only their experts of a layer, and are assumed to receive as many tokens as they send. Ranks
 that split tokens divide activations and logits, but each keeps all keys and values. With Megatron each row of ranks has a
-copy: N is the number of ranks of a row, and for masters and moments of all ranks. Nothing is gathered, and a row also
-divides activations and logits.
+copy: N is the number of ranks of a row, except for masters and moments, where it is the number of all ranks. Nothing is
+gathered, and a row also divides activations and logits.
 
 The model has P numbers of b bytes. In float32, b = 4, m = 0 (no masters) and g = 4. In bfloat16, b = 2, m = 4 and g = 4 + 2:
 gradients are summed in float32 while those of one backward pass still exist in bfloat16. An offloaded optimizer takes the

@@ -58,7 +58,7 @@ class TargetScores(NamedTuple):
 
 
 MAX_LOGITS = 2**27
-"""Largest number of logits computed at a time: 512 MiB in float32, held about three times."""
+"""Largest number of logits computed at a time: 512 MiB in float32, of which about three tensors exist at once."""
 MAX_LOGITS_CPU = 2**22
 """The same on a CPU, 16 MiB: there, touching fresh memory pages costs as much as computing the logits."""
 _LOUD = 1e3

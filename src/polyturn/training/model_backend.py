@@ -100,14 +100,14 @@ class Placement:
         return nullcontext()
 
     def before_backward(self, network: ScoringModel, *, is_last: bool) -> None:
-        """Prepare for a backward pass, the last of an update or an earlier one."""
+        """Prepare for a backward pass; `is_last` says that it is the last one before the optimizer step."""
 
     def release(self, network: ScoringModel) -> None:
-        """Free what the last pass gathered."""
+        """Free the parameters that the last pass gathered from other processes."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Use other adapter tensors within the context. The storage is exchanged, so an engine that shares it is
-        unaffected."""
+        """Use other adapter tensors within the context. The parameters point to other storage meanwhile, so an engine that
+        shares the original storage is unaffected."""
         return adapter_replaced(model, tensors)
 
 
@@ -204,13 +204,13 @@ class ModelBackend:
         else:
             raise ConfigError("this policy was built without a reference; pass reference=True")
         batches = self.lay_out(samples, [s.loss_weights for s in samples])
-        # Without dropout, like the engine: an adapter's noise is not part of the compared policy.
+        # Without dropout, as in the engine: an adapter's dropout is not part of the policy that is scored.
         self.network.eval()
         try:
             with torch.no_grad():
                 values = []
                 for batch in batches:
-                    # Other models choose their experts.
+                    # The reference chooses its experts itself.
                     with self.network.routed(batch) if scorer != REFERENCE else nullcontext():
                         values.append(scores(batch))
         finally:
@@ -349,8 +349,8 @@ class ModelBackend:
     def over(
         self, pieces: Sequence[Sequence[str]], is_merged: bool, use: Callable[[Iterator[Mapping[str, Tensor]]], Any]
     ) -> Any:
-        """Return the result of `use` on the tensors of each piece of names, as `gathered` returns them; rank 0 calls it, and
-        the others return None."""
+        """Gather the tensors of each piece of names in turn, and return the result of `use` on these mappings. Only rank 0
+        calls `use`; the other ranks take part in gathering and return None."""
         tensors = (self.gathered(names, is_merged) or {} for names in pieces)
         if not dist.is_initialized() or dist.get_rank() == 0:
             return use(tensors)

@@ -102,7 +102,7 @@ class RunObserver(Observer):
         self._progress: Progress | None = None
         self._running: Mapping[EpisodeState, int] = {}
         self._has_begun = False
-        """Whether the first rollout of training has."""
+        """Whether the first rollout of training has begun."""
         self._first_step: tuple[float, int] | None = None
         """Start time of the first rollout of training, and the number of its finished episodes; None before and after it."""
         self._system = SystemSampler() if total_steps > 0 else None

@@ -5,7 +5,7 @@ parameter, not even to load a state.
 
 Parameters in bfloat16 have float32 masters: gradients are summed, clipped and applied to the masters, and every step writes
 the rounded masters into the parameters. So an engine samples from exactly the weights that the training forward pass uses.
-With `offload`, masters and all that belongs to them stay on the CPU.
+With `offload`, the masters, their gradients and their moments stay on the CPU.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Optimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps."""
+        """Return the number of steps, and that of consecutive skipped steps."""
         return {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -138,8 +138,8 @@ class ModelPolicy(OverBackend):
         self.entropy.load_state_dict(state.get("entropy", {}))
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return name -> weight without gradient, for an engine, with an adapter merged: live tensors in one process,
-        streamed from ranks."""
+        """Return name -> weight without gradient, for an engine, with an adapter merged. In one process these are the live
+        tensors, or copies if there is an adapter; from ranks they are streamed."""
         return self.backend.weights()
 
     def close(self) -> None:
@@ -182,9 +182,9 @@ def policy_backend(
         model: The model on its device, in its dtype; on ranks either whole, or unread and filled by `placement`.
         optim: The optimizer and its schedule.
         loss: The policy loss, and whether routes are replayed; None takes the defaults.
-        layout: The size and layout of micro-batches; samples lie in rows if the model cannot be packed.
-        reference: For the KL term and the scorer `REFERENCE`: True keeps a frozen copy of the model (with LoRA, of its
-            adapter); a model is used itself.
+        layout: The size and layout of micro-batches; samples lie in padded rows if the model cannot be packed.
+        reference: For the KL term and the scorer `REFERENCE`: True keeps a frozen copy of `model` (with LoRA, only of its
+            adapter); another model is used without a copy.
         teacher: The model to distil from.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
         placement: The devices of the parameters; None leaves them where they are.
@@ -273,7 +273,8 @@ def with_marks(
     selection = selection_of(settings.policy_loss, kwargs=settings.policy_loss_kwargs)
     if selection is None or all(s.marks is not None for s in samples):
         return samples
-    # Only for the choice: on policy, the loss uses the log-probabilities of its own pass as the old ones.
+    # These scores only serve the choice and are not returned with the samples: on policy, the loss uses the
+    # log-probabilities of its own pass as the old ones.
     scored = list(samples)
     if any(s.old_logprobs is None for s in samples):
         scored = [s.replace(old_logprobs=lp) for s, lp in zip(samples, score(samples), strict=True)]

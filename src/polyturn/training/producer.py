@@ -130,11 +130,12 @@ class Producer:
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)
-            for _ in range(len(group.trajectories) - num_counted):  # for a group that ran in another process
+            # Not yet reported: all episodes with dynamic sampling, and those of a group that ran in another process.
+            for _ in range(len(group.trajectories) - num_counted):
                 self._on_episode()
             await self._buffer.put(ticket, group)
         finally:
-            if not live.is_cut:  # `cut` has removed the others
+            if not live.is_cut:  # `cut` has already removed a group that is cut off
                 self._started.pop(ticket, None)
 
     async def _cut(self, started: _Started) -> None:

@@ -55,7 +55,7 @@ class RankedBackend:
         Args:
             group: The ranks.
             network: Name of the network, a key of `RankWorker`'s `make`.
-            spec: Argument for the ranks' function that makes it.
+            spec: Argument for the ranks' function that makes the network.
             layout: The ranks' layout, to divide samples by cost; None takes the defaults.
             start: The initial weights; None if the ranks load them.
             mirror: The embedded engine's model in this process, into which `gather` writes the trained weights in place.

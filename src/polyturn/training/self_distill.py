@@ -123,7 +123,7 @@ class SelfDistillation:
             return "without_privileged"
         prompt_P, with_text_Q = self._encode(task), self._encode(privileged_task(task, text))
         # The ids after the user message, such as the generation prompt, are the same in both prompts, but may differ in a
-        # segment that renders the history again.
+        # segment that renders the history again. So only the ids before them are compared with the sample.
         tail = _common_tail(prompt_P, with_text_Q)
         start, new_start = len(prompt_P) - tail, len(with_text_Q) - tail
         if sample.media or not np.array_equal(sample.token_ids[:start], prompt_P[:start]):
@@ -144,7 +144,7 @@ class SelfDistillation:
         )
 
     def _text(self, trajectory: Trajectory, group: TrajectoryGroup) -> str | None:
-        """Return the text to append to the prompt; None if it is missing and may be."""
+        """Return the text to append to the prompt; None if it is missing and the option `missing` is skip."""
         if self._privileged is None:
             return text_of_row(trajectory.task, self._options)
         with plugin_errors_as(f"algorithm.self_distill.privileged {self._options.privileged!r}", TrainingError):
@@ -163,7 +163,7 @@ class SelfDistillation:
 
 
 def text_of_row(task: Task, options: SelfDistillOptions) -> str | None:
-    """Return the text of the row's privileged column in the template; None if it is missing and may be.
+    """Return the text of the row's privileged column in the template; None if it is missing and `options.missing` is skip.
 
     Raises:
         DataError: the text is missing, or is not text.

@@ -54,9 +54,11 @@ class UpdateSettings:
     loss_scale: LossScale | None = None
     """Selects the sampled tokens to train; None trains all that no scheduler masked."""
     min_members: int = 1
-    """Smallest number of live members of a group that can teach, at least the estimator's `min_group`."""
+    """Smallest number of live members that a group needs for advantages; the estimator's `min_group` applies if it is
+    larger."""
     drop_small_groups: bool = True
-    """Whether smaller groups leave the loss; otherwise their advantages are 0, and only other loss terms train them."""
+    """Whether groups with fewer live members are left out of the loss. If not, their advantages are 0, and only other loss
+    terms train them."""
     drop_zero_variance: bool = True
     correction: CorrectionSettings | None = None
     """Weights and rejection of off-policy tokens; None applies no correction."""
@@ -74,7 +76,8 @@ class Revised(NamedTuple):
     """Replacements for the groups and samples of a step."""
 
     groups: Sequence[TrajectoryGroup]
-    """If these are not the groups of the step, advantages are computed again."""
+    """The same sequence object if the groups are unchanged. Any other sequence is filtered, scored and given advantages
+    again, and `samples` is ignored."""
     samples: Sequence[TrainSample]
     """Samples of the step's groups, with advantages."""
 
@@ -173,7 +176,7 @@ class Update:
                 parts.append(correction_metrics)
             filtered = filter_samples(samples, kept.groups, drop_truncated=settings.algorithm.drop_truncated)
         parts += [kept.metrics, filtered.metrics]
-        # While the critic warms up, its values, and so the advantages, are meaningless.
+        # While the critic warms up, its values, and so the advantages, are meaningless: only the critic is trained.
         is_warm = self.critic is None or step >= self.critic.settings.warmup
         passes: list[PassResult] = []
         shares = _shares(filtered.samples, settings.train.minibatches)
@@ -188,7 +191,7 @@ class Update:
             logger.warning("step %d: no group can teach anything (%s); the weights do not change", step + 1, why)
         order = [sample for share in shares for sample in share]
         metrics, cuts = reduce(merge(parts)), settings.algorithm.drop_truncated
-        # After the passes, so that the metrics report the weights used in this step.
+        # Adapt the coefficients only after the passes, so that the metrics report those that this step used.
         if self._reward_kl is not None:
             self._reward_kl.adapt()
         if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
@@ -200,7 +203,8 @@ class Update:
         least = self._kept_members
         records = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
         self._estimator_state = estimator_state
-        # Last: the caller counts the step only after this returns, and a checkpoint before that repeats the step.
+        # Last: the caller counts the step only after this returns. A run that resumes from a state saved before that would
+        # take the optimizer steps a second time.
         self.is_half_done = False
         return StepResult(metrics, records)
 

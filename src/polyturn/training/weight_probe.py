@@ -115,7 +115,7 @@ class WeightProbe:
             completion = task.result()
             length = min(len(answer), len(completion.token_ids))
             differs = np.flatnonzero(completion.token_ids[:length] != answer[:length])
-            same = int(differs[0]) if len(differs) else length  # up to the first token at which two were equally likely
+            same = int(differs[0]) if len(differs) else length  # at the first difference, two tokens were equally likely
             num_same += same
             if completion.logprobs is not None and same:
                 largest = max(largest, float(np.abs(completion.logprobs[:same] - logprobs[:same]).max()))
@@ -138,7 +138,7 @@ class WeightProbe:
     async def _ask(self, engine: Engine, prompt: _Prompt, version: int, *, temperature: float) -> Completion:
         self._num_asked += 1
         name, seed = f"weight-sync-{self._num_asked}", self._num_asked
-        banned = self._not_text if temperature else ()  # greedy decoding cannot sample another token
+        banned = self._not_text if temperature else ()  # greedy decoding cannot replace a banned token
         completion = await engine.generate(
             GenerateRequest(
                 request_id=name,

@@ -153,8 +153,9 @@ class WeightSync:
     async def start(self, version: int, *, before_push: Callable[[], Awaitable[object]] | None = None) -> SyncReport:
         """Verify that weights arrive at every engine, and leave all with the true weights as `version`.
 
-        `before_push` puts servers to sleep that sleep before every update. It is called before the canary, because servers
-        may lose an update while they sleep or wake with old weights, and before the true weights.
+        `before_push` is called before the canary is pushed, and again before the true weights. It puts those servers to
+        sleep that sleep before every update. So the canary also shows whether a server loses an update that arrives while it
+        sleeps, or wakes with old weights.
 
         Raises:
             EngineError: a group of parameters does not arrive; the message names the group.
@@ -181,7 +182,8 @@ class WeightSync:
                 if canary > min(effects[name].values()) / 4:
                     advice = "use another engine.weights" + (" or engine.update" if before_push is not None else "")
                     raise EngineError(f"{self._verdict(name, changes, seen[name], canary)}; {advice}")
-            # Now, because the change makes equal tensors, such as norms of ones, distinguishable.
+            # Learn checksums on the changed weights: true tensors may be equal, such as norms that are all ones, and the
+            # change makes them distinguishable.
             if not self._adapter_only:  # servers compute no checksums of adapters
                 await self._held.learn(self._engines(), sent)
         if before_push is not None:
@@ -210,7 +212,8 @@ class WeightSync:
         """Push the weights as `version`, and return the largest difference of logprobs between engine and trainer.
 
         Raises:
-            EngineError: no engine serves the weights. If only some do not, they are left out and updated.
+            EngineError: no engine serves the weights, or `start` was not called. If only some engines of a pool serve other
+                weights, the pool leaves them out and updates them.
         """
         sent = await self._push(version)
         if self.noise is None:
@@ -277,7 +280,8 @@ class WeightSync:
             self._pool.exclude(replica, problem)
 
     async def _push(self, version: int) -> Mapping[str, Tensor]:
-        # During a push there is no record. A returning server is compared with the trainer, which waits here.
+        # During a push there is no record. A server that returns now is compared with the trainer, which does not train
+        # meanwhile.
         self._record, self._pushed = None, version
         self._sent = version, self._source.step_count
         try:
@@ -303,7 +307,8 @@ class WeightSync:
         return await self._thread.run(partial(self._source.score, samples))
 
     async def _take_record(self, version: int) -> str | None:
-        """Record a verified engine's answers, for servers that come back later; return the engine's name."""
+        """Record the answers of one engine, with which servers that come back later are compared; return the engine's name,
+        or None if no engine answers."""
         for name, replica in self._replicas().items():
             try:
                 self._record = await self._probe.record(replica.engine, version, self._score)
