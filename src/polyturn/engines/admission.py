@@ -2,7 +2,7 @@
 
     an episode's next turn  ->  the server with its prefix, if it has a free slot; else another one, at the cost of a prefill
     an episode's first turn ->  the server with the fewest requests
-    no server is live       ->  wait for a server that may be tried again; finally, `EngineLostError`
+    no server is live       ->  wait for a server that may be tried again; after `patience_s`, raise `EngineLostError`
 
 The pool itself sends the requests and tracks the health of its servers.
 """

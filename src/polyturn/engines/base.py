@@ -41,7 +41,7 @@ class ModelFolder(NamedTuple):
 
 
 class ServerPlaces(Protocol):
-    """Starts servers elsewhere than on this machine."""
+    """Starts servers that may be on other machines, for example through a cluster."""
 
     @property
     def count(self) -> int:
@@ -101,7 +101,8 @@ class EngineSetup:
     places: ServerPlaces | None = None
     """Starts servers elsewhere; None starts them on this machine."""
     follows: int = 0
-    """In a rollout worker on a cluster, the number of servers of the controller (`following.py`)."""
+    """In a rollout worker on a cluster, the number of the controller's servers, to which the worker sends requests
+    (`following.py`); 0 in the controller and without a cluster."""
     obstacles: list[str] | None = None
     """In a dry run, collects the reasons why the run would not start on this machine. None raises instead."""
 
@@ -163,10 +164,10 @@ class MeanOverTime:
 
 
 class BaseEngine(ABC):
-    """An engine without sessions, metrics and weights; `core.protocols.Engine`.
+    """An engine without sessions and metrics; implements `core.protocols.Engine`.
 
-    A subclass implements `capabilities`, `generate` and `abort`, counts its requests with `busy.running()`, and overrides
-    other methods as needed.
+    A subclass implements `capabilities`, `generate`, `abort` and `update_weights`, counts its requests with
+    `busy.running()`, and overrides other methods as needed.
     """
 
     def __init__(self) -> None:

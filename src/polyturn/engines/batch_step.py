@@ -1,8 +1,8 @@
 """BatchStep: the forward passes of the embedded engine over its slots; each prefills or decodes.
 
-    a quarter of the slots, or one that has waited, has more than one token to compute
-                                        ->  prefill: a chunk of each of a few slots, without sampling
-    otherwise                           ->  decode: feed the last token of each slot, sample the next
+    more than a quarter of the running slots have more than one token to compute, or `MAX_WAIT` steps have passed
+                                        ->  prefill: a chunk of each of a few of these slots, without sampling
+    otherwise                           ->  decode: feed the last token of each other slot, sample the next
 
 This module works on arrays and tensors and never awaits; the engine handles requests and decides when to run. Only this
 module calls the model: for prefill and decoding alike it sets the cache positions, attention masks and model positions of
@@ -84,7 +84,9 @@ class BatchStep:
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._routing = None if routers is None else RoutingPass(routers).__enter__()  # only this engine uses the module
+        self._routing = (
+            None if routers is None else RoutingPass(routers).__enter__()
+        )  # never exited: only this engine uses the module
         self._routes: Any = None
         """[B, Q, L, K] the experts of the tokens of the last pass; None without `routers`."""
 

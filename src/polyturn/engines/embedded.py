@@ -47,10 +47,11 @@ MAX_YIELDS = 8
 MAX_BURST_S = 0.05
 """Largest time between two yields to the event loop, in seconds, unless one step takes longer."""
 YIELD_S = 0.001
-"""Largest duration of those passes, in seconds."""
+"""Seconds after which these passes (see `MAX_YIELDS`) stop and the next step begins."""
 FOLLOW_UP_SHARE = 0.03
 """After a step longer than a burst, the engine waits this share of the step's time for finished requests to return with
-their next turn. A tool in a thread answers within milliseconds; missing a step of a large model costs hundreds."""
+their next turn. A tool in a thread answers within milliseconds, but a request that misses a step of a large model waits
+hundreds of milliseconds for the next."""
 
 
 class EmbeddedEngine:
@@ -91,7 +92,7 @@ class EmbeddedEngine:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self.module = slot_attention.use(share_parameters(model))
-        if not deterministic:  # rounding would depend on the number of rows
+        if not deterministic:  # its rounding depends on the number of rows
             use_few_rows(self.module)
         routers = Routers.of(self.module) if routes else None
         if routes and routers is None:
@@ -126,7 +127,7 @@ class EmbeddedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Seeded, with logprobs as in training, in turns with training."""
+        """The engine is seeded, returns logprobs as training computes them, and runs in turns with training."""
         return dataclasses.replace(self._accepts.capabilities, shares_loop=True)
 
     @property

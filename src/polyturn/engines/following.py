@@ -58,7 +58,7 @@ class FollowingPool(EnginePool):
         """Make a pool as `EnginePool` does, with one engine for each of the controller's servers, in the same order."""
         super().__init__(*args, **kwargs)
         self._number = -1
-        self._coming = sys.maxsize  # the controller may have pushed weights before this process gets the view
+        self._coming = sys.maxsize  # any newer version: the controller may push weights before this process gets the view
 
     def follow(self, view: PoolView) -> None:
         """Apply the controller's view, unless a newer one was applied before."""

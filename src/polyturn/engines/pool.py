@@ -56,7 +56,8 @@ class EnginePool(BaseEngine):
             engines: The servers, all with the same model.
             names: Their names in logs; None numbers them.
             slots: Maximum number of concurrent requests on each server; further ones wait here, in order.
-            max_tries: Number of times that one request may be lost before it fails.
+            max_tries: Number of times that a request is sent before it fails, because every attempt was lost with its server
+                or answered from other weights.
             patience_s: Seconds that a request waits while no server is up.
             files: Writes weights for all servers, and may keep them for a server that comes back; without it, each engine
                 gets the weights directly. If they are not kept, a server that lost its weights gets the trainer's, from
@@ -95,11 +96,11 @@ class EnginePool(BaseEngine):
         self._is_asleep = False
         self._is_closed = False
         self.num_lost = 0
-        """Number of times that a request was lost with its server and sent to another one."""
+        """Number of times that a request was lost with its server."""
         self.num_stale = 0
         """Number of answers that were dropped because they came from other weights than the pool's."""
         self.num_redone = 0
-        """Number of requests that were answered after they had been lost."""
+        """Number of requests that were answered after an earlier attempt was lost, or dropped for its weights."""
 
     # Servers.
 
@@ -130,7 +131,8 @@ class EnginePool(BaseEngine):
 
     @property
     def busy_s(self) -> float:
-        """Seconds with at least one running request; the mean over workers that send requests directly."""
+        """Seconds with at least one running request: in this process or, if larger, the mean over the workers that send
+        requests directly."""
         of_workers = [use.busy_s for use in self.uses.values()]
         return max(super().busy_s, sum(of_workers) / max(1, len(of_workers)))
 
@@ -212,7 +214,7 @@ class EnginePool(BaseEngine):
             await waiting.assigned.result().engine.abort(request_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Drop the assignment of an episode to a server."""
+        """Drop the assignment of an episode to a server, and end the episode's session on that server."""
         home = self.admission.forget(session_id)
         if home is not None and home.is_up:
             await home.engine.end_session(session_id)
@@ -375,7 +377,7 @@ class EnginePool(BaseEngine):
         if replica.is_up or loop.time() >= replica.probes_at:
             replica.epoch += 1
             replica.probes_at = loop.time() + replica.pause_s
-            loop.call_later(replica.pause_s, self.admission.admit)  # the queue may not be checked by an answer until then
+            loop.call_later(replica.pause_s, self.admission.admit)  # there may be no answer that checks the queue
             logger.warning(
                 "%s is left out (%s); %d requests run there, and those that fail are asked of another server",
                 replica.name,
@@ -404,7 +406,8 @@ class EnginePool(BaseEngine):
 
     @asynccontextmanager
     async def _again(self, served: PoolWeights) -> AsyncIterator[Any]:
-        """Provide the served weights for one server: the kept ones, or else the trainer's, which stay fixed meanwhile."""
+        """Provide the served weights for one server: the kept ones, or else the trainer's, which do not change inside the
+        block."""
         if served.weights is not None:
             yield served.weights
             return
@@ -439,7 +442,7 @@ class EnginePool(BaseEngine):
                 on_failure=lambda problem: self._outage.note(replica, problem),
                 attempt_s=self._recovery_s,
             )
-        except Exception as problem:  # after any error here, do not wait for the server
+        except Exception as problem:  # whatever the error is, the recovery is over: do not wait for the server
             replica.is_gone, replica.recovery, replica.why = True, None, one_line(problem)
             left = sum(not other.is_gone for other in self.replicas)
             trace = None if isinstance(problem, EngineGoneError) else problem

@@ -1,6 +1,6 @@
 """Recovery: brings a lost server back until it serves the right weights again.
 
-    wait -> revive (restarts it if it is ours and dead) -> does it still serve the pool's weights?
+    wait -> revive (restarts a server of this run that died or hangs) -> does it still serve the pool's weights?
          -> yes: only requests were lost                         -> it is live
          -> no, or unknown: push the pool's weights, verify them -> it is live
 
@@ -122,14 +122,14 @@ async def recover(
         await asyncio.sleep(pause)
         try:
             await engine.revive()
-            target = served()  # only now, because a start may take as long as several training steps
+            target = served()  # read only now, because a server's start may take as long as several training steps
             async with asyncio.timeout(attempt_s):
                 renewed = await _renew(replica, target, again, verify())
         except EngineGoneError:
             raise
         except (EngineError, TimeoutError) as problem:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError from problem  # its cleanup failed, as where the server cannot be resumed
+                raise asyncio.CancelledError from problem  # an error in cleaning up replaced it
             logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
             on_failure(problem)
             pause = min(2 * pause, LAST_RETRY_S)

@@ -11,8 +11,8 @@ One request is one POST with token ids in and token ids out. This class decides 
 - while the server sleeps or loads weights, no request is sent, and requests that were cut are continued afterwards;
 - the client names the weights, so that an answer shows whether the server used the weights that were sent.
 
-Rollout workers on a cluster also ask the servers directly. Their clients follow the client of the controller (`ClientView`):
-its address, the names of its weights, and whether the weights are changing.
+Rollout workers on a cluster also send requests to the servers directly. Their clients copy the state of the controller's
+client (`ClientView`): its address, the names of its weights, and whether the weights are changing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _HUNG_AFTER = 3.0
 
 
 _MAX_VAIN = 16
-"""So many times in a row a server may cut a request of a client that follows before it samples anything."""
+"""A request fails after this many consecutive times in which the server cut it before it sampled a token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +80,11 @@ class ServedAdapter:
 
 
 class ClientView(NamedTuple):
-    """The state of a client, as far as another process needs it to ask the same server."""
+    """The part of a client's state that another process needs to send requests to the same server."""
 
     url: str
     prefix: str
-    """Before the version, in the names of weights."""
+    """Precedes the version in the names that the client gives to weights; see `RemoteEngine.tag`."""
     num_updates: int
     version: int
     adapter: ServedAdapter | None
@@ -144,7 +144,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._is_asleep = False
         self._is_closed = False
         self._follows = False
-        """Whether the client of another process has the server."""
+        """Whether this client copies the state of a client in another process, which controls the server; see `follow`."""
         self._loads: deque[EngineLoad | None] = deque(maxlen=_NUM_LOADS)
         """Load records since the last `read_metrics`."""
         self._latest_load: EngineLoad | None = None
@@ -252,8 +252,9 @@ class RemoteEngine(ServerDialect, BaseEngine):
             self._store.drop()
 
     async def sleep(self) -> None:
-        """Make the server release its GPU memory until the next weights wake it. Running requests are cut, and continue
-        then. A started server that does not answer is stopped, because it would keep the memory.
+        """Make the server release its GPU memory until the next weight update wakes it. Running requests are cut, and
+        continue after it wakes. A server that the run started and that does not answer is stopped, because it would keep the
+        memory.
 
         Raises:
             EngineLostError: a server that the run did not start did not answer.
@@ -320,8 +321,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         return await self._post(path, body, timeout_s=LOAD_TIMEOUT_S)
 
     async def is_as_left(self) -> bool | None:
-        """Return whether the server's weights have the last name that this client set, which a new process would not have;
-        None if it does not answer."""
+        """Return whether the server's weights still have the name that this client set last; None if the server does not
+        answer. A restarted server does not have that name."""
         try:
             return await self._named() == self.tag(self.version)
         except EngineError:
@@ -350,11 +351,12 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._silent_since = None
 
     async def look(self) -> None:
-        """Return if the server is at work with the weights that it was given; while they change, it counts as such.
+        """Check that the server is healthy and has the weights that it was given. While its weights change or it sleeps, the
+        check only finds out whether its process is alive.
 
         Raises:
-            EngineLostError: it has died, or did not say so in time, twice in a row.
-            EngineError: it serves other weights.
+            EngineLostError: the server has died, or failed two consecutive health checks.
+            EngineError: the server serves other weights.
         """
         for _ in range(_NUM_LOOKS):
             server, updates = self.process, self._updates
@@ -369,7 +371,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             await asyncio.sleep(self._health_s * LOOK_SHARE)
         raise EngineLostError(f"{self.url} does not say that it is well")
 
-    # Another process that asks the same server.
+    # Clients of the same server in other processes.
 
     @property
     def view(self) -> ClientView:
@@ -377,7 +379,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         return ClientView(self.url, self._prefix, self._updates, self.version, self._adapter)
 
     def follow(self, view: ClientView, *, is_open: bool) -> None:
-        """Ask the server that a client in another process has; send nothing before it `is_open`."""
+        """Copy the state of a client in another process, and use its server; hold requests back unless `is_open`."""
         self._link.url, self._prefix, self._updates, self.version, self._adapter = view
         self._follows = True
         if is_open:
@@ -447,11 +449,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
             raise EngineLostError(one_line(problem)) from problem
 
     async def _is_well(self) -> bool:
-        """Return whether the server is at work, and note its load."""
+        """Return whether the server is healthy, and record its load."""
         try:
             async with asyncio.timeout(self._health_s):
                 await self._look_once()
-                with contextlib.suppress(EngineError):  # a server that does not tell its load is as well as others
+                with contextlib.suppress(EngineError):  # a server that does not report its load is still healthy
                     self._latest_load = await self._read_load()
                     self._loads.append(self._latest_load)
         except (EngineError, TimeoutError):

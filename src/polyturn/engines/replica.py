@@ -1,8 +1,8 @@
 """Replica: the state of one server of a pool.
 
 up        accepts requests while it has slots
-down      lost; `recovery.py` brings it back, or, without a health check, one request tests it
-stale     has other weights than the pool; accepts no requests until it has the pool's
+down      lost; `recovery.py` brings it back, or, if its engine is not `Revivable`, one request tests it from time to time
+stale     has other weights than the pool; accepts no requests until it has the pool's weights
 gone      lost for good
 """
 

@@ -117,7 +117,7 @@ def require_one_version(pool: EnginePool) -> None:
     """Raise if the started servers have different versions, which may sample or load weights differently.
 
     Raises:
-        ConfigError: with a server of each version.
+        ConfigError: the versions differ; the message names a server of each version.
     """
     clients = [replica.engine for replica in pool.replicas if isinstance(replica.engine, RemoteEngine)]
     at = {client.software: client.url for client in reversed(clients)}
@@ -245,8 +245,8 @@ def _launches(
 
 
 def _asks_for_routes(setup: EngineSetup, client: type[RemoteEngine], *, device: str) -> bool:
-    """Return whether to start servers with reporting of experts. It would end them on a CPU: vLLM needs Triton, which has no
-    CPU backend, and SGLang memory registered with CUDA.
+    """Return whether to start servers with reporting of experts. On a CPU a server would not start with it: vLLM needs
+    Triton, which has no CPU backend, and SGLang needs memory registered with CUDA.
 
     Raises:
         ConfigError: routes are required on a CPU.

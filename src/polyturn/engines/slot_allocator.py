@@ -1,9 +1,11 @@
 """SlotAllocator: choose a slot of the embedded engine for each request, and reuse cached prefixes.
 
-    session has a slot    ->  the same slot, which has the prefix in its cache
-    another slot has it   ->  an empty slot, with that slot's keys and values copied
-    another soon has it   ->  wait for the other slot's prefill
-    otherwise             ->  an empty slot, or the one that was idle longest
+    the session has an idle slot                  ->  that slot, which has the prefix in its cache
+    another slot has the prompt's prefix          ->  a claimed slot, into which the prefix's keys and values are copied
+    another slot is about to compute the prefix   ->  wait for that slot's prefill, then copy
+    otherwise                                     ->  a claimed slot, without a prefix
+
+A claimed slot is an empty one or, if there is none, the one that was idle longest (`Slots.claim`).
 
 This module does not import torch: it returns the copies and exchanges for the engine to make in the KV cache.
 """

@@ -125,7 +125,7 @@ class Slots:
             last_used=np.zeros(n, np.int64),
             rope_offset=np.zeros(n, np.int64),
             keeps_support=np.zeros(n, np.bool_),
-            # Zeros instead of "no route", because memory that was never written has no pages yet.
+            # Zeros instead of a value for "no route", because zeros take no memory until they are written.
             routes=None if routes is None else np.zeros((n, max_context, *routes[:2]), routes.dtype),
             routed=np.zeros(n, np.int64),
             running=[None] * n,
@@ -195,8 +195,8 @@ class Slots:
         return self.routes[slot, start:end].copy()
 
     def donor(self, prompt: Ids) -> tuple[int, int, int]:
-        """Return (the best slot, the tokens of `prompt` in its cache, the most tokens that any slot has or will have after
-        its prefill)."""
+        """Return (the slot with the longest prefix of `prompt` in its cache, the length of that prefix, the longest prefix
+        that any running slot will have after its prefill); (-1, 0, 0) without such a slot."""
         length = len(prompt)
         candidates = np.flatnonzero((self.known >= MIN_SHARED_PREFIX) & (self.ids[:, 0] == prompt[0]))
         if not len(candidates) or length <= MIN_SHARED_PREFIX:

@@ -37,7 +37,7 @@ _OWNER = "owner"
 """Name of the file that the owner of a folder locks."""
 _FORMER_ADAPTERS = 2
 """Number of adapters to keep besides the latest. A request that reaches a server during an update may use the previous
-adapter, and ends at the next update, which starts by writing another one."""
+adapter until the next update. That update writes another adapter before it ends the request, so two former ones are kept."""
 
 
 class FolderServer(Protocol):
@@ -166,7 +166,8 @@ class WeightFolder:
             root: Parent folder; None takes shared memory.
             owns_model: Whether `close` also removes `model`.
             adapter: peft's settings of the adapter, if only adapters are written.
-            is_remote: Whether ranks may be on other machines, which do not see the folder: weights are then brought here.
+            is_remote: Whether ranks may be on other machines, which do not see the folder: weights are then brought to this
+                process, which writes them.
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY

@@ -2,7 +2,7 @@
 
     the pool       transfer.write(weights)        -> SentWeights, given to every server
     each server    SentWeights.load(server)       waits until all of these servers are paused: one broadcast for all
-    its kind       open_link(transport, servers)  -> TransferLink, the trainer's end of it
+    its client     open_link(transport, servers)  -> TransferLink, the trainer's end of the transfer
 
 Tensors are streamed in buckets, and no copy is kept. A server that comes back is sent the trainer's weights if these are
 still the missed version, otherwise the next version.
@@ -51,8 +51,8 @@ class TransferServer(Protocol):
         ...
 
     async def is_as_left(self) -> bool | None:
-        """Return whether the server's weights have the last name that its client set, which a new process would not have;
-        None if it does not answer."""
+        """Return whether the server's weights still have the name that its client set last; None if the server does not
+        answer. A restarted server does not have that name."""
         ...
 
 
@@ -69,7 +69,7 @@ class TransferLink(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go."""
+        """Disconnect from the servers."""
         ...
 
 
