@@ -37,7 +37,8 @@ class StoredWeights(Mapping[str, Any]):
 
     @classmethod
     def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
-        """Put weights into the object store, tied tensors only once. Rank 0 itself stores the weights of ranks."""
+        """Put weights into the object store, tied tensors only once. If the weights are spread over ranks, rank 0 stores
+        them instead of this process."""
         if isinstance(weights, StreamedTensors):
             return cls(weights.over(store), {})
         tied = {name: of for name, of in first_names(weights).items() if name != of}
@@ -88,7 +89,7 @@ class NodeWeights(WrittenWeights):
 
     async def folder_at(self, server: RunningServer | None) -> Path:
         """Return the checkpoint on the server's node."""
-        holder: WeightHolder = server  # type: ignore[assignment]  # places start no others
+        holder: WeightHolder = server  # type: ignore[assignment]  # `NodePlaces` starts only such servers
         async with self._locks.setdefault(holder.node, asyncio.Lock()):
             self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node), self._adapter)
         return self._at[holder.node]

@@ -64,7 +64,8 @@ class RemoteWorker(ABC):
         return lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Wait for its episodes' entries for the journal, and return them."""
+        """Wait for journal entries of the worker's episodes after number `received`, and return them; see
+        `WorkerJournal.posts`."""
         entries: list[JournalEntry] = await self.call("posts", received)
         return entries
 
@@ -138,7 +139,7 @@ class WorkerPool(RolloutPool):
                 self._loads[name] -= spec.size
 
     async def close(self) -> None:
-        """End all workers, and close the leader's context."""
+        """End all workers, and close this process's pool."""
         for task in self._beside:
             task.cancel()
         for worker in self._workers.values():
@@ -208,6 +209,6 @@ async def _carry_until_dead(journal: JournalFile, worker: RemoteWorker) -> None:
         await carry(journal, worker.posts)
     except WorkerLostError:
         return
-    except Exception:  # without entries taken, its episodes would wait forever
+    except Exception:  # its episodes wait until their entries are taken, so they would wait forever
         logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
         await worker.end()
