@@ -1,17 +1,17 @@
 """GroupBuffer: a queue of finished groups, which bounds staleness by slots that only new weights free.
 
 A group needs a slot, with a ticket, before it may start. There are slots for the step that trains the live weights and for
-`max_staleness` steps after it. New weights free the slots of one step. So a group that starts under version v is trained in
-step v + max_staleness at the latest, and no token exceeds the bound of staleness (I10): tokens sampled later have newer
-versions.
+`max_staleness` steps after it. (With `carries`, there are slots for that step and for `extra` more groups.) New weights
+free the slots of one step. So a group that starts under version v is trained in step v + max_staleness at the latest, and no
+token exceeds the bound of staleness (I10): tokens sampled later have newer versions.
 
     tickets   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...      two groups a step, `extra` 2: a wave of four tickets a step
     step 0    takes the first two finished groups; the others are left over
 
-Each step starts `extra` more groups than it trains on. Without `carries`, the caller cuts off the groups that are left over
-(waves). With `carries` they stay for a later step: no group is dropped, and a step waits only for groups that no later step
-could train. With `extra` 0 every step trains the groups of its tickets, in order, so the order in which groups finish does
-not matter.
+`extra` groups are started in addition to those that a step trains on. Without `carries`, every step starts that many, and
+the caller cuts off the groups that the step leaves over (waves). With `carries`, the groups that are left over keep their
+slots for a later step: no group is dropped, and a step waits only for groups that no later step could train. With `extra` 0
+every step trains the groups of its tickets, in order, so the order in which groups finish does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Slot:
     """Version of the live weights when the group got its slot; all its tokens have this version or a newer one."""
     group: TrajectoryGroup | None = None
     finished: int = -1
-    """Number of groups that finished earlier; -1 while it runs."""
+    """Number of groups that finished before this one; -1 while it runs."""
 
 
 class Taken(NamedTuple):
@@ -59,13 +59,13 @@ class GroupBuffer:
         carries: bool = False,
         pending: Sequence[int] = (),
     ) -> None:
-        """Start before the step that trains the weights of `version`.
+        """Make a buffer whose first step is the one that trains the weights of `version`.
 
         Args:
             groups_per_step: How many groups a step trains on.
             max_staleness: Largest staleness of a token, in versions.
             version: Version of the live weights.
-            extra: How many more groups start for a step than it trains on.
+            extra: How many groups are started in addition to those that a step trains on.
             carries: Whether groups that a step does not take stay for a later step.
             pending: With `carries`, the tickets that an earlier run granted and did not train; they are granted again.
         """
@@ -111,7 +111,7 @@ class GroupBuffer:
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
         """Add the finished group of `ticket`; drop it if no step needs it any more."""
         async with self._changed:
-            # Its wave may be over, and a group that was cut off has no slot any more.
+            # A group has no slot any more if its wave is over and it was cut off.
             if (slot := self._slots.get(ticket)) is not None:
                 slot.group, slot.finished = group, self._num_finished
                 self._num_finished += 1
@@ -167,8 +167,8 @@ class GroupBuffer:
         """Return the groups of the next step: those that must be trained now, then the first to finish; None while it must
         wait.
 
-        For each j: of the groups that must be trained within the next j + 1 steps, the j later steps can take only j steps'
-        worth. All others must be trained now.
+        For each j, count the groups that must be trained in this step or the j steps after it. Those j steps can train only
+        j * groups_per_step of them, so this step must train the others.
         """
         slots = sorted(self._slots.values(), key=lambda slot: (slot.group is None, slot.finished))
         done = [slot for slot in slots if slot.group is not None]

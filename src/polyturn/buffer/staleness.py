@@ -2,7 +2,7 @@
 
     step 7 trains on   g56 ... g63 (new)   g49 g52 (replayed)      with max_staleness 1: no token older than version 6
 
-(seed, step) determine which groups are replayed, so the choice does not depend on timing.
+The seed and the step determine which of the kept groups are replayed, so the choice does not depend on timing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Replay:
         self._held += groups
 
     def draw(self, count: int, *, step: int) -> list[TrajectoryGroup]:
-        """Return up to `count` groups that are new enough for `step`. Forget them, and the groups that are too old."""
+        """Return up to `count` random groups among those that are new enough for `step`. They are no longer kept, and
+        neither are the groups that are too old."""
         fresh = [g for g in self._held if oldest_version(g) >= step - self._max_staleness]
         chosen = set(random.Random(f"{self._seed}/{step}").sample(range(len(fresh)), min(count, len(fresh))))
         self._held = [g for i, g in enumerate(fresh) if i not in chosen]
