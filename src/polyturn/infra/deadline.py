@@ -202,7 +202,7 @@ class CallWithDeadline:
         if task.cancelled():
             raise RuntimeError("CancelledError: it was cancelled from within")
         problem = task.exception()
-        if problem is not None and not isinstance(problem, Exception):  # it would end what must go on
+        if problem is not None and not isinstance(problem, Exception):  # raised as it is, it would end the run
             raise RuntimeError(one_line(problem)) from problem
         return task.result()
 
@@ -212,7 +212,7 @@ class CallWithDeadline:
             await asyncio.wait({task}, timeout=self._grace_s)
         finally:
             if task.done():
-                _ = task.cancelled() or task.exception()  # seen, so that asyncio does not report it again
+                _ = task.cancelled() or task.exception()  # so that asyncio does not log the error as never retrieved
             else:
                 self._left.add(task)
                 task.add_done_callback(self._forget)

@@ -46,7 +46,7 @@ class HttpReply:
     content: bytes
     headers: Mapping[str, str]
     secrets: tuple[str, ...] = ()
-    """Texts that `said` hides."""
+    """Texts that `excerpt` hides."""
 
     @property
     def content_type(self) -> str:
@@ -143,7 +143,7 @@ class JsonClient:
             raise
         except (aiohttp.ClientError, ConnectionError, ValueError) as problem:
             if isinstance(problem, ValueError) and not isinstance(problem, aiohttp.ClientError):
-                raise  # an answer that is too large, or no address
+                raise  # the answer is too large, or `url` is not an address
             raise BrokenOffError(hide(one_line(problem), *secrets)) from problem
 
     async def close(self) -> None:

@@ -107,7 +107,7 @@ class Peer(asyncio.Protocol):
                 answer = _pickled((await self._methods[method](*pickle.loads(packed)), None))
             except PolyturnError as error:
                 answer = _pickled((None, error))
-                pickle.loads(answer)  # one of a class with arguments of its own cannot be made again from its message
+                pickle.loads(answer)  # raises if the class cannot be made again from the message alone
             self._send((number, None, answer))
         except Exception:
             problem = RuntimeError(f"in another process of the run:\n{traceback.format_exc()}")

@@ -36,7 +36,7 @@ GRACE_S = 1.5
 """Seconds that tasks may take to end once they are cancelled, and asynchronous generators to close."""
 
 END_S = 4.5
-"""Seconds after which the end is abandoned, if the event loop itself is blocked."""
+"""Seconds to wait for the tasks to end. After that the event loop itself counts as blocked and is abandoned."""
 
 HELD_S = 240.0
 """Seconds for which a plug-in may block the loop beyond its deadline before the process ends."""
@@ -46,7 +46,8 @@ _MEDDLED = (
 )
 
 _ABANDONED: list[object] = []
-"""Tasks that ignored their cancellation. They are kept, because garbage collection would run the plug-in's code again."""
+"""Tasks that ignored their cancellation, and event loops that stayed blocked. They are kept, because garbage collection
+would run the plug-in's code again."""
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
@@ -55,19 +56,19 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     SIGINT cancels `work`; a second SIGINT raises KeyboardInterrupt at once.
 
     Raises:
-        RolloutError: code in `work` cancelled all of `work`, or stopped or left the event loop.
+        RolloutError: a plug-in in `work` cancelled all of `work`, stopped the event loop, or raised SystemExit in it.
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
     try:
         return runner.run(work)
-    except asyncio.CancelledError as problem:  # a signal comes as another exception
+    except asyncio.CancelledError as problem:  # not from SIGINT, which raises KeyboardInterrupt
         raise RolloutError(_MEDDLED.format("cancelled every task of the event loop")) from problem
     except RuntimeError as problem:
         if str(problem) != "Event loop stopped before Future completed.":
             raise
         raise RolloutError(_MEDDLED.format("stopped the event loop")) from problem
-    except SystemExit as problem:  # of a task or a callback that it started by itself
+    except SystemExit as problem:  # from a task or a callback that a plug-in started
         if not passed_an_author(problem):
             raise
         raise RolloutError(_MEDDLED.format(f"raised {one_line(problem)}{raised_at(problem)} in the event loop")) from problem
@@ -244,7 +245,7 @@ def _blocking(stack: list[FrameType]) -> str:
     codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in stack]
     inner = stack[codes.index(handle) + 1 :] if handle in codes else stack
     files = [frame.f_code.co_filename for frame in inner]
-    if _GUARD in files:  # what it calls is an author's, also where it is installed as a package
+    if _GUARD in files:  # the code that it calls is an author's, even if that is installed as a package
         behind = len(files) - files[::-1].index(_GUARD)
         begins = next((i for i in range(behind, len(files)) if not is_ours(files[i]) and not is_stdlib(files[i])), None)
         if begins is not None and not any(map(is_ours, files[begins:])):

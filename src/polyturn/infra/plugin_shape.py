@@ -22,7 +22,8 @@ from polyturn.core.reward import brief
 _NEAR = 0.85
 """The similarity (0 to 1) from which an unknown name counts as a misspelt method."""
 _FAR = 0.6
-"""The similarity (0 to 1) from which a message suggests this method of a missing group instead of the group's first."""
+"""If no method of a required group is defined, the message suggests the method most similar to an unknown name, or the
+group's first method if the similarity (0 to 1) is below this."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _STARS: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 

@@ -1,8 +1,9 @@
-"""ManagedProcess: a child process with a session of its own, the end of its log, and an end that leaves nothing behind.
+"""ManagedProcess: a child process in a session of its own. It offers the last lines of the child's log, and ending it also
+ends all processes that the child started.
 
     process = ManagedProcess(["python", "server.py"], log=Path("server.log"))
     process.is_alive, process.tail()
-    process.end(grace_s=5)               SIGTERM, then SIGKILL; also for every process that it started
+    process.end(grace_s=5)               SIGTERM, then SIGKILL; both also to every process that the child started
 
 If the kernel supports it, the child ends when this process dies, however it dies. The kernel ties this to the
 thread that started the child, so one thread, which never ends, starts all children.
@@ -121,7 +122,8 @@ class ManagedProcess:
         """End the process and every process of its session; a second call does nothing.
 
         Args:
-            grace_s: Seconds that it may take to end by itself after its input is closed and SIGTERM; 0 kills at once.
+            grace_s: Seconds that it may take to end by itself, after its input is closed and SIGTERM is sent; 0 kills at
+                once.
             asks: Whether to send SIGTERM; if not, only its input is closed.
         """
         if self._is_over:
@@ -221,7 +223,7 @@ def session_of(pid: int) -> list[int]:
 
 def signal_session(pid: int, number: signal.Signals) -> None:
     """Send a signal to every process of the session that `pid` leads, the youngest first."""
-    for member in sorted(session_of(pid), reverse=True):  # what watches over its parent does not see it go
+    for member in sorted(session_of(pid), reverse=True):  # a process that watches its parent is signalled before it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(member, number)
 

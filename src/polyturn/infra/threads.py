@@ -1,8 +1,8 @@
 """Daemon threads for plug-ins that are plain functions, so that a slow one never blocks the event loop.
 
-An executor of the standard library cannot *abandon* a call that is past its deadline. Its thread cannot be stopped, so here
-it no longer counts against the maximum, is counted as abandoned, and does not keep the process alive. Threads start when
-there is work and end after some idle seconds.
+An executor of the standard library cannot *abandon* a call that is past its deadline. The call's thread cannot be stopped.
+So here the thread no longer counts against the maximum, the call is counted as abandoned, and the thread does not keep the
+process alive. Threads start when there is work and end after some idle seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class DaemonThreads:
             function: The plain function; it sees the caller's context variables.
             args: Its positional arguments.
             on_late: Called in the thread with the result of an abandoned call that ends after all.
-            is_owed: Whether to run a call that has not begun even if the caller is cancelled, as a release needs.
+            is_owed: Whether to run a call that has not begun even if the caller is cancelled, such as a call that releases a
+                resource.
             kwargs: Its keyword arguments.
         """
         job = _Job(partial(contextvars.copy_context().run, function, *args, **kwargs), on_late=on_late, is_owed=is_owed)
