@@ -76,7 +76,7 @@ class ContextRow:
 
 @functools.cache
 def _row(world: Any, device_type: str, size: int, inner: int) -> ContextRow:
-    # Cached by shape, because groups of ranks have threads; policy, critic and reference share it.
+    # Cached by shape, so that policy, critic and reference share one group, because every process group has its own threads.
     shape = (world.size() // (size * inner), size, inner)
     return ContextRow(init_device_mesh(device_type, shape, mesh_dim_names=("rows", "cp", "inner"))["cp"].get_group())
 
@@ -103,7 +103,7 @@ class ContextShare:
         self.until_M = torch.from_numpy(until_M).to(device)
         """[M] token q attends to token k if k <= q < until[k]."""
         self.mine_S: Tensor = torch.empty(0, dtype=torch.bool)
-        """Indices on axis S of the targets that this rank's tokens predict."""
+        """[S] whether this rank's tokens predict the target."""
         self._back_M = torch.from_numpy(np.argsort(order_M)).to(device)
 
     def take(self, along_N: Tensor, *, fill: int = 0) -> Tensor:

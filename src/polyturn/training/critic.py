@@ -140,7 +140,7 @@ class ValueTerms(Objective):
         self._settings = settings
 
     def bind(self, samples: Sequence[TrainSample], weights: TermWeights) -> Callable[[ScoringModel, MicroBatch], Terms]:
-        """Return a function from the network and a micro-batch of `samples` to terms; the samples have values and returns."""
+        """Return a function from the network and a micro-batch of `samples`, which have values and returns, to its terms."""
         starts = np.concatenate([[0], np.cumsum([len(s) for s in samples])]).astype(np.int64)
         returns = np.concatenate([*(_array(s.returns) for s in samples), np.empty(0)])
         old = np.concatenate([*(_array(s.values) for s in samples), np.empty(0)])

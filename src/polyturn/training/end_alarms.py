@@ -16,9 +16,10 @@ from polyturn.evaluation.report import is_success
 from polyturn.tracking.alarms import Alarm
 
 MOST_CUT = 0.5
-"""Share of episodes that a limit may cut without an alarm."""
+"""Share of episodes (0 to 1) from which on a limit that cuts them raises an alarm."""
 MOST_OUT_OF_TURNS = 0.9
-"""Share of episodes that may use up their turns without an alarm if fewer than half of them succeed."""
+"""Share of episodes (0 to 1) from which on using up all turns raises an alarm, if fewer than half of these episodes
+succeed."""
 BY_REQUEST = "request"
 """Stands for LENGTH if the request of an agent with its own loop set the limit."""
 _CUT = "a cut turn is not answered: no tool runs and no interaction speaks"

@@ -49,8 +49,8 @@ _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def build_model(config: Mapping[str, Any], *, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a randomly initialised causal language model, possibly one that also reads images. The global random state
-    stays.
+    """Return a randomly initialised causal language model, possibly one that also reads images. The global random state does
+    not change.
 
     Args:
         config: The fields of the transformers config; `model_type` names the architecture.
@@ -215,8 +215,8 @@ def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, lige
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only the input of every layer, and compute the layer again in the backward pass: a third more time for much less
-    memory. This applies in train mode only, so it does not affect an engine over the same parameters.
+    """Keep only the input of every layer, and compute the layer again in the backward pass, which takes a third more time
+    and much less memory. This applies in train mode only, so it does not affect an engine over the same parameters.
 
     Raises:
         ConfigError: the architecture does not support it.

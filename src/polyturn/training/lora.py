@@ -1,6 +1,6 @@
 """LoRA: train low-rank matrices beside the frozen weights of the model (Hu et al. 2021).
 
-    y = W x + (alpha / rank) B A dropout(x)        B starts at 0, so the adapted model starts as the model
+    y = W x + (alpha / rank) B A dropout(x)        B is 0 at first, so the adapter changes nothing before the first update
 
 The adapter is part of the model's modules, so the trainer, an engine that shares the parameters and a forward pass see one
 ordinary model. Checkpoints keep the adapter only. Servers and exports get the merged weights W + (alpha / rank) B A under
@@ -33,7 +33,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> None:
-    """Add an adapter to `model`, which then is the only part with gradients. The global random state stays.
+    """Add an adapter to `model`. After that, only the adapter has gradients. The global random state does not change.
 
     Raises:
         ConfigError: peft is not installed, or the settings match no module of this model.
@@ -116,7 +116,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Use other adapter tensors of the same shape within the context; afterwards restore the model's own.
 
-    The parameters' storage is exchanged, not overwritten, so an engine that shares it is unaffected.
+    The parameters point to other storage meanwhile, so an engine that shares the original storage is unaffected.
     """
     own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     saved = {name: p.data for name, p in own.items()}

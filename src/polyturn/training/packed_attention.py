@@ -103,7 +103,8 @@ def attend_rows(
         scaled_dot_product_attention, scale=scale, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1]
     )
     packing = view.packing
-    # `split` instead of slices: its gradient is one concatenation; each slice's would be zeros over the whole axis.
+    # `split` instead of slices: its gradient is one concatenation, but the gradient of each slice would be a tensor over the
+    # whole axis, filled with zeros.
     keys, values = key.split(packing.pieces, dim=2), value.split(packing.pieces, dim=2)
     own = [row for row in packing.rows if row.own[0] < row.own[1]]
     queries = query.split([sum(packing.pieces[slice(*row.own)]) for row in own], dim=2)

@@ -4,7 +4,8 @@
         loss = ...
     clock.seconds()   ->  {"time/forward": 1.2}
 
-On a GPU the time between two CUDA events, which is known once the device has passed the second; otherwise wall time.
+On a GPU a lap is the time between two CUDA events, which is known once the device has passed the second. On a CPU it is wall
+time.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class RankGroup(Protocol):
         ...
 
     def lost(self) -> str | None:
-        """Return the end of a rank that is known to be gone; None otherwise. The call does not contact ranks."""
+        """Return the crash report of a rank that is known to be gone; None if no such rank is known. The call does not
+        contact ranks."""
         ...
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def require_same_identity(saved: Mapping[str, Any], mine: Mapping[str, Any], *, 
     """Raise if the checkpoint at `path` was written with other tasks or group settings.
 
     Raises:
-        CheckpointError: with the difference and what to do.
+        CheckpointError: something differs; the message says what, and what to do.
     """
     for key, value in mine.items():
         if key not in saved or saved[key] == value:  # an older checkpoint has fewer keys

@@ -26,7 +26,7 @@ _TAKEN = ("mean", "std", "greedy", "judge_tokens")
 
 
 def rollout_metrics(groups: Sequence[TrajectoryGroup], *, version: int) -> Metrics:
-    """Return the metrics of a step's trajectories, under rollout/ reward/ tokens/ and buffer/.
+    """Return the metrics of a step's trajectories, under rollout/ reward/ tokens/ tool/ time/ and buffer/.
 
     Args:
         groups: The groups of the step.

@@ -53,7 +53,7 @@ def write_shards(state: dict[str, Any], folder: Path) -> Future[Any]:
 
 
 def _at_its_start(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it does not start at the start of its storage, which torch cannot write."""
+    """Return the tensor, or a copy if it does not start at the start of its storage: torch cannot write such a tensor."""
     return tensor.detach().clone() if tensor.storage_offset() else tensor
 
 
@@ -69,7 +69,8 @@ def is_written(writing: Future[Any], *, whose: str) -> bool:
 
 
 def read_shards(state: dict[str, Any], folder: Path, *, whose: str = "checkpoint", is_alone: bool = False) -> None:
-    """Read this process's part of a flat state into its tensors. Every rank must call it, unless it `is_alone`.
+    """Read this process's part of a flat state into its tensors. Every rank must call it, unless `is_alone` is set, which
+    reads without the other ranks.
 
     Raises:
         CheckpointError: the folder is damaged or incomplete.

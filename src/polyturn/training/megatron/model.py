@@ -228,7 +228,7 @@ class MegatronPolicy(MegatronModel):
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
-        """Return the number of this rank's tokens that the engine routed differently from its routers."""
+        """Return the share of this rank's tokens that the engine sent to other experts than this rank's routers choose."""
         replays = [r.router_replay for r in self._routers if r.router_replay.recorded is not None]
         if not replays:
             return {}
