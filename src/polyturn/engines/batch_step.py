@@ -84,9 +84,8 @@ class BatchStep:
         self._module: Any = module
         parameter = next(module.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._routing = (
-            None if routers is None else RoutingPass(routers).__enter__()
-        )  # never exited: only this engine uses the module
+        # Never exited, because only this engine uses the module.
+        self._routing = None if routers is None else RoutingPass(routers).__enter__()
         self._routes: Any = None
         """[B, Q, L, K] the experts of the tokens of the last pass; None without `routers`."""
 

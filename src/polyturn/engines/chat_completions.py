@@ -109,7 +109,8 @@ class ChatEngine(BaseEngine):
         await self._client.close()
 
     def finish(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Mark the group's trajectories as text only: no weights, and the server's token counts."""
+        """Mark the group's trajectories as text only: set their loss weights to 0, and add the server's token counts to
+        their metrics."""
         return dataclasses.replace(group, trajectories=tuple(self._marked(t) for t in group.trajectories))
 
     def _marked(self, trajectory: Trajectory) -> Trajectory:

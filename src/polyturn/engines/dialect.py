@@ -156,5 +156,5 @@ class ServerDialect(ABC):
         raise EngineError(f"{self.name} servers cannot release their memory; leave engine.update at in_flight")
 
     async def _wake(self, memory: Memory) -> None:
-        """Make the server take a part of its memory again. The KV cache is last and resumes requests."""
+        """Make the server allocate a part of its memory again. The KV cache comes last; the server then resumes requests."""
         raise EngineError(f"{self.name} servers cannot release their memory; leave engine.update at in_flight")

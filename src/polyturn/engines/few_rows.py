@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 MAX_ROWS = 128
-"""Number of rows from which on the usual product is as fast."""
+"""Largest number of rows for which this layer multiplies from the left; with more, the usual product is as fast."""
 MIN_WEIGHTS = 2**18
 """Number of weights of a layer from which on the gain exceeds the cost of transposing the result."""
 FEWEST_ROWS, LARGE = 8, 2**20
-"""With fewer rows than FEWEST_ROWS, only layers with more than LARGE weights gain."""
+"""With at most FEWEST_ROWS rows, only layers with at least LARGE weights gain; with one row no layer gains."""
 
 
 class FewRowsLinear(nn.Linear):

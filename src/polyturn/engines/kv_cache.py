@@ -57,7 +57,7 @@ class SlotCache(Cache):
             write_slots: [B, Q] the slot of each new token (`trash` for padding).
             positions: [B, Q] the position in the slot of each new token.
             extent: Number of positions that rows attend to, including the new ones.
-            is_fresh: Whether every row starts at position 0 and `extent` is Q, so that there are only the new keys.
+            is_fresh: Whether every row starts at position 0 and `extent` is Q, so that rows attend only to the new keys.
         """
         self._rows, self._num_rows, self._extent, self._is_fresh = rows, len(positions), extent, is_fresh
         self._write_slots, self._positions = write_slots, positions

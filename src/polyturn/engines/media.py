@@ -3,8 +3,8 @@
     ids    <|vision_start|> <|image_pad|> <|image_pad|> <|vision_end|> What ...
     keys        320             -7            -7             321       64  ...      7 identifies this picture
 
-Ids do not show whether two prompts are equal: placeholders are, but pictures may differ. So the number of a medium takes the
-place of its placeholders when prefixes are compared. Ids do not determine a token's position for the model either (see
+Two prompts with equal ids may differ, because different pictures have the same placeholders. So the number of a medium takes
+the place of its placeholders when prefixes are compared. Ids do not determine a token's position for the model either (see
 `tokens/positions.py`). A medium is computed in one piece: no cut of the cache or of a chunk falls inside it.
 """
 

@@ -48,7 +48,7 @@ class PendingRequest:
         self._id = ""
         self._sent: asyncio.Task[Any] | None = None
         self._is_refused = False
-        """Whether the server is full and has no request to end."""
+        """Whether the server has refused the request because it is full, so that there is nothing to abort."""
         self._problem: EngineLostError | None = None
         self.is_ended = False
         """Whether the caller has requested the end."""
@@ -85,7 +85,7 @@ class PendingRequest:
         except asyncio.CancelledError:
             self._sent.cancel()
             self._abort_later(self._id)
-            task = asyncio.current_task()  # cancelled by the caller, or only the request by `give_up`
+            task = asyncio.current_task()  # did the caller cancel, or did `give_up` cancel only the request?
             if self._problem is not None and (task is None or not task.cancelling()):
                 raise self._problem from None
             raise

@@ -4,9 +4,9 @@
     parameters --copy--> slot 1   (memory of both)      samples from slot 0
     update(5, slot 1)  --------- socket --------->      between two decoding steps: samples from slot 1
 
-The other process runs an `EmbeddedEngine`. A thread would not do, because decoding would starve behind the trainer's Python.
-The shared memory has two further copies of the weights. The process ends with this one: by a signal of the kernel where
-available, and by the end of the socket.
+The other process runs an `EmbeddedEngine`. A thread would not do, because it would rarely run while the trainer executes
+Python code. The shared memory has two further copies of the weights. The engine's process ends with this one: by a signal of
+the kernel where available, and by the end of the socket.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Boot:
     device: str
     num_threads: int
     options: dict[str, Any]
-    """Of `EmbeddedEngine`."""
+    """Arguments of `EmbeddedEngine`."""
 
 
 class ProcessEngine:
@@ -119,7 +119,8 @@ class ProcessEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The number of requests beyond the engine's slots; the use of its cache is unknown to this process."""
+        """The number of requests beyond the engine's slots. The use of its cache is unknown to this process and reported as
+        0."""
         return EngineLoad(max(0, len(self._live) - self._num_slots), 0.0)
 
     def read_metrics(self) -> Mapping[str, float]:
@@ -213,7 +214,7 @@ class ProcessEngine:
             return self._peer
 
     async def _start(self) -> Peer:
-        """Start the process; it reads the calls that it is sent once it has made its engine."""
+        """Start the process. Calls that are sent before it has made its engine wait in the socket."""
         memory = self._memory = WeightMemory.of(self._model)
         memory.write(0, tensors_of(self._model))
         boot = Boot(

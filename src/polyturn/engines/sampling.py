@@ -26,8 +26,8 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     """[B] float32."""
     support: Tensor | None
-    """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1. A row is all -1 if no token was cut or the
-    row does not keep its support; None if that holds for all rows."""
+    """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1. A row is all -1 if it is greedy, has neither
+    top-k nor top-p, or does not keep its support. None without `keeps_support`, or if all rows are greedy."""
 
 
 def sample(

@@ -63,7 +63,7 @@ class SglangMemoryLink(SglangLink):
         torch.cuda.synchronize()  # the other process reads them on another stream
 
         async def give(server: TransferServer) -> None:
-            # A handle can be opened once, so every process of the server gets one.
+            # A handle can be opened only once, so every process of the server gets its own.
             handles = [_pickled(tensors) for _ in range(server.num_workers)]
             await server.tell("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
 
@@ -80,7 +80,7 @@ def _pickled(tensors: Mapping[str, Tensor]) -> str:
 
 
 class _HandlePickler(pickle.Pickler):
-    """Writes tensors of a GPU as handles that name it by its UUID."""
+    """Writes tensors of a GPU as handles that name the GPU by its UUID."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the function and arguments that open a tensor."""

@@ -21,7 +21,7 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
 def use(model: _Model) -> _Model:
-    """Make a model that uses torch's kernel attend like this; return the model."""
+    """Replace the attention of a model by `slot_attention` if it is transformers' "sdpa"; return the model."""
     text = model.config.get_text_config()
     if text._attn_implementation == "sdpa":
         text._attn_implementation = NAME

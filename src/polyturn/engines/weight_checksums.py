@@ -4,9 +4,9 @@
     on two ranks   sum over ranks                       = q_proj + 2 k_proj + 2 v_proj, if each rank has all heads of keys
 
 Checksums are additive (`server_side/polyturn_weights.py`), so the checksum of a fused or sharded tensor is a small sum over
-its parts. No list of models is needed: the test at the start (the canary, `training/weight_sync.py`) changes all
-tensors to different values, so only one sum matches each tensor of the server. A
-tensor that no sum matches (a quantised one, a packed copy) is not compared.
+its parts. No list of models is needed: the test at the start (the canary, `training/weight_sync.py`) changes all tensors to
+different values, so only one sum matches each tensor of the server. A tensor that no sum matches (a quantised one, a packed
+copy) is not compared.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ GroupLink: sends weights over it in buckets, each with a call that makes the ser
 
 The group is separate from training's groups: no global state is set, and a server that dies ends only this group. SGLang's
 workers make their end with the same torch helper, and vLLM's by our backend for gloo (`server_side/polyturn_vllm_gloo.py`):
-names and stores must match. vLLM's nccl and ipc need its own trainer's end (`vllm_transfer.py`).
+names and stores must match. For nccl and ipc, vLLM requires its own code at the trainer's end (`vllm_transfer.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WeightGroup:
         await self._together(lambda: self._broadcast(tensors), theirs)
 
     async def _together(self, ours: Any, theirs: Awaitable[Any]) -> None:
-        """Run both ends concurrently; if theirs fails, leave ours to its time limit."""
+        """Run both ends concurrently; if `theirs` fails, do not wait for `ours`, which ends by its time limit."""
         own = self._thread.submit(ours)
         other = asyncio.ensure_future(theirs)
         await asyncio.wait({own, other}, return_when=asyncio.FIRST_EXCEPTION)
