@@ -45,7 +45,8 @@ class RayRankGroup:
             RankLostError: a rank is gone.
             PolyturnError: a rank raised it.
         """
-        with self._lock:  # another thread queries checkpoints, and all ranks must receive commands in the same order
+        # The thread that writes checkpoints also sends commands, and all ranks must receive commands in the same order.
+        with self._lock:
             pairs = zip(self._ranks, _stored(shares), strict=True)
             refs = [rank.handle.run.remote(command, share) for rank, share in pairs]
         waiting, values = list(refs), {}

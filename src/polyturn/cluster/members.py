@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from polyturn.core.errors import PolyturnError
 
 AT_ONCE = 100_000
-"""Maximum number of concurrent calls of one actor, which a run never reaches. With a real limit, `posts` could queue after
-calls of `run`, which in turn wait until `posts` has taken their lines to the journal."""
+"""Maximum number of concurrent calls of one actor, which a run never reaches. With a lower limit a run could deadlock:
+`posts` would queue after calls of `run`, which themselves wait until `posts` has taken their lines to the journal."""
 _NUM_LINES = 20
 _SOON_S = 2.0
 """Seconds to wait for an actor's state."""

@@ -65,7 +65,7 @@ class RankProcesses:
         self.row_width = row_width
         self.is_elsewhere = True
         self._lock = threading.Lock()
-        """Allows one command at a time, because a thread other than training's queries checkpoints."""
+        """Allows one command at a time, because the thread that writes checkpoints also sends commands."""
         self._problem: str | None = None
         self._is_built = self._is_closed = False
         self.logs = Path(tempfile.mkdtemp(prefix="polyturn-ranks-"))

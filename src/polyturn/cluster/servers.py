@@ -163,7 +163,7 @@ class NodePlaces:
         return self.files.here(only="config.json")
 
     def store(self, adapter: Mapping[str, Any] | None) -> NodeStore:
-        """Return the store that sends weights to the nodes; with peft's settings, those of an adapter."""
+        """Return the store that sends weights to the nodes; `adapter` has peft's settings if only an adapter is sent."""
         return NodeStore(adapter)
 
     def starter(self, number: int) -> StartServer:

@@ -36,7 +36,7 @@ class RolloutWorker:
             view: The leader's view of the engines; None if this process does not call them directly.
 
         Returns:
-            The group, and how this process uses the engines; None if it does not call them directly.
+            The group, and this process's statistics of the engines, or None if it does not call them directly.
         """
         async with self._lock:
             if self._pool is None:
@@ -70,5 +70,5 @@ class RolloutWorker:
         return live.lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Wait for the episodes' entries for the leader's journal, and return them."""
+        """Wait for journal entries of the episodes after number `received`, and return them for the leader's journal."""
         return await self._journal.posts(received)
