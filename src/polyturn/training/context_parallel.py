@@ -10,8 +10,8 @@ shared prefixes attend to the same tokens as on one rank. Source: Llama Team 202
 3.3.2).
 
 The results at all targets are gathered on every rank of the row, so that each computes the same loss, even one that compares
-tokens of a sequence. A rank's backward pass runs through its share of the tokens, so gradients add up to that of one rank
-(I7).
+tokens of a sequence. A rank's backward pass runs through its share of the tokens, so the ranks' gradients add up to the
+gradient that one rank would compute (I7).
 """
 
 from __future__ import annotations

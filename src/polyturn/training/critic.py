@@ -107,7 +107,7 @@ def critic_backend(
     Args:
         model: The language model with the backbone.
         optim: The critic's optimizer and schedule.
-        backbone: The backbone to train; None takes that of `model`, which must not be used afterwards.
+        backbone: The backbone to train; None takes the backbone of `model`, and `model` must not be used afterwards.
         settings: The value loss.
         layout: The size of micro-batches.
         media: The model's processor, for samples that show images, videos or sounds; None for text.
@@ -195,7 +195,7 @@ def bare(sample: TrainSample) -> TrainSample:
 
 
 def value_metrics(samples: Sequence[TrainSample]) -> Metrics:
-    """Return the share of the returns' variance that the values explain: 1 - var(returns - values) / var(returns)."""
+    """Return the means of values and returns, and the explained variance: 1 - var(returns - values) / var(returns)."""
     pairs = [(_array(s.returns)[_is_target(s)], _array(s.values)[_is_target(s)]) for s in samples if s.returns is not None]
     returns = np.concatenate([*(r for r, _ in pairs), np.empty(0)])
     values = np.concatenate([*(v for _, v in pairs), np.empty(0)])

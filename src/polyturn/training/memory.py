@@ -56,7 +56,7 @@ class ModelSize:
     kept: int
     """Bytes per token that a layer keeps for its backward pass."""
     experts: int = 0
-    """Number of parameters of all experts, included in those of the layers."""
+    """Number of parameters of all experts; `parameters` includes them."""
     layer_experts: int = 0
     """Number of parameters of the experts of the largest layer."""
 
@@ -127,7 +127,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     """Return a trainer rank's peak bytes by part. The peak is in the backward pass through the output embedding, after the
     forward pass of all layers.
 
-    At that point the embedding's gradient exists twice, as the sum over chunks of targets and as that of the current chunk.
+    At that point the embedding's gradient exists twice: as the sum over chunks of targets, and for the current chunk.
     If layers are computed again, the rank keeps the input of each layer and the activations of one.
     """
     low, copies, split = size.element < 4, load.num_trained, load.megatron or Degrees()

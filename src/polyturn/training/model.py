@@ -257,7 +257,8 @@ class PolicyModel(ScoringModel):
         return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
 
     def _over_row(self, own: RoutingPass, share: ContextShare, batch: MicroBatch) -> RoutingPass:
-        """Gather this rank's `own` routing into that of all tokens of `batch`: balance and load are of whole sequences."""
+        """Gather this rank's routing `own` into the routing of all tokens of `batch`, because balance and load are computed
+        over whole sequences."""
         assert self._routers is not None
         routing = RoutingPass(self._routers, routes=batch.routes_NLK if self._replays else None)
         for whole, parts in ((routing.logits, own.logits), (routing.chosen, own.chosen), (routing.live, own.live)):
@@ -377,7 +378,7 @@ def _score(
 
 
 def _whole(scores: TargetScores, share: ContextShare | None) -> TargetScores:
-    """Gather the scores of this rank's share into those of all targets."""
+    """Gather the scores at this rank's targets into the scores at all targets."""
     if share is None:
         return scores
     entropy_S = None if scores.entropy_S is None else share.of_targets(scores.entropy_S)

@@ -114,8 +114,8 @@ class Optimizer:
         return metrics
 
     def collect(self) -> None:
-        """Add the gradient of low-precision parameters to that of their float32 masters, after every backward pass. Sums
-        over micro-batches in bfloat16 would lose small terms."""
+        """Add the gradient of low-precision parameters to the gradient of their float32 masters, after every backward pass.
+        Sums over micro-batches in bfloat16 would lose small terms."""
         for parameter, master in self._copies:
             if parameter.grad is None:
                 continue

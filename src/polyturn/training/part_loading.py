@@ -3,7 +3,7 @@
     outline (meta)  -- fully_shard -->  shards (meta)  -- read_weights -->  this rank's part of the tensors in the files
                                                        -- take_weights -->  copies of shards that this rank already has
 
-transformers maps the tensors of files to those of the model (renamed, merged or tied), and cuts them like a `DTensor`.
+transformers maps the tensors of files to the tensors of the model (renamed, merged or tied), and cuts them like a `DTensor`.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.router_replay = RecordedChoice()
         self.logits: Tensor | None = None
-        """[tokens, experts] logits of the last pass, with gradient; empty unless they are kept."""
+        """[tokens, experts] logits of the last pass, with gradient; None unless `keeps_logits` is set."""
         self.keeps_logits = False
 
     def gating(self, input: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def make_gpt(
         if gpt.post_process:
             del gpt.output_layer
         gpt.head = value_head(config.hidden_size, dtype=dtype)
-    gpt.post_process = False  # the subclass of the network reads off hidden states; the layers exist already
+    gpt.post_process = False  # so that it returns hidden states, which `model.py` reads; its last layers exist already
     return gpt
 
 

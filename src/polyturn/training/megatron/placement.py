@@ -242,7 +242,7 @@ class MegatronOptimizer(OptimizerOverRanks):
         return nn.Parameter([*parameter.detach().chunk(count), *[parameter.detach()[:0]] * count][rank])
 
     def _write_back(self) -> None:
-        """Write this rank's new rows into the weights, and gather those of other ranks."""
+        """Write this rank's new rows into the weights, and gather the rows of other ranks."""
         super()._write_back()
         with torch.no_grad():
             for name, live in self._live.items():

@@ -120,7 +120,7 @@ def entries(config: PreTrainedConfig) -> Iterator[Entry]:
 
 
 def value_entries(config: PreTrainedConfig) -> Iterator[Entry]:
-    """Yield the weights of a value function, named like those of `ValueModel`."""
+    """Yield the weights of a value function, with the names that they have in `ValueModel`."""
     for entry in entries(config):
         if entry.name != "output_layer.weight":
             yield entry._replace(sources=tuple(f"backbone.{name.removeprefix('model.')}" for name in entry.sources))
@@ -155,7 +155,7 @@ class SourceRows(NamedTuple):
     """Consecutive rows of a weight that are consecutive in one of its sources too."""
 
     source: int
-    """Which one."""
+    """Index of that source in `Entry.sources`."""
     rows: slice
     at: Origin
     """Origin of these rows in the source."""
@@ -245,7 +245,7 @@ class ShardedNames(Names):
         kinds_by_name = {}
         for name, shape in self._shapes.items():
             like = next((tensor for own, tensor in tensors.items() if _kind(own) == _kind(name)), None)
-            if like is not None:  # the tensor of this name is in the model, a head or an adapter
+            if like is not None:  # `tensors` has tensors of this kind (see `_kind`)
                 kinds_by_name[name] = TensorKind(shape if like.ndim else (), like.dtype)
         return kinds_by_name
 
