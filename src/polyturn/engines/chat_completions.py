@@ -3,7 +3,7 @@
     ids of `text_codec`  ->  messages, tools  ->  POST URL/chat/completions  ->  message, calls  ->  ids of `text_codec`
 
 So the same loop, schedulers, tools and interactions run against any served model. It returns no logprobs, as its
-capabilities state: its completions can be evaluated but not trained on. `chat_client` sends and repeats the requests.
+capabilities state: its completions can be evaluated but not trained on. `ChatClient` sends and repeats the requests.
 """
 
 from __future__ import annotations

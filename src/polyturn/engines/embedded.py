@@ -198,9 +198,9 @@ class EmbeddedEngine:
         Args:
             version: The new policy version.
             weights: name -> tensor, copied into the shared parameters; None if the trainer has changed them in place.
-            keep_kv: False drops the KV cache, and running requests recompute theirs, so every logprob is that of exactly one
-                version of the weights. True keeps the old keys and values, which is cheaper but differs from the trainer's
-                computation.
+            keep_kv: False drops the KV cache, and running requests recompute their keys and values, so every logprob comes
+                from exactly one version of the weights. True keeps the old keys and values, which is cheaper but differs
+                from the trainer's computation.
 
         Raises:
             EngineError: `weights` names a parameter that the model does not have.

@@ -310,7 +310,7 @@ class EnginePool(BaseEngine):
         return False
 
     def exclude(self, replica: Replica, problem: EngineError) -> None:
-        """Send `replica` no requests until it has the pool's weights again."""
+        """Send `replica` no requests until it has the pool's weights again, and start its recovery."""
         replica.is_stale = True
         self._down(replica, problem)
 

@@ -33,7 +33,7 @@ def vllm_command(
 ) -> LaunchSpec:
     """Return the command line of a vLLM server of `model`.
 
-    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is that of new weights.
+    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is the transport of new weights.
     """
     flags = [
         *("--model", str(model), "--host", "{host}", "--port", "{port}"),
@@ -68,7 +68,7 @@ def sglang_command(
 ) -> LaunchSpec:
     """Return the command line of a SGLang server of `model`.
 
-    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is that of new weights.
+    `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is the transport of new weights.
     """
     flags = ["--host", "{host}", "--port", "{port}", "--model-path", str(model), "--context-length", str(max_context)]
     if not sees:

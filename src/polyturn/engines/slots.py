@@ -178,8 +178,8 @@ class Slots:
     def note_routes(self, rows: NDArray[np.int64], first: NDArray[np.int64], counts: NDArray[np.int64], routes: Any) -> None:
         """Record the experts `routes` [B, Q, L, K] of `counts` [B] ids of the slots `rows`, from index `first` [B] on.
 
-        An id keeps its first experts, those of its sampling, even if newer weights choose others when its keys and values
-        are computed again.
+        An id keeps the experts that were recorded first, even if newer weights choose others when its keys and values are
+        computed again.
         """
         assert self.routes is not None
         for row, begin, count, new in zip(rows.tolist(), first.tolist(), counts.tolist(), routes, strict=True):
@@ -210,8 +210,8 @@ class Slots:
         return int(candidates[best]), int(now[best]), int(soon.max())
 
     def claim(self) -> tuple[int, str | None]:
-        """Return a slot to overwrite, and the session that loses it: an empty slot, else the least recently used free one,
-        else that of the session idle for longest. At least one slot must not be running."""
+        """Return a slot to overwrite, and the session that loses it: an empty slot, else the least recently used slot without
+        a session, else the slot of the session that was idle longest. At least one slot must not be running."""
         best, best_key = -1, (3, 0)
         for slot, running in enumerate(self.running):
             if running is not None:

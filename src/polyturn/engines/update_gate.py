@@ -1,4 +1,4 @@
-"""UpdateGate: what happens to running completions when new weights arrive.
+"""UpdateGate: decides how new weights affect running completions.
 
     in_flight       they continue with the new weights:         [ version 4 4 4 4 | 5 5 5 5 ]   one request
     wait            the weights wait for their end:             [ version 4 4 4 4 4 4 4 ]   then the weights

@@ -2,8 +2,8 @@
 
     fold([0.5, -1.0, 0.0])  =  mix(0x3f000000) + mix(0xbf800000) + 0      modulo 2**32, with two different mixes
 
-A fold does not depend on order and is additive: the fold of a fused matrix is the sum of the folds of its parts, that of a
-sharded matrix the sum over its shards, and padding with zeros adds 0. So a server's fused and sharded tensors can be
+A fold does not depend on order and is additive: the fold of a fused matrix is the sum of the folds of its parts, the fold of
+a sharded matrix is the sum over its shards, and padding with zeros adds 0. So a server's fused and sharded tensors can be
 compared with the trainer's without knowing their layout.
 
 The mixes are bijective, so a single differing element always changes the fold. They use only multiplications, which
