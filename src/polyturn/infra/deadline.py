@@ -50,7 +50,7 @@ class Stretch:
     __slots__ = ("_now", "_num_paused", "_since")
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:
-        """Start the clock: `now` returns seconds, those of the running event loop by default."""
+        """Start the clock. `now` returns the time in seconds; by default it is the clock of the running event loop."""
         self._now = now or loop_clock()
         self._num_paused = 0
         self._since = self._now()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lock"
 ASKED = 5
-"""Attempts before the lock counts as held, because `look_at` also holds the lock for a moment."""
+"""Attempts before the lock counts as held, because `read_lock` also holds the lock for a moment."""
 _OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _ENDED = "ended"
 _MAX_BYTES = 4096
@@ -69,7 +69,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
             raise
         finally:
             if file is not None:
-                with contextlib.suppress(OSError):  # a full disk, which what was written before has said
+                with contextlib.suppress(OSError):  # such as a full disk, which earlier writes have reported
                     _write(file, f"process {os.getpid()} on {socket.gethostname()}\n{end}")
 
 
@@ -91,7 +91,7 @@ def read_lock(folder: Path) -> FolderLock | None:
             return None
         with path.open("rb") as file:
             lines = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back where the file is closed
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file is closed
     except BlockingIOError:
         return FolderLock(is_held=True)
     except (OSError, DataError):

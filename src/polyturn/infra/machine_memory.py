@@ -1,4 +1,4 @@
-"""Reads the memory that this process may use: that of the machine, or the limit of its container."""
+"""Reads the size of the memory that this process may use: the machine's memory, or its container's limit if that is less."""
 
 from __future__ import annotations
 

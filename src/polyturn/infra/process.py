@@ -58,7 +58,7 @@ class ManagedProcess:
 
         Args:
             command: The program and its arguments.
-            env: The complete environment; None inherits that of this process.
+            env: The complete environment; None inherits the environment of this process.
             pipes: Whether `stdin` and `stdout` are pipes to the process. If not, its input is empty and its output is
                 logged.
             pass_fds: Descriptors that it inherits.
@@ -187,7 +187,7 @@ def dies_with_parent(
 
     Args:
         command: The program and its arguments.
-        env: The environment whose PATH is searched for the program; None is that of this process.
+        env: The environment whose PATH is searched for the program; None takes the environment of this process.
         cwd: The working folder of the program.
         number: SIGTERM lets a server end its own processes; SIGKILL ends a program that may ignore that.
 
