@@ -41,8 +41,8 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, former: Path | None = None) -> None:
-        """Keep the newest `keep` checkpoints and the best one, and forever the checkpoints of steps that `keep_every` divides
-        (0: none).
+        """Keep the newest `keep` checkpoints and the best one, and forever the checkpoints of steps that `keep_every`
+        divides (0: none).
 
         `former` has the checkpoints of an earlier run to resume from; it is removed when the first checkpoint is written
         here.

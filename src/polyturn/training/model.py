@@ -71,7 +71,7 @@ class ScoringModel(nn.Module):
     """A network that a backend trains. A subclass implements `forward`."""
 
     whose = "checkpoint"
-    """What error messages call its state."""
+    """The name of its state in error messages."""
     backbone: PreTrainedModel
     """The part with decoder layers, which may be split over ranks."""
     encoders: Sequence[nn.Module] = ()
@@ -88,7 +88,7 @@ class ScoringModel(nn.Module):
 
     @property
     def heads(self) -> tuple[nn.Module, ...]:
-        """Modules besides the layers that are sharded by themselves."""
+        """Modules other than layers that are sharded separately from the root."""
         return ()
 
     def scores(self, batch: MicroBatch) -> Tensor:
@@ -373,7 +373,7 @@ def _score(
     logprobs_S = logprobs_SV.gather(1, targets_S[:, None])[:, 0]
     if entropy_grad is None:
         return TargetScores(logprobs_S, None)
-    # As a mere metric it must not keep a second [S, V] for the backward pass.
+    # An entropy that is only a metric must not keep a second [S, V] for the backward pass.
     return TargetScores(logprobs_S, entropy(logprobs_SV if entropy_grad else logprobs_SV.detach()))
 
 

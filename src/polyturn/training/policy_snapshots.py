@@ -59,7 +59,7 @@ class PolicySnapshots:
         """Set every copy to its version at `step`, at the start of a new or resumed run."""
         for one in self._snapshots:
             if one.version is None or one.due(step) == step:
-                # The checkpoint has no weights for a snapshot that was added to the configuration after it was written.
+                # The checkpoint has no weights for this snapshot, which is newer than the checkpoint.
                 if one.version is None and one.due(step) != step:
                     logger.warning(
                         "the checkpoint has no policy %r; it starts from the trained policy of step %d", one.name, step

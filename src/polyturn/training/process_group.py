@@ -69,7 +69,7 @@ class ProcessRankGroup:
         self._lost: str | None = None
         self._is_closed = False
         self.last_word: Any = None
-        """Message to the followers to end."""
+        """The value that `follow` returns in every follower once this group is closed."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run `command` on every rank with its share, and return the results in the order of ranks.

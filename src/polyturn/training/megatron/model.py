@@ -224,7 +224,7 @@ class MegatronPolicy(MegatronModel):
             router.logits = None
         whole_B = own_B.detach().clone()
         dist.all_reduce(whole_B, group=parallel_state.get_pipeline_model_parallel_group())
-        # The value of all stages with the gradient of this one: each stage sends gradients only to its routers.
+        # The value over all stages, but the gradient of this stage only: each stage sends gradients to its own routers.
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
     def _router_metrics(self) -> Metrics:
