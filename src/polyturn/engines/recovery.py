@@ -129,7 +129,7 @@ async def recover(
             raise
         except (EngineError, TimeoutError) as problem:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise asyncio.CancelledError from problem  # an error in cleaning up replaced it
+                raise asyncio.CancelledError from problem  # an error in cleaning up has replaced the cancellation
             logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
             on_failure(problem)
             pause = min(2 * pause, LAST_RETRY_S)

@@ -210,8 +210,8 @@ class Slots:
         return int(candidates[best]), int(now[best]), int(soon.max())
 
     def claim(self) -> tuple[int, str | None]:
-        """Return a slot to overwrite, and the session that loses it: an empty slot, else the least recently used slot without
-        a session, else the slot of the session that was idle longest. At least one slot must not be running."""
+        """Return a slot to overwrite, and the session that loses it: an empty slot, else the least recently used slot
+        without a session, else the slot of the session that was idle longest. At least one slot must not be running."""
         best, best_key = -1, (3, 0)
         for slot, running in enumerate(self.running):
             if running is not None:
