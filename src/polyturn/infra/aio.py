@@ -42,7 +42,7 @@ def _leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
             stack.extend(reversed(error.exceptions))
         else:
             leaves.append(error)
-    # A task that was cancelled because another one failed does not hold the reason.
+    # The CancelledError of a task that was cancelled because another task failed does not show the reason.
     real = [e for e in leaves if not isinstance(e, asyncio.CancelledError)]
     return (real or leaves)[0]
 
