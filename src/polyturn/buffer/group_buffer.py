@@ -111,7 +111,7 @@ class GroupBuffer:
     async def put(self, ticket: int, group: TrajectoryGroup) -> None:
         """Add the finished group of `ticket`; drop it if no step needs it any more."""
         async with self._changed:
-            # A group has no slot any more if its wave is over and it was cut off.
+            # A group that still ran when its wave ended has lost its slot.
             if (slot := self._slots.get(ticket)) is not None:
                 slot.group, slot.finished = group, self._num_finished
                 self._num_finished += 1
