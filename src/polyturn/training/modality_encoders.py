@@ -48,7 +48,7 @@ def touching(out: Tensor, encoders: Sequence[nn.Module]) -> Tensor:
     """Return `out` plus 0 times every trained parameter of `encoders`, which gives each a gradient."""
     if not torch.is_grad_enabled():
         return out
-    # One element of a parameter puts the whole parameter into the graph. An empty shard has no element and needs no gradient.
+    # One element of a parameter puts the parameter into the graph. An empty shard has no element and needs no gradient.
     for parameter in (p for encoder in encoders for p in encoder.parameters() if p.requires_grad and p.numel()):
         out = out + 0.0 * parameter.reshape(-1)[0]
     return out
