@@ -1,6 +1,7 @@
 """BatchStep: the forward passes of the embedded engine over its slots; each prefills or decodes.
 
-    more than a quarter of the running slots have more than one token to compute, or `MAX_WAIT` steps have passed
+    more than a quarter of the running slots have more than one token to compute; or some have, and `MAX_WAIT` steps have
+    passed or the engine is deterministic
                                         ->  prefill: a chunk of each of a few of these slots, without sampling
     otherwise                           ->  decode: feed the last token of each other slot, sample the next
 

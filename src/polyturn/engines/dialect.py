@@ -61,7 +61,7 @@ class ServerDialect(ABC):
     name = "remote"
     """Name of the kind of server in messages."""
     tested_version: ClassVar[str] = "0"
-    """The oldest version tested for training."""
+    """The version that training is tested with. A dry run refuses an older one."""
     transfer_package: ClassVar[str | None] = None
     """Package that the trainer needs to send tensors to these servers over nccl or ipc; None if none."""
     routes_env: ClassVar[Mapping[str, str]] = {}

@@ -188,7 +188,7 @@ def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[Rem
     if python is None and importlib.util.find_spec(name) is None:
         return _refuse(f"engine.kind is {name}, and {name} is not installed here; {install}", setup)
     if setup.obstacles is None:
-        return  # the server itself reports it at its start
+        return  # a real run learns of a missing package when the server starts
     ask = f"import importlib.metadata as m; print(m.version({name!r}))"
     try:
         done = subprocess.run(
