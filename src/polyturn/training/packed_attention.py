@@ -254,7 +254,7 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
     for span, row in zip(packing.row_indices, rows, strict=True):
         ids[0, span] = torch.from_numpy(row).to(ids)
     positions = torch.from_numpy(packing.positions_N)[None].to(ids)
-    # Tokens of the first row only; later tokens on the flat axis must not depend on them.
+    # Tokens that only the first row has. Changing them must not change the results of other tokens on the flat axis.
     is_own = torch.from_numpy(packing.until_N == len(rows[0])).to(parameter.device)
 
     def hidden(ids: Tensor, **inputs: Any) -> Tensor:
