@@ -175,10 +175,11 @@ def _refuse(problem: str, setup: EngineSetup) -> None:
 
 
 def _check_installed(launch: LaunchOptions, setup: EngineSetup, client: type[RemoteEngine]) -> None:
-    """Raise if the servers are not installed, or are too old.
+    """Raise if the servers are not installed here. A dry run also checks the environment of `engine.launch.python`, and the
+    version of the servers.
 
     Raises:
-        ConfigError: unless this is a dry run.
+        ConfigError: unless this is a dry run, which records the problem instead.
     """
     name, python = client.name, launch.python
     install = (
