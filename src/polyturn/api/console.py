@@ -1,4 +1,4 @@
-"""The log of a run: on stderr, like the command line, and in a file; and the log levels of libraries."""
+"""The log of a run, which goes to stderr and to a file in the run's folder, and the log levels of other libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Silence transformers while it loads and builds models; download bars stay."""
+    """Turn off warnings and progress bars of transformers, and keep the download bars of huggingface_hub."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 async def with_first_prompt(context: RolloutContext, task: Task) -> Task:
-    """Return a task with the first prompt of its episode, if its environment writes that prompt.
+    """Start an episode of `task`, and return the task with the prompt that its environment writes.
 
     Raises:
         SchedulerError: the environment cannot be made or started.
@@ -139,14 +139,16 @@ def _who(one: PolicyConfig) -> str:
 
 
 def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from the defaults of a run, and inside an optional section from those of its model.
+    """Return the settings that differ both from the defaults of a run and from the defaults of their own section.
+
+    An optional section has no defaults in an empty config, so its keys are compared with the section's own defaults only.
 
     {"train": {"steps": 5, "epochs": 1}}, with the defaults {"train": {"steps": 9, "epochs": 1}}  ->  {"train": {"steps": 5}}
 
     Args:
         values: All settings.
-        defaults: Those of a config that sets nothing: an optional section is None there, or absent.
-        unlike_model: The settings that differ from the defaults of their models, nested like `values`.
+        defaults: The settings of a config that sets nothing; an optional section is None there, or absent.
+        unlike_model: The settings that differ from the defaults of their own section, nested like `values`.
     """
     differ = {}
     for key, value in values.items():
@@ -161,12 +163,12 @@ def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model
 
 
 def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[str, str], MemoryVerdict | None]:
-    """Return upper estimates for each rank and a step, as text, and whether this machine has enough memory.
+    """Return upper estimates of each rank's memory and of a step's time, as text, and whether this machine has enough.
 
     The estimates assume that all lengths reach their limits, so real runs need less.
 
-    Memory is a rank's peak (`training.memory`) plus the engine's KV cache. The time of a step is extrapolated from a
-    measured forward and backward pass over some tokens on this machine, with one more forward pass per token for generation.
+    Memory is a rank's peak (`training.memory`) plus the engine's KV cache. The time of a step is extrapolated from a forward
+    and a backward pass over a few tokens, measured on this machine; generation counts as one more forward pass.
     """
     import torch
 
@@ -204,9 +206,9 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
 
 
 def device_plan(config: RunConfig, *, holds_weights: bool = False) -> dict[str, str]:
-    """Return the GPU of each rank and started server, shared GPUs, and the rollout workers.
+    """Return the GPU of each rank and of each server that the run starts, the shared GPUs, and the rollout workers.
 
-    `holds_weights` is whether the driver of a cluster loads the whole model.
+    For a cluster it returns `cluster_plan`; `holds_weights` is whether the driver loads the whole model.
 
     {"rank 0": "GPU 0", "rank 1": "GPU 1", "server 0": "GPU 1", "shared": "GPU 1 (rank 1, server 0)"}
     """
@@ -280,7 +282,7 @@ def _probe(model: torch.nn.Module, *, num_tokens: int = 64) -> Probe:
 
 
 def _wait(total: torch.Tensor) -> None:
-    """Wait for the device."""
+    """Wait until the device has computed `total`."""
     import torch
 
     total.detach().item()
@@ -289,7 +291,7 @@ def _wait(total: torch.Tensor) -> None:
 
 
 def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:
-    """Return the bytes of the KV cache if every slot has the longest conversation."""
+    """Return the bytes of the KV cache if the conversation in every slot has `longest` tokens."""
     engine = parts.source.config.engine
     assert isinstance(engine, EmbeddedOptions)  # no other engine shares the weights
     return server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]

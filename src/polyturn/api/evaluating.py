@@ -1,4 +1,4 @@
-"""Run an evaluation, of weights or of a served model.
+"""Run an evaluation of a model that this process loads, or of a model behind an HTTP endpoint.
 
 A new run folder contains the trajectories, the resolved config and report.json: for each set the report and, under
 "statistics", means with intervals, pass@k, maj@k and success by turn budget, for all tasks and by data source.
@@ -109,9 +109,10 @@ def _new_folder(source: build.ConfigSource, resolved: Mapping[str, Any]) -> Path
 def evaluate_untouched(
     source: build.ConfigSource, sets: Sequence[EvalSet], observer: RunObserver
 ) -> Coroutine[Any, Any, dict[str, EvaluatedSet]]:
-    """Evaluate the model before a run trains it, as sets `untouched NAME` in the run's records.
+    """Evaluate the model before its warm start; the sets are named `untouched NAME` in the run's records.
 
-    It builds separate parts, because plug-ins belong to the event loop that first calls them.
+    The evaluation builds its own parts: a plug-in works only in the event loop that first called it, and training runs in
+    another event loop.
     """
     source = dataclasses.replace(build.untrained(source), reads_parts=False, adapters={})
     parts = build.with_workers(build.build_parts(source))

@@ -1,9 +1,11 @@
 """Run coroutines from synchronous code: in this thread, or in another one if this thread already runs an event loop.
 
-    a script      this thread                  SIGINT cancels the work, which leaves a checkpoint
-    a notebook    another thread               the same, passed on by the waiting thread
+    called in     runs in            at SIGINT
+    a script      this thread        the work is cancelled, and writes a checkpoint
+    a notebook    another thread     this thread, which waits, tells the work, which is cancelled and writes a checkpoint
 
-A notebook runs its cells inside an event loop, and a thread cannot run a second one. SIGINT interrupts a long cell.
+A notebook runs its cells inside an event loop, and a thread can run only one event loop at a time. Interrupting a cell sends
+SIGINT.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ T = TypeVar("T")
 
 
 def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
-    """Return the result of `work`, called with a function that makes the run's `Signals`.
+    """Call `work` with a function that makes the run's `Signals`, and return the result.
 
     Raises:
-        KeyboardInterrupt: the work was interrupted inside a running loop. Without a loop the process exits, like a command.
+        KeyboardInterrupt: the work was interrupted, and this thread runs an event loop. Without an event loop, SystemExit
+            ends the process, as in a command.
     """
     if not _loop_runs():
         return work(Signals)
@@ -67,7 +70,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def wait_for(result: Future[T], *, on_interrupt: Callable[[], object]) -> T:
-    """Wait for a result. The first interrupt is passed on, so that the work ends by itself; a second one abandons it."""
+    """Wait for a result. The first interrupt asks the work to end (`on_interrupt`); a second one stops waiting for it."""
     try:
         return result.result()
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ ANOTHER_FOLDER = "set out=FOLDER to a writable one, or another name=NAME"
 def open_source(
     path: Path, overrides: Sequence[str], *, resume: bool | Literal["auto"] | None = None
 ) -> tuple[ConfigSource, dict[str, Any]]:
-    """Load a configuration file, or that of a run's folder.
+    """Load a configuration file, or the config.yaml in a run's folder.
 
     Args:
         path: The configuration file or the run's folder.
@@ -30,7 +30,7 @@ def open_source(
         resume: Whether training resumes; None for commands without training.
 
     Returns:
-        The configuration with the folder of its paths, and the resolved data, safe to write.
+        The configuration with the folder that its relative paths start at, and its values for `write_resolved`.
     """
     loaded = load_config(RunConfig, path, overrides)
     if resume is not None:
@@ -56,7 +56,7 @@ def new_run_folder(wanted: Path) -> Path:
 
 
 def later_run(folder: Path) -> Path | None:
-    """Return the latest run of the same name after `folder`; None without any."""
+    """Return the last of the folders `folder`-2, `folder`-3, … that exist without a gap; None if there is none."""
     later = list(itertools.takewhile(Path.is_dir, itertools.islice(_numbered(folder), 1, None)))
     return later[-1] if later else None
 
@@ -68,7 +68,7 @@ def _numbered(wanted: Path) -> Iterator[Path]:
 
 
 def name_of(folder: Path, out: str) -> str:
-    """Return the name for a run's folder, including its number if it has one."""
+    """Return the setting `name` of the run in `folder`: the path from `out`, including the number if there is one."""
     return os.path.relpath(folder, out)
 
 

@@ -99,7 +99,7 @@ def train(
         tools: The tools for the model: functions with annotations and a docstring, or tool objects; or the path of a tools
             file.
         interaction: Answers turns without a tool call: a subclass or instance of `polyturn.BaseInteraction`, or several by
-            name. A single one answers every task without an interaction.
+            name. If there is only one, it also answers tasks that name no interaction.
         reward: A function of the trajectory, or of (data_source, solution_str, ground_truth).
         eval_tasks: Tasks to evaluate on before and after training, in the forms of `tasks`.
         config: A YAML file, or the same as a dict; all other arguments override it.
@@ -263,7 +263,7 @@ def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step
         options = RunOptions(again=_again, resume=resume, on_step=called)
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
         run = _run_of(finished, arguments, source, on_step=on_step)
-        if not isinstance(finished, Path):  # which a rank gets that follows another
+        if not isinstance(finished, Path):  # a path is the result of a follower rank; only the leader logs
             logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
@@ -293,10 +293,10 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
 
 
 def _called_each_step(on_step: OnStep | None) -> OnStep:
-    """Return `on_step` wrapped to raise errors as one sentence.
+    """Return `on_step`, wrapped so that its errors become a `TrainingError` of one sentence.
 
     Raises:
-        ConfigError: it is async, or cannot be called with a step and its metrics.
+        ConfigError: `on_step` is async, or cannot be called with a step and its metrics.
     """
     from polyturn.core.errors import TrainingError, plugin_errors_as
     from polyturn.infra.plugin_shape import CallShape, check_function
@@ -315,13 +315,13 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
 
 
 def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
-    """Return the run for this process."""
+    """Return the run for the result of `run_training` in this process."""
     from polyturn.api.folders import name_of
     from polyturn.api.run import Run
     from polyturn.api.training import TrainedRun
 
     if finished is None:
-        raise SystemExit(0)  # the run continued in processes that this one started, which have finished all work
+        raise SystemExit(0)  # on a follower rank, if the leader ended without a folder
     folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
     @_in_a_sentence

@@ -4,7 +4,7 @@
       ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": LiveObject(rows)}},
            "rollout": {"tools": {"functions": [LiveObject(price)]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
 
-Mistakes that are typical in notebooks become one sentence with the correct call.
+Mistakes that are common in notebooks, such as a generator that was already read, raise one sentence with the correct call.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from polyturn.tools.function import FunctionTool
 FILES = (".jsonl", ".ndjson", ".parquet")
 _YAML = (".yaml", ".yml")
 _OF_TASKS = {("data", "train"): "train", ("evaluation", "data"): "eval"}
-"""Keys for tasks -> split."""
+"""Key of the configuration that holds tasks -> their split."""
 _CONVERSATIONS = ("warm_start", "conversations")
 _EMPTY: Mapping[str, Any] = {"streaming": False, "columns": {}, "kwargs": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenArguments:
-    """The arguments of a run from a program; None leaves an argument to the configuration."""
+    """The arguments of a call such as `polyturn.train`; None leaves an argument to the configuration."""
 
     model: Any = None
     tokenizer: Any = None
@@ -67,9 +67,10 @@ class GivenArguments:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any], **own: Any) -> GivenArguments:
-        """Return the arguments of a call: the function's parameters, and further keywords, some of which are fields too.
+        """Return the arguments of a call.
 
-        A YAML file as the first argument is the configuration.
+        `own` has the function's parameters. `keywords` has all others: those that name a field of this class set it, and the
+        rest become `overrides`. A YAML file given as `model` is taken as `config`.
 
         Raises:
             ConfigError: a keyword belongs to another function.
@@ -89,7 +90,7 @@ class GivenArguments:
         """Return the arguments with changes, to resume the run `name`.
 
         Raises:
-            ConfigError: a change would make it another run.
+            ConfigError: a change would start another run instead of continuing this one.
         """
         if fixed := [key for key in ("name", "out", "resume", "config") if key in changes]:
             raise ConfigError(
@@ -108,10 +109,10 @@ def _own(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(arguments: GivenArguments, *, resume: bool | Literal["auto"] | None = None) -> tuple[ConfigSource, dict[str, Any]]:
-    """Return the configuration with its objects, and the resolved data, safe to write.
+    """Return the configuration with its objects, and its values for `write_resolved`.
 
     Args:
-        arguments: What was given.
+        arguments: The arguments of the call.
         resume: Whether training resumes; None for runs without training.
 
     Raises:
@@ -157,7 +158,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.partner: str | None = None
-        """Name of the default interaction."""
+        """Name of the only interaction, which tasks then get by default; None if there are several or none."""
 
     def plain(self, value: Any) -> Any:
         """Convert a value to plain data, except for objects in it."""
@@ -175,7 +176,7 @@ class _Reader:
         return LiveObject(value)
 
     def with_rows(self, path: tuple[str, ...], value: Any) -> Any:
-        """Convert rows in place of a file to the section or object for them."""
+        """Convert the value of the key `path`: rows of tasks or conversations become a section or an object with them."""
         if path in _OF_TASKS and value is not None:
             return value if isinstance(value, Mapping) else self._tasks(value, ".".join(path), split=_OF_TASKS[path])
         if path == _CONVERSATIONS and not isinstance(value, str | Path) and hasattr(value, "__iter__"):
@@ -383,7 +384,7 @@ class _Reader:
         """
         values: dict[str, Any] = {}
         paths = paths_of(arguments)
-        for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # a part's name before its options
+        for name, path in sorted(paths.items(), key=lambda one: len(one[1])):  # a part before its options
             tree = self.plain(self.with_rows(tuple(path), arguments[name]))
             for part in reversed(path):
                 tree = {part: tree}
@@ -400,7 +401,7 @@ def _engine(engine: Any) -> Any:
 
 
 def _path_of_code(value: str, what: str, write: str) -> str:
-    """Return an import path; raise for another text, which may be a quoted name or the result of a function."""
+    """Return an import path; raise for any other text, such as the name of an object in quotes or the result of a call."""
     if not {":", "."} & set(value):
         raise ConfigError(
             f"{what} is the text {value!r:.60}; give the object itself, without quotes and without a call: {write}"
@@ -409,7 +410,7 @@ def _path_of_code(value: str, what: str, write: str) -> str:
 
 
 def _here(path: str | Path) -> str:
-    """Return the absolute path of an existing file or folder; return other names unchanged."""
+    """Return the absolute path of a file or folder; return other names, such as names on the hub, unchanged."""
     folder = Path(path).expanduser()
     is_file = str(path).endswith(FILES) or isinstance(path, Path)
     return str(folder.absolute()) if is_file or folder.exists() else str(path)

@@ -19,7 +19,7 @@ from polyturn.data.dataset import TaskDataset
 from polyturn.data.rows import QUESTIONS, advice_for
 
 PROMPTS = {"prompt", "messages"}
-"""Columns of which a row needs one."""
+"""A row needs one of these columns."""
 
 
 def refuse_coroutine(value: Any, what: str) -> None:

@@ -20,7 +20,7 @@ from polyturn.config.well_known import WELL_KNOWN, call_for
 from polyturn.core.errors import ConfigError, did_you_mean
 
 FIRST = ("", "train")
-"""Sections whose keys win if another section has a key of the same last name."""
+"""Sections whose keys win if another section has a key of the same last name; "" is the top level."""
 INNER = ("train.optim", "train.distributed", "rollout.limits", "rollout.sampling")
 """Nested sections whose keys can be named by their last name; other nested keys need the full name."""
 PARTS = ("algorithm.advantage", "algorithm.loss")
@@ -29,7 +29,7 @@ PARTS = ("algorithm.advantage", "algorithm.loss")
 
 @functools.cache
 def _keys() -> Mapping[str, tuple[str, ...]]:
-    """Return last name -> key of the run's configuration; sections have only their full name."""
+    """Return last name -> the keys that it may mean. Sections inside sections can only be named in full and are left out."""
     spellings: dict[str, list[str]] = {}
     of_parts: dict[str, list[str]] = {}
     for row in schema_table(RunConfig):
@@ -47,7 +47,7 @@ OWN = (
     *("model", "tokenizer", "tasks", "eval_tasks", "tools", "interaction", "reward", "scheduler", "engine"),
     *("config", "resume", "ray"),
 )
-"""Keywords of the functions themselves, for suggestions for misspelt keywords."""
+"""Parameters of the functions themselves, which are suggested for misspelt keywords."""
 
 
 def paths_of(keywords: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -100,7 +100,7 @@ def path_of(name: str, value: Any = None) -> list[str]:
 
 
 def _keyword_of(key: str) -> str | None:
-    """Return the last name of a key, if that is a keyword for the key; None otherwise."""
+    """Return the last name of a key if, used as a keyword, it means this key; None otherwise."""
     last = key.rpartition(".")[2]
     is_ambiguous = last in WELL_KNOWN and len(WELL_KNOWN[last].keys) > 1
     return last if not is_ambiguous and last in _keys() and path_of(last) == key.split(".") else None

@@ -57,7 +57,7 @@ def tell_start(name: str) -> None:
 
 
 def keep_serving() -> None:
-    """Ignore signals: the leader handles them, needs this rank for its last checkpoint, and then ends it."""
-    if threading.current_thread() is threading.main_thread():  # in another one, as with `polyturn.steps`, the program does
+    """Ignore SIGINT and SIGTERM on a follower: the leader needs this rank for the last checkpoint, and then ends it."""
+    if threading.current_thread() is threading.main_thread():  # Python allows no other thread, as in `polyturn.steps`
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

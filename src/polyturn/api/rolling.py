@@ -33,7 +33,7 @@ class RolledOut(NamedTuple):
 
 
 def some_of(tasks: Sequence[Task], num: int, *, of_each: bool) -> Sequence[Task]:
-    """Return the first `num` tasks; with `of_each`, alternating between environments."""
+    """Return the first `num` tasks; with `of_each`, take them in turn from each data source (environment)."""
     if not of_each:
         return tasks[:num]
     by_source: dict[str | None, list[Task]] = {}

@@ -2,7 +2,7 @@
 
 run = polyturn.train(…)  or  polyturn.Run("runs/mine")
 run.metrics                     a table, one row a step          run.config      the configuration
-run.trajectories                an iterable, or look one up      run.model()     the trained model
+run.trajectories                iterate, or look up by id        run.model()     the trained model
 run.filter("reward < 1")        some trajectories                run.resume(steps=200)
 run.show("g5/2")                one trajectory
 """
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Run(StoredRun):
-    """A run's folder with metrics, trajectories, configuration and weights, during the run (`refresh`) and afterwards."""
+    """A run's folder: metrics, trajectories, configuration and weights.
+
+    During the run, `refresh` reads the trajectories that were recorded since.
+    """
 
     def __init__(
         self,
@@ -63,10 +66,10 @@ class Run(StoredRun):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration as plain data; an object from the program is `<live module:name>`.
+        """The configuration as plain data; an object that the program passed is the text `<live module:name>`.
 
         Raises:
-            DataError: the file is missing or cannot be read.
+            DataError: config.yaml is missing or cannot be read.
         """
         path = self.folder / "config.yaml"
         try:
@@ -86,7 +89,7 @@ class Run(StoredRun):
             from polyturn.training.hf import load_model
 
             folder = model_folder(self.folder)
-            assert folder is not None  # there is a folder
+            assert folder is not None  # None only for the path None
             self._model = load_model(folder)
         return self._model.eval()
 

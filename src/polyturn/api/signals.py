@@ -1,4 +1,4 @@
-"""Handle signals that end a command with a checkpoint instead of an exception in the middle of a step."""
+"""Record signals, so that a run can end with a checkpoint instead of an exception in the middle of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ logger = logging.getLogger(__name__)
 class Signals:
     """Records SIGINT, SIGTERM and SIGHUP instead of ending the process; a second one of the same kind has its usual effect.
 
-    Ignored signals, as with `nohup`, stay ignored. Signals are recorded in the middle of Python code, so even while a
-    plug-in blocks the event loop. Only the main thread receives them; other threads call `note`.
+    Signals that the process already ignores, as under `nohup`, stay ignored. A signal is recorded even while Python code of
+    a plug-in blocks the event loop. Python runs handlers in the main thread only; for a run in another thread, the caller
+    passes signals on with `note`.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"])
 
     Args:
         loaded: The configuration.
-        resume: Whether training resumes, with the numbers that it started with.
+        resume: Whether training resumes; it then keeps the numbers that it started with.
     """
     config = loaded.config
     former = _former(Path(config.out) / config.name / "config.yaml") if resume else {}
@@ -72,7 +72,7 @@ def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"])
 
 
 def _former(path: Path) -> dict[str, Any]:
-    """Return the settings of an earlier run; empty if the file is missing or damaged, about which resuming warns."""
+    """Return the settings of an earlier run; empty if the file is missing or damaged (resuming warns about that later)."""
     try:
         return read_yaml(path) if path.is_file() else {}
     except ConfigError:
@@ -80,7 +80,7 @@ def _former(path: Path) -> dict[str, Any]:
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
-    """Return whether the run trains on a CPU: not on a cluster, and not on configured GPUs."""
+    """Return whether the run trains on a CPU: no cluster, no GPUs configured for servers, and no CUDA here."""
     launch = config.engine.launch if isinstance(config.engine, ServerOptions) else None
     return config.cluster.address is None and not (launch is not None and launch.devices) and not has_cuda()
 

@@ -3,7 +3,7 @@
     the training thread   rollout -> samples, advantages -> waits -> loss, optimizer, weights -> the next rollout
     the caller's thread              the body of the `for`    ^
 
-The caller may change the samples. Checkpoints, records and all else are as in other runs.
+The caller may change the samples before the update. Checkpoints and records are the same as in other runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStep:
-    """A training step before its update. Setting its attributes changes what is trained."""
+    """A training step before its update. Set `groups`, `samples` or `advantages` to change what the update trains on."""
 
     # A misspelt attribute raises.
     __slots__ = ("_changed", "_done", "_go", "_groups", "_samples", "_vocab_size", "metrics", "number")
@@ -79,7 +79,7 @@ class TrainingStep:
 
     @property
     def samples(self) -> Sequence[TrainSample]:
-        """The training samples: ids, weights and advantages of the segments of all groups that can teach."""
+        """The training samples: for each segment that is trained, its ids, loss weights and advantages."""
         return tuple(self._samples)
 
     @samples.setter
@@ -153,7 +153,7 @@ def _check_list(what: str, value: Any, of: type, *, write: str) -> None:
 
 
 class Steps:
-    """The steps of a run, to iterate over once; afterwards `run` is the run."""
+    """The steps of a run. Iterate over them once; afterwards the property `run` has the finished run."""
 
     def __init__(self, work: Callable[[StepHooks], Run]) -> None:
         """Iterate over the steps of `work`, which runs the training with the given hooks."""
@@ -206,12 +206,12 @@ class StepHooks:
         self._is_over = False
 
     def signals(self) -> Signals:
-        """Make the signal handler, which also ends the run when the loop is left."""
+        """Make the run's `Signals`; when the caller leaves the loop, `stop` uses it to end the run."""
         self._signals.append(Signals())
         return self._signals[-1]
 
     def revise(self, vocab_size: int) -> Revise:
-        """Return the function, called in the training thread, that passes steps to the caller."""
+        """Return a function that passes a step to the caller and waits for the changes; the training thread calls it."""
 
         def hand_over(
             taken: int, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], metrics: Mapping[str, float]

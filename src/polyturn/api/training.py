@@ -2,8 +2,8 @@
 
     run_training(source, resolved, …)  ->  TrainedRun(folder=runs/quickstart, steps=30, …)
 
-Used by the command `polyturn train` and by the function `polyturn.train`. Errors that need no PyTorch are raised before
-importing it, which takes seconds.
+Used by the command `polyturn train` and by the function `polyturn.train`. Checks that need no PyTorch run before PyTorch is
+imported, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RunOptions:
     """Options of a run outside its configuration."""
 
     again: Callable[[str], str]
-    """Returns the command or call that resumes the run of a name."""
+    """Called with a run's name; returns the command or call that resumes this run, for messages."""
     resume: bool | Literal["auto"] = False
     """Whether to resume from the latest checkpoint of the run's folder; "auto": if there is one."""
     dry_run: DryRun | None = None
@@ -103,7 +103,7 @@ class RunOptions:
     on_folder: Callable[[Path], object] = lambda folder: None
     """Called with the run's folder when it is chosen."""
     revise: Callable[[int], Revise] | None = None
-    """Makes, from the size of the vocabulary, the function that may change each step."""
+    """Called with the size of the vocabulary; returns the function that may change the samples of each step."""
     on_step: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None
     """Called with the metrics of each step."""
 
@@ -120,7 +120,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
 
     Args:
         source: The configuration.
-        resolved: The configuration as plain data, safe to write.
+        resolved: The configuration as plain data, for `write_resolved`.
         options: The caller's options.
 
     Returns:
@@ -169,7 +169,7 @@ class _Attempt:
     name: str = ""
     """Name for the run's folder; "" before it is chosen."""
     locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Released at the end of the attempt: the lock of the folder."""
+    """Closed at the end of the attempt: the lock of the folder, and the ranks that this process started."""
 
 
 class _Prepared(NamedTuple):
@@ -179,7 +179,7 @@ class _Prepared(NamedTuple):
     tasks: build.RunTasks
     folder: Path
     latest: Path | None
-    """The checkpoint to resume from; None to start."""
+    """The training checkpoint to resume from; None if training has not begun."""
 
 
 def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRank, options: RunOptions) -> _Prepared | None:
@@ -245,7 +245,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRan
             from polyturn.build.memory_check import require_memory  # imports PyTorch
 
             require_memory(source)
-            if num_ranks > 1 and this.size == 1:  # before loading the model here, because the ranks start as slowly
+            if num_ranks > 1 and this.size == 1:  # ranks start while the model is loaded here
                 rank_group = attempt.locks.enter_context(contextlib.closing(build.start_ranks(source, num_ranks)))
 
         parts = build.build_parts(source, check=check)
@@ -292,7 +292,9 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path | None]:
-    """Return the newest checkpoint of training in a run's folder, and the newest of training or warm start.
+    """Return the newest training checkpoint in a run's folder, and the checkpoint to resume from.
+
+    The second is the training checkpoint, or without one the newest checkpoint of the warm start.
 
     Raises:
         CheckpointError: the checkpoint's adapter has another shape than the configured one.
@@ -387,7 +389,7 @@ def tell_changes(former: Mapping[str, Any], resolved: Mapping[str, Any]) -> None
 
 
 def former_settings(path: Path) -> dict[str, Any]:
-    """Return the settings in the file `path` of a run's folder; if it cannot be read, warn and return none."""
+    """Return the settings in the file `path` of a run's folder; if it cannot be read, warn and return {}."""
     try:
         former = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as problem:
@@ -460,7 +462,7 @@ async def _until_done(
     A second signal of the same kind ends the process at once; the previous checkpoint stays intact.
 
     Raises:
-        RankLostError: `lost` reports that a rank is gone, which also cancels the work, because a rollout may take long.
+        RankLostError: `lost` reports that a rank is gone. The work is cancelled at once, even during a long rollout.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()

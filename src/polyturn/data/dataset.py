@@ -80,7 +80,7 @@ class JsonlRows:
 
 
 class _ParquetPart:
-    """An Arrow table."""
+    """The rows of a parquet file, as an Arrow table."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -220,7 +220,7 @@ class TaskDataset(TaskSequence):
         source = self._parts[part]
         row = source.row(number)
         if self._columns and isinstance(row, Mapping):
-            # Only under the task's name, because interactions and rewards get all other columns of a row.
+            # A renamed column is kept under its new name only: interactions and rewards get all further columns of a row.
             others = {key: value for key, value in row.items() if key not in self._columns.values()}
             row = others | {key: row[own] for key, own in self._columns.items() if own in row}
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
@@ -347,7 +347,7 @@ def _on_hub(path: Path) -> str:
 
 
 def inside(folder: Path, wanted: str = "") -> str:
-    """Return a sentence that lists the content of `folder`."""
+    """Return a sentence that lists the content of `folder`, or only the name that is close to `wanted`."""
     if not folder.is_dir():
         return f" Its folder does not exist either: {str(folder)!r}."
     names = sorted(p.name for p in folder.iterdir())

@@ -2,7 +2,7 @@
 
     open_hub_dataset("openai/gsm8k", split="train", part="train", subset="main", columns={"prompt": "question"})
 
-Rows become tasks by the same rules as rows of files; `columns` maps names of a task's columns to those in the data set.
+Rows become tasks by the same rules as rows of files. `columns` maps a task's columns to their names in the data set.
 """
 
 from __future__ import annotations

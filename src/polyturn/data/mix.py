@@ -26,9 +26,9 @@ from polyturn.data.options import MixOptions
 from polyturn.data.sampler import TaskSampler, Visit
 
 MEMORY = 0.9
-"""Decay of a source's average success rate per step with tasks of the source."""
+"""Share of the old value when a step updates a source's average success rate; the rest is the step's success rate."""
 LEAST = 0.1
-"""Smallest factor on the weight of a source that always or never succeeds, with `by_success` 1."""
+"""Factor on the weight of a source that always or never succeeds, if `by_success` is 1."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MixState:
     rests: list[float] = field(default_factory=list)
     """[source] fraction of a task carried over to the next step."""
     success: dict[str, float] = field(default_factory=dict)
-    """Source -> success rate in [0, 1], averaged over the last steps."""
+    """Source -> moving average of its success rate, in [0, 1]."""
 
 
 class TaskMix(TaskSampler):
@@ -96,7 +96,7 @@ class TaskMix(TaskSampler):
         step, index_in_step = divmod(self._number, self._per_step)
         self._number += 1
         counts, before = self._counts_of(step), self._before[step]
-        # Seeded by (seed, step), so that a run resumed within a step draws the same rest of it.
+        # Seeded by (seed, step), so that a run resumed within a step draws the remaining tasks in the same order.
         order = [source for source, count in enumerate(counts) for _ in range(count)]
         random.Random(f"{self._seed}/mix/{step}").shuffle(order)
         source = order[index_in_step]
@@ -168,7 +168,7 @@ class TaskMix(TaskSampler):
         return {"sources": sizes, "seed": self._seed, "shuffle": self._shuffle, "per_step": self._per_step}
 
     def _counts_of(self, step: int) -> list[int]:
-        """Return [source] the number of tasks in `step`, fixing all earlier steps first."""
+        """Return [source] the number of tasks in `step`; missing numbers of earlier steps are computed first."""
         counts = self._state.counts
         while len(self._before) <= step + 1:
             settled = len(self._before) - 1

@@ -5,8 +5,8 @@
     prepare_search(None, out=Path("data"))   question, answers        ->  a prompt, the search tool, {"target": [...]}
 
 Users run it once, with `polyturn data gsm8k`, `geo3k` or `search`. The columns are data_source, prompt, ability,
-reward_model and extra_info, so other programs that expect these can use the files, too. A figure is stored in the row as a
-data URI, so that the files can be moved and the zoom tool sees the same image as the model.
+reward_model and extra_info, so other programs that expect these columns can read the files too. A figure is stored in the
+row as a data URI, so that the files can be moved and the zoom tool sees the same image as the model.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@
       ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
 
 All later code reads typed values. An invalid row raises a `DataError` with the file, the row, the key and the value.
-Parquet fills missing keys with None, so such keys count as absent: a tool that is None, or whose kwargs are all None,
-belongs to other rows; a tool with empty kwargs belongs to this row.
+Parquet fills missing keys with None, so keys with None count as absent. In `tools_kwargs`, a tool that is None, or whose
+kwargs are all None, belongs to other rows and is left out; a tool with empty kwargs belongs to this row.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def _named(role: Any) -> Any:
 
 
 def _first(extra: Mapping[str, Any], row: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first value that is present, from `extra_info` before the row, with the keys in order."""
+    """Return the value of the first of `keys` that `extra_info` has, or else the row; None if neither has one."""
     return next((part[key] for part in (extra, row) for key in keys if key in part), None)
 
 

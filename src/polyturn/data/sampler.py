@@ -68,7 +68,7 @@ class TaskSampler:
         return self.next()
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
-        """Return a replacement for the task of visit `number`, from the same epoch; another one for each attempt."""
+        """Return a replacement for the task of visit `number`, from the same epoch; it depends on `attempt`."""
         # Depends on the visit's number only, so that the order in which groups finish does not matter.
         choice = self.choose(visit.epoch)
         return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
@@ -137,7 +137,7 @@ class TaskSampler:
 
 
 class Curriculum(TaskSampler):
-    """A sampler with access to the tasks; a subclass chooses those of each epoch.
+    """A sampler with access to the tasks; a subclass chooses the tasks of each epoch.
 
     The result of `choose` may depend only on the epoch, the tasks and constants, because a resumed run calls it again and
     must get the same tasks. A task may be chosen more than once, or never.
@@ -149,7 +149,7 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return a function that creates the sampler at its start; `kwargs` are its arguments in `data.sampler`."""
+        """Return a function that creates a sampler before its first visit; `kwargs` are its arguments in `data.sampler`."""
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 

@@ -132,7 +132,7 @@ def flip_test(differences_P: Sequence[float], *, seed: int = 0) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple tests, in the given order (Holm 1979)."""
+    """Return p-values corrected for multiple tests, in the order of `ps` (Holm 1979)."""
     out, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         highest = max(highest, min(1.0, ps[index] * (len(ps) - rank)))

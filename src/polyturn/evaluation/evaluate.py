@@ -1,4 +1,4 @@
-"""Runs a set of tasks like training, with other sampling settings or turn limits, and reports the results.
+"""Runs a set of tasks with its own sampling settings and turn limit, in the same episodes as training, and reports.
 
 An evaluation is a rollout of small groups, usually of one trajectory.
 """

@@ -76,7 +76,7 @@ def task_metrics(
     Args:
         values: One per sample; at least one.
         num: The intended number of samples N.
-        votes: The answer of each sample; the vote is left out if an answer or the whole argument is None.
+        votes: The answer of each sample; without them, or if one is None, there is no maj@n.
         seed: Seed of the draws.
     """
     data = np.asarray(values, np.float64)

@@ -1,7 +1,7 @@
 """Scores recorded trajectories again with another reward function, without sampling.
 
 table = await rescore(open_store("runs/quickstart"), router)
-id  group  step  split  reward  new_reward  error
+id  group  step  split  reward  new_reward  info  error
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ParquetStore:
             self._trim(round(self.settings.max_gb * 1e9))
 
     def forget_after(self, step: int) -> None:
-        """Delete the rows of later steps, which a resumed run repeats, maybe with other groups."""
+        """Delete the rows of steps after `step`: a resumed run repeats these steps, maybe with other groups."""
         for path in list_parts(self._folder):
             try:
                 steps = pq.read_table(path, columns=["step"])["step"]
@@ -145,7 +145,7 @@ class ParquetStore:
     def _join(self) -> None:
         """Write the small parts as one, under the number of the last one, and then delete the earlier ones.
 
-        A kill in between leaves duplicate rows; of equal rows the later one counts.
+        If the process is killed in between, some rows exist twice; readers use the later of two rows with the same key.
         """
         small, self._small = self._small, []
         try:

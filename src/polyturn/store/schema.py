@@ -4,7 +4,7 @@
     index      id, group, split, step, reward, components, stop_reason, num_turns, …     plain values
     tokens     ids [of all spans]   logprobs, weights [of the spans that have them]
     training   advantages, policy_logprobs, entropies [of sampled tokens], trained_weights, dropped
-    record     trajectory: the record as `core/serde.py` writes it, without its arrays; spans have the arrays' lengths
+    record     trajectory: the record as `core/serde.py` writes it, without its arrays; each span has its length
     search     texts [each text once]   tool_results [(name, error, duration_s)]
 
 Values for tables, charts and searches have columns; the rest is JSON. `to_rows.py` writes the columns and `from_rows.py`

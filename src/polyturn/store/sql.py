@@ -41,7 +41,7 @@ def run_query(
     Args:
         table: The table with this name.
         query: A query in DuckDB's SQL.
-        stop: Set when the caller stops waiting for the answer.
+        stop: An event; when the caller sets it, the query ends.
         timeout_s: Seconds that the query may take.
         max_bytes: Bytes of memory that the query may use in addition to the table.
 

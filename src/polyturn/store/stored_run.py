@@ -351,7 +351,7 @@ class StoredRun:
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that has been joined into another part, from that part."""
+        """Return rows of a part that was joined into another part; they are found in the other part by their keys."""
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)

@@ -4,7 +4,7 @@
     expression  "#### -?[0-9]+$"    one text of the trajectory matches
 
 Texts are kept dictionary-encoded, so a prompt shared by a thousand trajectories is searched once, and a second search reads
-no file. Expressions are RE2's, which take linear time; they are matched in pieces, so that a search can time out.
+no file. Expressions are RE2's, which take linear time. Texts are matched in pieces, so that a search can time out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     context = scripted_context(["<tool_call>…</tool_call>", "#### 4"], tools=[calculator])
     trajectory = await run_episode(context, task("What is 2+2?", ground_truth="4"), id="e0")
 
-They test tools, interactions, schedulers and rewards without a model and without torch.
+Such episodes test tools, interactions, schedulers and rewards without a model and without torch.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def scripted_context(
     """Return a context with a scripted model.
 
     Args:
-        says: The model's turns, which every episode gets in order from the first; or a function of the request.
+        says: The model's turns: every episode starts with the first, and repeats the last; or a function of the request.
         tools: The tools of the run.
         interactions: Name -> interaction.
         rewards: data_source -> reward function, in addition to the built-in ones.

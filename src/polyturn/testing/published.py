@@ -116,7 +116,7 @@ def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int =
 
 
 def published_config(name: str, folder: Path | str) -> Path:
-    """Write a published model's config and trimmed tokenizer without weights, for planning from sizes."""
+    """Write a published model's config and a trimmed tokenizer, without weights, to plan the memory of the full model."""
     folder = Path(folder)
     published_tokenizer(name).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(dict(_published(name)), indent=1))

@@ -1,4 +1,4 @@
-"""Shared by the suites: collects problems into one error, and measures what a plug-in keeps and blocks.
+"""Shared by the suites: collects problems into one error, and finds state that is kept and calls that block.
 
     async with Findings("interaction Tutor") as found:
         found.expect(is_text, "start_interaction returned 3; return the id as text")

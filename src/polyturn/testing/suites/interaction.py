@@ -38,9 +38,9 @@ async def check_interaction(
 ) -> None:
     """Check that an interaction keeps its contract with the framework, and report all problems.
 
-    The suite checks the ids, and the four values of a reply and the score for any text of the model. It also checks that
-    concurrent episodes do not affect each other, that their state is freed, that the event loop is not blocked, and that a
-    whole episode works.
+    The suite checks the ids of episodes, and for several texts of the model the score and the four values of a reply. It
+    also checks that concurrent episodes do not affect each other, that their state is freed, that the event loop is not
+    blocked, and that a whole episode works.
 
     Args:
         interaction: The interaction to check.
@@ -96,7 +96,7 @@ class _InteractionSuite:
                 await self._interaction.finalize_interaction(instance_id)
 
     async def check_going_on(self, author: Interaction, says: Sequence[str], alone: list[Reply]) -> None:
-        """Continue the conversation in another process after each reply, if the interaction supports it."""
+        """If there are snapshots, continue from one in a new session after each reply, as another process would."""
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
         hooks = SnapshotHooks.of(author, label="it")
         why_not = hooks.why_not
