@@ -3,7 +3,7 @@
     RunConfig  ->  tokenizer, model  ->  Codec, engine, ModelPolicy  ->  RolloutContext  ->  Trainer
     source         model.py              engine.py, parts.py             tasks.py             training.py
 
-Mistakes in a configuration are reported here, before any training time is spent. Each file imports only those to its left.
+Mistakes in a configuration are reported here, before any training time is spent. Each file imports only files to its left.
 Other packages take no config.
 """
 

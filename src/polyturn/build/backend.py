@@ -12,7 +12,7 @@ from polyturn.training.options import BACKEND, Degrees
 
 
 def row_width(config: RunConfig) -> int:
-    """Return the number of ranks with the same samples: those that split layers or tokens, or form a pipeline."""
+    """Return the number of ranks that share their samples, because they split layers or tokens, or form a pipeline."""
     split = config.train.distributed
     return split.tensor_parallel * split.pipeline_parallel * split.context_parallel
 
@@ -56,10 +56,10 @@ def check_backend(source: ConfigSource) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """Raise if an optimizer is to be offloaded that cannot be, or whose state is small.
+    """Raise if `offload` is set for an optimizer that cannot be offloaded, or that has little state to offload.
 
     Raises:
-        ConfigError: with the key.
+        ConfigError: names the key.
     """
     optims = {
         "train.optim": config.train.optim,

@@ -55,7 +55,7 @@ def check_each(
         tools: The tools of the run.
         tasks: The tasks.
         name: Name of the tasks in messages.
-        needs_name: Raise for tasks whose interaction is only implied.
+        needs_name: Raise for tasks with interaction_kwargs that name no interaction.
         also: Called with every task that passed.
 
     Raises:
@@ -138,7 +138,7 @@ def check_first_tasks(
 ) -> None:
     """Read the first tasks of each source, and check that they can be scored and run.
 
-    Without plug-ins, which may need further policies first, no task is read.
+    If `plugins` is None, because further policies must be made first, no task is read.
 
     Raises:
         DataError, ConfigError: the first problem.
@@ -150,7 +150,7 @@ def check_first_tasks(
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))
         summaries[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
-    # In a longer source, an unread task may be the one that uses them.
+    # Only if all tasks were read: in a longer source, an unread task may use a tool or interaction that these do not.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
         _refuse_unused(plugins.interactions, tools.tools, summaries)
 
@@ -242,7 +242,7 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
     """Drop long prompts if configured, and compute the number of steps if epochs are set.
 
     Raises:
-        DataError: no task is left, or they do not fill one step.
+        DataError: no task is left, or the tasks do not fill one step.
     """
     eval_sets = tasks.eval_sets
     if eval_sets:
@@ -314,7 +314,7 @@ def _refuse_unused(interactions: Collection[str], tools: Collection[str], summar
 
 
 def _tell_of_shared_tools(context: RolloutContext) -> None:
-    """Log the tools with a state that the forks of a scheduler share."""
+    """If the scheduler forks conversations, warn of the tools whose state the forks share."""
     hooks = context.tools.hooks
     shared = [name for name, one in hooks.items() if one.why_not is not None or one.snapshot is not None]
     if context.scheduler.forks and shared:

@@ -1,6 +1,6 @@
 """Builds runs of several processes: rollout workers and trainer ranks on this machine, or all parts on a Ray cluster.
 
-Each process gets a function that builds its part; the leader's parts use the processes through clients.
+Each process gets a function that builds its part of the run. The leader calls the processes through clients.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def with_workers(parts: Parts) -> Parts:
     check_travels(parts.source.config)
     build = travelling(functools.partial(_worker, _without_cluster(parts.source)))
     names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
-    # This engine includes the gate, if there is one, so that a weight update also holds the workers' requests.
+    # This engine includes the gate, if there is one, so that a weight update also holds back the workers' requests.
     return _with_pool(parts, [ProcessWorker(name, build, parts.context.engine) for name in names])
 
 

@@ -102,7 +102,7 @@ def check_algorithm(source: ConfigSource) -> None:
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:
-    """Raise for an estimator of turn scores if no part of the run can score a turn. If a part may, the first step shows it.
+    """Raise for an estimator of turn scores if no part of the run can score a turn; missing scores are found later.
 
     Raises:
         ConfigError: there are no tools and no interactions, and the scheduler declares `scores_turns = False`.
@@ -122,7 +122,7 @@ def require_scores(parts: Parts, estimator: Any) -> None:
 
 
 def drops_zero_variance(source: ConfigSource, estimator: Any) -> bool:
-    """Return whether groups of equal rewards leave the loss: as configured, otherwise if they train nothing."""
+    """Return whether groups of equal rewards are dropped: as configured, by default if they would train nothing."""
     from polyturn.algorithms.advantages import traits_of
 
     algorithm, group_size = source.config.algorithm, source.config.train.group_size
@@ -165,7 +165,7 @@ def build_critic(parts: Parts, estimator: Any) -> Critic | None:
 
 
 def critic_path(source: ConfigSource, estimator: Any) -> str | None:
-    """Return the name of the model whose backbone the critic starts from; None for the policy's.
+    """Return the name of the model whose backbone the critic starts from; None starts from the policy.
 
     Raises:
         ConfigError: a critic is configured, and the estimator uses none.

@@ -24,7 +24,7 @@ from polyturn.tokens.parsers import HermesParser, build_parser
 logger = logging.getLogger(__name__)
 
 NO_LIMIT = 1 << 30
-"""Limit on ids, which are bytes here; the server counts its own tokens."""
+"""A limit that no completion reaches: ids are bytes here, and only the server can count and limit its tokens."""
 
 
 def build_endpoint_context(source: ConfigSource, endpoint: Endpoint) -> tuple[RolloutContext, ChatEngine]:

@@ -41,7 +41,7 @@ def build_engine(
     places: Callable[[ModelFolder], ServerPlaces] | None = None,
     follows: int = 0,
 ) -> Engine:
-    """Make the engine `engine.kind`. The first call starts servers.
+    """Make the engine `engine.kind`. Its servers start at its first call.
 
     `places` returns the places of servers on other machines, for the folder that they load; for `follows` see `EngineSetup`.
 

@@ -34,7 +34,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def parameters_of(size: ModelSize) -> str:
-    """The number of parameters in millions or billions: "134.52 M parameters, 0.46 M of them trained"."""
+    """Return the number of parameters in millions or billions: "134.52 M parameters, 0.46 M of them trained"."""
 
     def short(number: int) -> str:
         return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.2f} M"
@@ -71,7 +71,7 @@ class Demand(NamedTuple):
     context: int
     """Tokens of the longest conversation; a server's KV cache must have room for at least one."""
     row: int = 1
-    """Number of ranks that see the same samples; ranks are added and removed in such rows."""
+    """Number of ranks that see the same samples; the number of ranks is a multiple of it."""
 
     def rank(self, ranks: int) -> dict[str, int]:
         """Return the bytes of one of `ranks` ranks, by part."""
@@ -97,7 +97,7 @@ class Demand(NamedTuple):
         return all(sum(bytes_by_part.values()) <= limit for bytes_by_part in self.tables(layout).values())
 
     def at_rest(self, layout: GpuLayout) -> int:
-        """Return the bytes on a server's GPU during rollout, without the server."""
+        """Return the bytes that other parts keep on a server's GPU during rollout; 0 if it has the GPU alone."""
         if not layout.is_shared:
             return 0
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())
@@ -169,7 +169,7 @@ def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLo
     config = source.config
     split, is_torch = config.train.distributed, config.train.backend == BACKEND
     needs_values = traits_of(build_estimator(source)).needs_values
-    # An adapter's reference is the model itself.
+    # With an adapter, the reference is the model without the adapter, so there is no copy.
     has_copy = config.algorithm.has_kl and (config.model.lora is None or config.model.reference is not None)
     return RankLoad(
         ranks=max(1, config.train.distributed.ranks),

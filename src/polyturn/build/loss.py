@@ -64,7 +64,7 @@ def reference_path(source: ConfigSource) -> str | None:
 
 
 def teacher_path(source: ConfigSource) -> str | None:
-    """Return the model to distil from; None without one.
+    """Return the path of the teacher to distil from; None without one.
 
     Raises:
         ConfigError: the loss would have no term.
@@ -98,7 +98,7 @@ def build_correction(source: ConfigSource) -> CorrectionSettings | None:
     """Return the off-policy correction; None without one.
 
     Raises:
-        ConfigError: it would compare the engine with itself, or a bound is invalid.
+        ConfigError: the correction would compare the engine's log-probabilities with themselves.
     """
     algorithm = source.config.algorithm
     correction = algorithm.loss.correction

@@ -84,7 +84,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Load the model, or make one with random weights from `model.init`; add the adapter of `model.lora`.
 
-    On a rank (`source.reads_parts`) the weights of a folder are read later, into shards.
+    With `source.reads_parts` the weights of a folder are not read here; a rank reads them later, into its shards.
 
     Raises:
         ConfigError: the model cannot be loaded, or the adapter does not fit.
@@ -153,7 +153,7 @@ def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
 
 
 def load_frozen(source: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
-    """Load a model that only scores, to the device of `like`, without an adapter."""
+    """Load a further model, without an adapter, on the device of `like`; with `source.reads_parts`, without weights."""
     from polyturn.training import hf
 
     load = hf.load_unread if source.reads_parts else hf.load_model

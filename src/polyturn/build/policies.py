@@ -44,12 +44,12 @@ class FurtherPolicies:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that their engines have spent generating so far."""
+        """Seconds that the engines of these policies have spent generating so far."""
         engines: list[Any] = [one.engine for one in self.by_name.values()]
         return float(sum(engine.busy_s for engine in engines))
 
     def read_metrics(self) -> dict[str, float]:
-        """Return their tokens since the last call, and their versions."""
+        """Return the tokens of each policy since the last call, and the version of each copy of the trained policy."""
         metrics = {f"policies/{name}/tokens": float(one.read_tokens()) for name, one in self.by_name.items()}
         return metrics | {f"policies/{one.name}/version": float(one.version or 0) for one in self.snapshots}
 

@@ -154,7 +154,7 @@ def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], Media
 def model_maker(
     source: ConfigSource, tokenizer: PreTrainedTokenizerFast, *, model: PreTrainedModel | None = None
 ) -> Callable[[], PreTrainedModel]:
-    """Return a function that makes a rank's model: without weights if they can be read in parts, otherwise a copy.
+    """Return a function that makes a rank's model: without weights if the rank can read them in parts, else a full copy.
 
     Args:
         source: The configuration.

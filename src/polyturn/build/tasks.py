@@ -40,7 +40,7 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
             base=base,
         )
     else:
-        assert source.generator is not None  # the config model requires one of the two
+        assert source.generator is not None  # the config model requires one of the three
         tasks = generate_tasks(source.generator, split=split, base=base, **source.kwargs)
     tasks = tasks if source.limit is None else tasks[: source.limit]
     tasks = tasks if source.system is None else WithSystem(tasks, source.system)
@@ -91,10 +91,10 @@ def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
 
 
 def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return a function that makes a new sampler, at its start.
+    """Return a function that makes a new sampler, before its first visit.
 
     Raises:
-        ConfigError: `data.sampler` names no Curriculum.
+        ConfigError: `data.sampler` does not name a Curriculum, or its arguments do not fit.
     """
     data, seed = source.config.data, source.config.seed
     sampler = data.sampler

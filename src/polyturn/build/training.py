@@ -86,7 +86,8 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     optim = train.optim.over(max(1, train.steps - config.algorithm.critic.warmup), updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    # An engine that samples from the trained parameters on the event loop must not see half an update.
+    # An engine that samples from the trained parameters on the event loop must not see half an update, so the update then
+    # runs on the event loop, too.
     computes_here = parts.rank_group is None or not parts.rank_group.is_elsewhere
     thread = None if parts.engine.capabilities.shares_loop and computes_here else OneThread("polyturn-update")
     channel, gate = _channel(parts, policy, thread), parts.context.engine
@@ -158,7 +159,7 @@ def build_update(parts: Parts, policy: ModelPolicy) -> Update:
 
 
 def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> WeightChannel:
-    """Return the channel of new weights to the engine; `thread` is the trainer's."""
+    """Return the channel of new weights to the engine; `thread` is the thread of the update, if it has its own."""
     from polyturn.training import hf
     from polyturn.training.lora import as_peft
     from polyturn.training.ranked import GatheredWeights, RankedBackend

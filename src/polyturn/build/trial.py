@@ -3,8 +3,8 @@
     group made-up-0: members made-up-0/0, made-up-0/1, …   each [prompt prompt  sampled sampled  observation  sampled]
     with the rewards 0, 1, 0, …
 
-`credit.py` and `loss.py` check signatures. This check runs the code, so that a missing field or a wrong shape costs no
-rollout. Built-in estimators and losses are not called.
+`credit.py` and `loss.py` check signatures. This check runs the code, so that a missing field or a wrong shape is found
+before the first rollout. Built-in estimators and losses are not called.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Command(TyperCommand):
                 raise ConfigError(f"there is no option {option}; write configuration keys without dashes: {key}")
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; typer ends an interrupted one silently.
+        """Run the command; if it is interrupted, say so, because typer would end it silently.
 
         Raises:
             PolyturnError: the code of a plug-in raised SystemExit.

@@ -127,8 +127,8 @@ def dialect_of(path: Path) -> str | None:
 
 
 def to_migrate(path: Path) -> MigrateDialect:
-    """Return the function that converts a file to polyturn's keys: that of its dialect, or if none is detected, of the only
-    dialect that can.
+    """Return the function that converts a file to polyturn's keys: the function of the file's dialect, or, if no dialect is
+    detected, of the only dialect that can convert files.
 
     Raises:
         ConfigError: no dialect can convert it, or the file already has polyturn's keys.

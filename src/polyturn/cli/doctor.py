@@ -133,7 +133,7 @@ def environment() -> dict[str, str]:
 
 
 def extras() -> Iterator[Extra]:
-    """Yield each extra of the installed package with its installed dependencies."""
+    """Yield each extra of the installed package with its installed and missing dependencies."""
     wanted: dict[str, list[str]] = {}
     for line in metadata.requires("polyturn") or []:
         requirement, _, marker = line.partition(";")

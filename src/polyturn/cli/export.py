@@ -176,7 +176,7 @@ def _cast(model: Path, dtype: str) -> None:
 
 
 def _require_weights(model: Path) -> None:
-    """Raise for a folder without weights, or with truncated files, by the lengths in their headers."""
+    """Raise for a folder without weights, or with truncated files: opening one compares the lengths in its header."""
     files = [file for kind in ("safetensors", "bin") for file in sorted(model.glob(f"*.{kind}"))]
     if not files:
         raise CheckpointError(f"there are no weights in {model}")

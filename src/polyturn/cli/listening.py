@@ -98,7 +98,7 @@ def read_token(path: Path) -> str:
     """Return the token in a file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         if path.stat().st_mode & 0o077:
@@ -142,7 +142,7 @@ async def listen(
         what: Name of the service in the log.
         path: Path for requests, for the log.
         more: Text for the log after the address.
-        stop: Ends the work behind the requests in so many seconds; started at the signal.
+        stop: Called with `grace_s` at the signal; ends the work behind the requests within this time.
     """
     from polyturn.serving.listen import serve_until_signal
 

@@ -114,7 +114,7 @@ def unused_keys(config: RunConfig) -> list[str]:
 
 
 def _names(config: Any) -> list[str]:
-    """Return the model names that requests may use: its path, the last part of the path, and the run's name."""
+    """Return the names that requests may use: the model's path, its last part, the run's name, and `polyturn`."""
     path = config.model.path
     names = [] if path is None else [str(path), Path(path).name]
     return list(dict.fromkeys([*names, config.name, "polyturn"]))

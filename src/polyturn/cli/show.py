@@ -241,7 +241,7 @@ def _weights(span: Span) -> np.ndarray:
 
 
 def _trained_weights(record: StoredTrajectory, segment: int) -> np.ndarray:
-    """Return [T] the weights used in the loss; for an untrained trajectory, those of its spans."""
+    """Return [T] the weights used in the loss: 0 if the trajectory was not trained, the spans' weights if unchanged."""
     weights = record.trajectory.segments[segment].loss_weights
     if record.trained.dropped is not None or record.trajectory.is_failed or not record.split.startswith("train"):
         return np.zeros_like(weights)

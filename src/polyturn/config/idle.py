@@ -71,7 +71,7 @@ class Idle(NamedTuple):
     by: KeyPath
     """The key that turns it off."""
     now: Any
-    """Its value."""
+    """The current value of `by`."""
     values: Sequence[Any]
     """Values of `by` with which the key is read."""
 

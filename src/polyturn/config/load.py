@@ -69,7 +69,7 @@ def load_config(
     values: Mapping[str, Any] | None = None,
     warns: bool = True,
 ) -> Loaded[ModelT]:
-    """Load a configuration file, or that of a run's folder.
+    """Load a configuration file, or the config.yaml in a run's folder.
 
     From weakest to strongest: the model's defaults, `defaults`, the files under `defaults:` in the YAML, the YAML itself,
     `values`, the overrides. Mappings are merged, other values replaced.
@@ -81,7 +81,7 @@ def load_config(
             path of a YAML file merges that file at this point; its relative paths still refer to `path`'s folder.
         defaults: Values below the file.
         values: Values above the file, from a program.
-        warns: Warn of keys without effect; False if the configuration is loaded again.
+        warns: Warn of repeated overrides and of keys without effect; False if this configuration was loaded before.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, an unresolvable `${…}`; one sentence each.

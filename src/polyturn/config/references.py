@@ -2,8 +2,8 @@
 
     {"path": "${oc.env:MODEL,tiny}"}  ->  {"path": "tiny"},  {("path",): "${oc.env:MODEL,tiny}"}
 
-A value during whose resolution an environment variable is read depends on the environment, directly or not, and is written
-as the configured expression.
+If resolving a value reads an environment variable, directly or through another key, the configured expression is written to
+disk in place of the value.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ def _adapter(section: type) -> TypeAdapter[Any]:
 def meant(annotation: Any, value: Any) -> Any:
     """Return the member of a union that `value` is meant for.
 
-    Among sections, that is the one whose literal (such as `kind: Literal["a"]`) matches the value; without a match, the one
-    without a literal; if the value has no such key, the one with a default.
+    Among sections, it is the section whose literal (such as `kind: Literal["a"]`) contains the value's `kind`, or, if no
+    section's does, the section without such a literal. If the value has no `kind`, it is the section with a default kind.
     """
     members = unwrap(annotation)
     if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def child(annotation: Any, key: str | int) -> Any:
 
 
 def with_choices(annotation: Any, value: Any) -> Any:
-    """Return `value` with the words that YAML reads as booleans, such as `off`, restored if a key offers them."""
+    """Return `value` with booleans as words again (YAML reads `off` as false), where the key allows such a word."""
     if isinstance(value, Mapping):
         of = meant(annotation, value)
         return {key: with_choices(child(of, key), inner) for key, inner in value.items()}

@@ -31,7 +31,7 @@ _GROUP_PATHS = (
     "init_communicator", "update_named_param", "update_flattened_params", "process_weights_after_loading",
     "close_communicator",
 )  # fmt: skip
-"""Paths of trainers that broadcast weights through a process group, which this server refuses by name."""
+"""Paths by which some trainers broadcast weights through a process group; this server refuses them with a sentence."""
 
 
 class Requests(Body):

@@ -11,7 +11,7 @@
     one client sends too many requests                    429 with Retry-After
     the application fails                                 500, one sentence without a traceback
 
-uvicorn bounds heads and connections (`listen.py`). TLS and slow heads are for a proxy in front (docs/security.md).
+uvicorn bounds heads and connections (`listen.py`). A proxy in front must add TLS and bound slow heads (docs/security.md).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ServerRules:
     """The access rules of one server."""
 
     token: str | None = field(default=None, repr=False)
-    """Required of every request; None lets every client in that reaches the address."""
+    """Required of every request; None admits every client that can reach the address."""
     is_loopback: bool = True
     """Whether the server listens on this machine only; `Host` must then name this machine."""
     allowed_hosts: frozenset[str] = frozenset()

@@ -92,7 +92,7 @@ class RolloutClient:
         """Run an episode for each request and return the replies in their order.
 
         Raises:
-            ConfigError: two requests have one uuid.
+            ConfigError: two requests have the same uuid.
             EngineError: a server cannot be reached, or refuses the whole batch.
         """
         named = [{**request, "uuid": str(request.get("uuid") or f"q{i}")} for i, request in enumerate(requests)]

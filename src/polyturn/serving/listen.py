@@ -88,7 +88,7 @@ def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
 
     Args:
         app: The application; the rules are already its middleware.
-        rules: The rules that uvicorn enforces part of: connections.
+        rules: The access rules, of which uvicorn enforces the limit on connections.
         options: Further settings of uvicorn.
     """
     settings: dict[str, Any] = {

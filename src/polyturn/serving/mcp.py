@@ -1,10 +1,10 @@
-"""polyturn's tools as an MCP server: those of any tool file, for any MCP client.
+"""Serves the tools of a tool file over MCP, to any MCP client.
 
     an MCP session is an episode:
     initialize … tools/call ………… tools/call ………… DELETE, the end of the input, or silence
                  create, execute   execute         release, exactly once
 
-A tool with state needs a session, and the newest MCP version has none, so clients are asked to use the version before it.
+A tool with state needs a session. The newest MCP version has no sessions, so clients are asked to use an older version.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from polyturn.serving.rollout_protocol import (
 )
 
 OUTPUTS = "_outputs"
-"""The key in a turn's info under which the outputs are stored that a user's own scheduler returned."""
+"""The key in a turn's info for the outputs that a user's own scheduler returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class _Tokens:
 
 
 def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
-    """Return the outputs of a trajectory. Masks are its loss weights; each trained token has a logprob."""
+    """Return the outputs of a trajectory. Masks are 1 for tokens with a loss weight above 0; only those have a logprob."""
     outputs = []
     for part in _parts(trajectory):
         tokens = _tokens(trajectory, part.turns)

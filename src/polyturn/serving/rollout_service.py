@@ -41,14 +41,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
-"""RequestSettings of a request that replace those of the run."""
+"""Settings of a request that replace the settings of the run."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (1.0,), "min_p": (0.0,), "top_logprobs": (0, 1)}
-"""Values of further settings that change nothing, besides their default."""
+"""Unsupported setting -> values, besides its default, that are accepted because they change nothing."""
 _PROBE_TOKENS = 8
 
 
 class RequestSettings(Body):
-    """The settings of a request that have an effect, besides flags for ids and logprobs, which every reply has."""
+    """The supported settings of a request.
+
+    `logprobs` and `return_details` change nothing, because every reply has ids and logprobs.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None

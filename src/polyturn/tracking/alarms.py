@@ -3,8 +3,8 @@
     alarms.feed(31, {"policy/entropy": 0.04, ...})
       ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20 % of ... 0.9: ...")]
 
-One more alarm has an absolute threshold: trainer and engine disagree on the log-probabilities of sampled tokens. The
-position where the disagreement starts indicates the cause (`diagnose`).
+One alarm has absolute thresholds: trainer and engine disagree on the log-probabilities of sampled tokens. The position where
+the disagreement starts indicates the cause (`diagnose`).
 
 The code is pure: metrics go in, alarms come out. A resumed run feeds in the metrics that are already recorded.
 """
@@ -39,17 +39,17 @@ class AlarmThresholds:
     tool_errors_rise: float = 0.2
     """Alarm if the share of failed tool calls is above the early share by this much."""
     difference: float = 0.05
-    """Alarm above this mean |logprob difference| between trainer and engine, in nats; bfloat16 stays below a third."""
+    """Alarm above this mean |logprob difference| between trainer and engine, in nats; bfloat16 causes less than a third."""
     difference_p99: float = 0.5
-    """Its 99th percentile."""
+    """Alarm above this 99th percentile of the |logprob difference|, in nats."""
     difference_first_token: float = 0.5
     """Alarm above this mean difference over the first tokens of turns, in nats."""
     k3: float = 0.01
-    """KL(engine || trainer)."""
+    """Alarm above this KL(engine || trainer): k3 estimate, in nats per token."""
     difference_large: float = 0.5
     """Mean difference in nats above which numerics cannot be the cause."""
     growth: float = 3.0
-    """Smallest ratio of the difference after turn 0, or at turns' first tokens, to that elsewhere, to locate its start."""
+    """The disagreement is located after turn 0, or at turns' first tokens, if it is this many times larger there."""
 
 
 class Alarm(NamedTuple):

@@ -113,7 +113,7 @@ class Progress:
         Args:
             title: The name of the work, for instance "rollout".
             total: Number of items; None if unknown.
-            console: The console for the bar; by default the one of log lines, so that these do not break the bar.
+            console: The console for the bar; by default the console of log lines, so that log lines do not break the bar.
             every_s: Seconds before a bar appears, so that short work shows none; without a terminal, seconds between lines.
             running: The number of episodes in each state, for the end of the line.
             clock: Returns the time in seconds.

@@ -83,7 +83,7 @@ class TrajectoryDump:
         }
 
     def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
-        """Return the prompt and the text after it, including that of rewritten histories."""
+        """Return the prompt, and for all segments the text from the first sampled token on."""
         prompt_text, replies = "", []
         for number, segment in enumerate(trajectory.segments):
             ids, sampled = segment.token_ids, segment.sampled_mask

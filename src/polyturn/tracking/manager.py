@@ -1,7 +1,7 @@
 """Trackers: passes the metrics of a run on to trackers, whose failures do not affect the run.
 
     run ──► queue of 64 ──► thread ──► tensorboard           a tracker that raises:  one warning, counted, tried again
-        └─► queue of 64 ──► thread ──► wandb                 one that hangs:         its queue fills, the rest is counted
+        └─► queue of 64 ──► thread ──► wandb                 one that hangs:         its queue fills; later records are lost
 
 Each tracker has a daemon thread. `log` never waits, and `close` waits for a limited time. The run itself writes
 `metrics.jsonl`, so the metrics are on disk in any case.

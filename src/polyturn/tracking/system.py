@@ -19,7 +19,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 EVERY_S = 2.0
-"""Seconds between two samples; one takes less than a millisecond."""
+"""Seconds between two samples; a sample takes less than a millisecond."""
 _PEAKS = ("memory_share", "process_gb")
 """Metrics that report the largest value of a step instead of the mean."""
 Readings = dict[str, float]
@@ -55,7 +55,7 @@ class SystemSampler:
         self._is_over.set()
 
     def read(self) -> Readings:
-        """Return the metrics since the last call, without those that have not been sampled since."""
+        """Return the metrics that were sampled since the last call."""
         with self._lock:
             seen, self._seen = self._seen, {}
         return {name: max(of) if name.endswith(_PEAKS) else sum(of) / len(of) for name, of in seen.items()}

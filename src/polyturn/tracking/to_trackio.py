@@ -10,7 +10,7 @@ from polyturn.tracking.base import RunInfo, RunTracker, Sample, literal
 
 
 class TrackioTracker(RunTracker):
-    """Logs to trackio's local database, in TRACKIO_DIR or its default place."""
+    """Logs to trackio's local database, in TRACKIO_DIR or its default folder."""
 
     def __init__(self, run: RunInfo, *, project: str = "polyturn", space_id: str | None = None) -> None:
         """Create the run in trackio, or continue it.

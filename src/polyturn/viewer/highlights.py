@@ -1,9 +1,9 @@
 """Selects the most informative trajectories of a run: at most ten, each with the reason.
 
-    repaired        g12/3   reward 0.00 -> 1.00 within the episode
-    broken call     g7/0    2 of its 3 tool calls failed
+    repaired            g12/3   a turn scored 0, and 1 after the feedback
+    broken tool call    g7/0    2 of its 3 tool calls failed
 
-They are selected from the store's table, so only the shown ones are read completely.
+They are selected from the store's table. Only the shown ones, and at most `TRIED` candidates for "repaired", are read whole.
 """
 
 from __future__ import annotations

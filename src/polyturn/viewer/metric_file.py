@@ -28,7 +28,7 @@ class MetricFile:
         """The names with a number in any line, in order of appearance."""
         self._long_names: set[str] = set()  # prefixes of names that are too long
         self.problem = ""
-        self.is_there = True  # until the first refresh
+        self.is_there = True  # assumed until the first refresh
         self.written_at = 0.0
         """Time of the last write, in seconds since the epoch."""
         self._folder, self._name = folder, name

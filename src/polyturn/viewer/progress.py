@@ -4,7 +4,7 @@ lock held                               running; silent if nothing has been writ
 lock free, with a recorded end          finished (at the last step, or the process ended normally), stopped (before the last
                                         step), or died (of an error)
 lock free, without a recorded end       finished at the last step, else died: its process was killed on this machine
-no lock, or another machine's           finished at the last step, else running or silent, by the time of the last line
+no lock, or one of another machine      finished at the last step, else running or silent, by the time of the last line
 """
 
 from __future__ import annotations

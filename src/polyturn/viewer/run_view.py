@@ -136,7 +136,7 @@ class RunView:
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
     def problems(self, *, is_running: bool = False) -> list[str]:
-        """Return one sentence per part of the run that cannot be read, or that a run no longer running lacks."""
+        """Return one sentence per part that cannot be read, or that is missing although the run is not running."""
         problems_found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:
@@ -168,7 +168,7 @@ class RunView:
         }
 
     def curves(self, names: Sequence[str], window: Window) -> dict[str, Any]:
-        """Return the curves of at most `MAX_CURVES` metrics; names of the warm start's begin with `warm_start/`.
+        """Return the curves of at most `MAX_CURVES` metrics; names of warm-start metrics begin with `warm_start/`.
 
         Raises:
             DataError: there are too many names, or the window is invalid.

@@ -192,7 +192,7 @@ def _picture(source: Source) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """Return data with numbers that JSON cannot represent replaced."""
+    """Return data in which numbers that JSON cannot represent are strings."""
     if isinstance(value, float):
         return json_number(value)
     if isinstance(value, dict):

@@ -36,7 +36,7 @@ class GroupComparison:
     rewards_G: NDArray[np.float64]
     """[G] rewards of the members that did not fail."""
     lengths_G: NDArray[np.float64]
-    """[G] numbers of their trained tokens."""
+    """[G] number of trained tokens of each of these members."""
     is_scaled: bool
     """Whether the difference is divided by the standard deviation."""
     eps: float

@@ -28,7 +28,7 @@ class Source:
     paths: list[tuple[str, ...]] = field(default_factory=list)
     """Native keys whose values are paths."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Key -> note that replaces the table's."""
+    """Key -> note that replaces the note in the table."""
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:

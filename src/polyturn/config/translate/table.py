@@ -41,7 +41,7 @@ class KeyRule:
     notice: str | None = None
     """A note that is also shown in the terminal."""
     may_be_null: bool = False
-    """Whether null is accepted although no release's tree has it."""
+    """Whether null is accepted although the key is null in no release's tree."""
     native: bool = False
     """Whether the section has native keys."""
 

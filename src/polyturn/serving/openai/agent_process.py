@@ -1,7 +1,7 @@
 """Runs an agent as a command: one process per episode, which finds its model through environment variables.
 
-    OPENAI_BASE_URL, OPENAI_API_KEY          what openai's clients read
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    what anthropic's clients read
+    OPENAI_BASE_URL, OPENAI_API_KEY          the names that openai's clients read
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY    the names that anthropic's clients read
     standard input                           the task, one JSON object; nothing for an agent of `agents.py`
     POLYTURN_REWARD_FD                       the number of a file descriptor with the reward key, if rewards are posted
 

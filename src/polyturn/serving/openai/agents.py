@@ -69,7 +69,7 @@ class CommandLineAgent:
     files: Mapping[str, str] = field(default_factory=dict)
     """Path inside `home` -> content, written before the agent starts."""
     timeout_s: float | None = 1800.0
-    """Seconds after which the agent is ended and the episode scored as it is; None leaves the limit to
+    """Seconds after which the agent is ended, and the episode is scored as it is; None leaves the limit to
     `rollout.limits.timeout_s`."""
     reads_task: bool = False
     """Whether the agent gets the task on standard input, as one line of JSON; otherwise standard input is empty."""

@@ -296,7 +296,7 @@ class ModelEndpoint:
         tenant.answerer.give_reward(score, info)
         return json_answer({"reward": score})
 
-    # What they share.
+    # Shared by the handlers.
 
     async def _open(self, request: Request) -> tuple[_Tenant, dict[str, Any]]:
         tenant = self._tenant(request)

@@ -78,7 +78,7 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset(), *, nee
 
 
 def _keeps_all(value: Any) -> bool:
-    """Return whether a `context_management` value has no effect: it clears only thinking and keeps all of that."""
+    """Return whether a `context_management` value has no effect: it clears only thinking, and keeps all thinking."""
     edits = value.get("edits") if isinstance(value, dict) and value.keys() <= {"edits"} else None
     return isinstance(edits, list) and all(
         isinstance(e, dict) and str(e.get("type")).startswith("clear_thinking_") and e.get("keep") == "all" for e in edits

@@ -1,6 +1,6 @@
 """AgentSession: turns the requests of an agent that owns its loop into turns of one episode.
 
-A request holds a whole history. If that repeats an earlier turn's history message for message, the request continues the
+A request holds a whole history. If it repeats the history of an earlier turn message for message, the request continues the
 turn: only the new messages are encoded, after the sampled tokens, like a scheduler's reply. Any other history is rendered
 whole; it extends the longest segment that it repeats token for token, or opens a new one. Histories are never repaired.
 
@@ -78,7 +78,7 @@ class _AfterTurn:
 
 
 class _Begun(NamedTuple):
-    """A request that is being answered. `reply` is stored here because the conversation may have moved on by then."""
+    """A request that is being answered, with its own reply: the conversation may already wait for a later one."""
 
     conversation: _Conversation
     reply: asyncio.Future[ChatResponse]
@@ -119,7 +119,7 @@ class AgentSession:
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
-        """Run an agent and return why the episode ended. If it fails because of a limit, the episode is truncated.
+        """Run an agent and return why the episode ended. If the agent fails after a limit, the episode is only truncated.
 
         Raises:
             PolyturnError: the agent, the engine or a plug-in failed.
@@ -376,5 +376,5 @@ def _fail(conversation: _Conversation, problem: BadRequest) -> None:
 
 
 def _waiting(turns: Sequence[_AfterTurn]) -> _AfterTurn:
-    """Return the turn after which the loop waits, among turns with the same message; else the latest."""
+    """Return, of turns with the same message, the one after which the loop waits, or else the latest."""
     return next((p for p in turns if p.conversation.waiting_after is p), turns[-1])
