@@ -24,7 +24,7 @@ def env_configs(source: ConfigSource) -> list[EnvConfig]:
     """Return the configured environments of a run.
 
     Raises:
-        ConfigError: two have the same name, or another section conflicts with `env`.
+        ConfigError: the list is empty, or names an environment twice.
     """
     named = source.config.env
     if named is None:

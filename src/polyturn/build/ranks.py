@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """The settings in which the policy of a warm start and that of training differ."""
+    """The settings of a policy that differ between a warm start and training."""
 
     optim: OptimSettings
     """The optimizer, with warm-up and schedule in optimizer updates of the whole run (`OptimSettings.over`)."""

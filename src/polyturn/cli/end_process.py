@@ -25,7 +25,7 @@ GRACE_S = 4.0
 def end_process(run: Callable[[], object]) -> NoReturn:
     """Call `run`, and end the process with its exit code within `GRACE_S`, without finalising objects."""
     code = 1
-    atexit.register(lambda: _leave(code))  # handlers run in reverse order, so this one runs after those of plug-ins
+    atexit.register(lambda: _leave(code))  # handlers run in reverse order, so this one runs after the handlers of plug-ins
     try:
         run()
         sys.exit(0)

@@ -136,7 +136,7 @@ def prepare_process() -> None:
 
 
 def log_level(environ: Mapping[str, str]) -> str:
-    """Return the log level from the environment: from polyturn's variable or that of another library.
+    """Return the log level from the environment: from polyturn's variable, or from the variable of another library.
 
     {"POLYTURN_LOG_LEVEL": "warn"}  ->  "WARNING"
     """

@@ -61,7 +61,7 @@ def add_template_markers(
 
     Args:
         tokenizer: Not changed; if a marker is missing, the result is a copy.
-        template: A Jinja template; None uses that of the tokenizer.
+        template: A Jinja template; None uses the tokenizer's template.
 
     Raises:
         TemplateError: there is no template, or it is not valid Jinja.

@@ -2,8 +2,8 @@
 
     polyturn serve [--openai | --sandbox | --search INDEX | --mcp TOOLS]
 
-All of them require a token for access from other machines. Without one of these options it serves rollouts to a remote
-trainer; the others are in `serve_openai.py` and `serve_services.py`.
+Every server requires a token for access from other machines. Without one of these options the command serves rollouts to a
+remote trainer; the other servers are in `serve_openai.py` and `serve_services.py`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Loaded(NamedTuple, Generic[ModelT]):
 
     config: ModelT
     resolved: dict[str, Any]
-    """The values with defaults and with `${…}` resolved, except those that depend on the environment."""
+    """The values with defaults. `${…}` is resolved, except in values that depend on the environment."""
     written: frozenset[KeyPath]
     """The keys set by files, overrides or a program."""
 

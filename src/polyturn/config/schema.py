@@ -323,7 +323,7 @@ def _declaration(model: type, name: str) -> str:
 
 
 def _rows_of_kinds(sections: Sequence[type], prefix: str, above: tuple[type, ...], instance: Any) -> Iterator[KeyInfo]:
-    """Yield the rows of a section with several kinds: first common keys, then those of some kinds."""
+    """Yield the rows of a section with several kinds: first the keys of all kinds, then the keys of some kinds."""
     tables = {section: list(_rows(section, prefix, (*above, section), instance)) for section in sections}
     common = set.intersection(*({row.key for row in rows} for rows in tables.values()))
     by = distinguishing_key(sections)

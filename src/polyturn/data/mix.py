@@ -118,7 +118,7 @@ class TaskMix(TaskSampler):
         self._number = visits
 
     def learn(self, success: Mapping[str, float]) -> None:
-        """Update the average success rates with those of a step."""
+        """Update the average success rates with the success rates of a step."""
         for name, share in success.items():
             known = self._state.success.get(name, share)
             self._state.success[name] = MEMORY * known + (1 - MEMORY) * share

@@ -25,9 +25,9 @@ class EvalReport:
     valid_tool_calls: float
     """Share of all tool calls that ran without an error."""
     repaired: float
-    """Share of trajectories that succeeded, among those with an attempt that the interaction rejected."""
+    """Success rate of the trajectories that had an attempt rejected by the interaction before their last turn."""
     num_repairable: int
-    """Number of trajectories with an attempt that the interaction rejected."""
+    """Number of trajectories that had an attempt rejected by the interaction before their last turn."""
     mean_reward: float
     failed: float
     """Share of trajectories that ended with an error."""

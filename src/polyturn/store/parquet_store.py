@@ -1,7 +1,7 @@
 """ParquetStore: writes the trajectories of a run to `<run>/trajectories/part-00012.parquet`, one row per trajectory.
 
-A part is written under a temporary name and then renamed, so a crash leaves only whole parts. The columns are those of
-`schema.py`; `stored_run.py` reads them back. When there are many small parts they are joined, because a reader opens every
+A part is written under a temporary name and then renamed, so a crash leaves only whole parts. `schema.py` defines the
+columns, and `stored_run.py` reads them back. When there are many small parts they are joined, because a reader opens every
 part. When the store exceeds its size limit, the oldest training parts are deleted.
 """
 

@@ -94,7 +94,7 @@ class Trained:
     entropies: Floats | None = None
     """Entropy of the policy at each token in nats; 0 for tokens without a loss."""
     weights: Floats | None = None
-    """Loss weights used in training; None if they equal those of the spans."""
+    """Loss weights used in training; None if they equal the weights in the spans."""
     dropped: str | None = None
     """Why the whole trajectory was left out of the loss; None if it was used, or is not part of training."""
 

@@ -61,7 +61,7 @@ class Trajectories:
         self._run = run
 
     def __call__(self, *, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
-        """Yield all trajectories, or those of one step or split."""
+        """Yield all trajectories, or only the trajectories of one step or split."""
         for record in self._run.select(step=step, split=split).records():
             yield record.trajectory
 
@@ -284,7 +284,7 @@ class StoredRun:
         return f"<p>{len(self)} trajectories; the last:</p>" + RowTable(rows)._repr_html_()
 
     def groups(self, *, step: int | None = None, split: str | None = None) -> Iterator[TrajectoryGroup]:
-        """Yield all groups, or those of one step or split, part by part."""
+        """Yield all groups, or only the groups of one step or split, part by part."""
         chosen = self.select(step=step, split=split)
         for part, rows in chosen._by_part():
             groups: dict[tuple[str, int, str], list[Trajectory]] = {}

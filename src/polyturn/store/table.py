@@ -21,7 +21,7 @@ class RowTable(list[dict[str, Any]]):
     """Rows as dicts, and the columns to show."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = (), *, columns: Sequence[str] = ()) -> None:
-        """Create a table; it shows those of `columns` that any row has, or all columns if `columns` is empty."""
+        """Create a table. It shows the names in `columns` that any row has, or all columns if `columns` is empty."""
         super().__init__(dict(row) for row in rows)
         self._shown = tuple(columns)
 

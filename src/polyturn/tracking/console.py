@@ -62,7 +62,7 @@ class ConsoleTracker:
 
 
 def figures(values: Mapping[str, float], past: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Return the most important metrics of a step as text, those in `past` with a sparkline of their history."""
+    """Return the most important metrics of a step as text, with a sparkline of the history that `past` has."""
     parts = []
     for name, word, form in _SHOWN:
         if name in values:

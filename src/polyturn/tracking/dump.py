@@ -4,7 +4,7 @@
      "messages": [{"role": "user", …}, …], "turns": [{"index": 0, "text": "…", "score": 0.0, "observation": […]}, …]}
 
 `input` and `output` are decoded tokens without special tokens, so they do not show roles; `messages` and `turns` do. A key
-that a reward function returned keeps its name and overrides a key added here, except those of `FIXED`. A repeated step
+that a reward function returned keeps its name and overrides a key added here, except the keys `FIXED`. A repeated step
 overwrites its file, which is written atomically.
 """
 

@@ -153,7 +153,7 @@ class RunView:
         self._warm_start.refresh()
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics with their meanings (those of `FIRST` first), the panels, and the alarms."""
+        """Return the metrics with their meanings, beginning with `FIRST`, and the panels and alarms."""
         self.refresh()
         names = [*(WARM_START + name for name in self._warm_start.names), *self._metrics.names]
         known = {name: meaning(bare) or "" for name in names if (bare := name.removeprefix(WARM_START)) != "step"}

@@ -34,9 +34,9 @@ def trajectory_page(
     Args:
         record: The trajectory with its training results.
         tokens: Decodes the run's ids.
-        segment: Index of the segment that starts at `start`; the others start at their beginning.
-        start: Index of the first token to show in that segment.
-        page_size: Number of tokens to show: first of that segment, then of the others in order.
+        segment: Index of the segment to show from token `start` on; all others are shown from their beginning.
+        start: Index of the first token to show in this segment.
+        page_size: Number of tokens to show: first of this segment, then of the other segments in order.
     """
     one = record.trajectory
     pages, left = {}, page_size

@@ -2,7 +2,7 @@
 
     algorithm: {advantage: {name: gae, lam: 0.95}, loss: {clip_high: 0.28, correction: {cap: 2.0}}, kl: {coef: 0.01}}
 
-Names are those of the estimators and losses in `algorithms/`; `build` looks them up.
+`name` is the name of an estimator or a loss in `algorithms/`; `build` looks it up.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Table:
     patterns: tuple[tuple[re.Pattern[str], KeyRule], ...]
 
     def find(self, key: str) -> KeyRule | None:
-        """Return the row of a key: its own, else that of the first matching pattern."""
+        """Return the row of a key: its own row, or else the row of the first pattern that matches."""
         if key in self.exact:
             return self.exact[key]
         return next((row for pattern, row in self.patterns if pattern.fullmatch(key)), None)

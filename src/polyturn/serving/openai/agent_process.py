@@ -56,7 +56,7 @@ async def run_command(
         command: The program and its arguments.
         address: The address of the model.
         task: The episode's task.
-        env: Variables in addition to those of the address.
+        env: Environment variables in addition to the address and key of the model.
         cwd: The working folder.
         id: The episode's id.
         stdin: The whole standard input; None sends the task as JSON.
