@@ -1,8 +1,8 @@
 """Run coroutines from synchronous code: in this thread, or in another one if this thread already runs an event loop.
 
-    called in     runs in            at SIGINT
+    called in     work runs in       at SIGINT
     a script      this thread        the work is cancelled, and writes a checkpoint
-    a notebook    another thread     this thread, which waits, tells the work, which is cancelled and writes a checkpoint
+    a notebook    another thread     the waiting thread passes SIGINT on; the work is cancelled, and writes a checkpoint
 
 A notebook runs its cells inside an event loop, and a thread can run only one event loop at a time. Interrupting a cell sends
 SIGINT.

@@ -102,7 +102,9 @@ def check_algorithm(source: ConfigSource) -> None:
 
 
 def require_scores(parts: Parts, estimator: Any) -> None:
-    """Raise for an estimator of turn scores if no part of the run can score a turn; missing scores are found later.
+    """Raise for an estimator of turn scores if no part of the run can score a turn.
+
+    If a part may score turns, missing scores are found in the first step.
 
     Raises:
         ConfigError: there are no tools and no interactions, and the scheduler declares `scores_turns = False`.

@@ -81,7 +81,7 @@ def load_config(
             path of a YAML file merges that file at this point; its relative paths still refer to `path`'s folder.
         defaults: Values below the file.
         values: Values above the file, from a program.
-        warns: Warn of repeated overrides and of keys without effect; False if this configuration was loaded before.
+        warns: Warn of repeated overrides and of keys without effect; False if it will be loaded again, with warnings.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, an unresolvable `${…}`; one sentence each.
