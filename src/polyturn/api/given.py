@@ -4,7 +4,7 @@
       ->  {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"generator": LiveObject(rows)}},
            "rollout": {"tools": {"functions": [LiveObject(price)]}}, "train": {"steps": 100, "optim": {"lr": 1e-5}}}
 
-Mistakes that are common in notebooks, such as a generator that was already read, raise one sentence with the correct call.
+Common mistakes in notebooks, such as a generator that was already read, raise an error that shows the correct call.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PARTS = ("algorithm.advantage", "algorithm.loss")
 
 @functools.cache
 def _keys() -> Mapping[str, tuple[str, ...]]:
-    """Return last name -> the keys that it may mean. Sections inside sections can only be named in full and are left out."""
+    """Return last name -> the keys that it may mean. Keys that can only be named in full are left out."""
     spellings: dict[str, list[str]] = {}
     of_parts: dict[str, list[str]] = {}
     for row in schema_table(RunConfig):

@@ -58,6 +58,6 @@ def tell_start(name: str) -> None:
 
 def keep_serving() -> None:
     """Ignore SIGINT and SIGTERM on a follower: the leader needs this rank for the last checkpoint, and then ends it."""
-    if threading.current_thread() is threading.main_thread():  # Python allows no other thread, as in `polyturn.steps`
+    if threading.current_thread() is threading.main_thread():  # signal.signal raises in other threads (`polyturn.steps`)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from polyturn.training.options import BACKEND, Degrees
 
 
 def row_width(config: RunConfig) -> int:
-    """Return the number of ranks that share their samples, because they split layers or tokens, or form a pipeline."""
+    """Return the number of ranks that get the same samples, because they split layers or tokens, or form a pipeline."""
     split = config.train.distributed
     return split.tensor_parallel * split.pipeline_parallel * split.context_parallel
 

@@ -150,7 +150,7 @@ def check_first_tasks(
     for name, source in sources.items():
         first = Subset(source, range(min(len(source), FIRST_TASKS)))
         summaries[name] = check_each(plugins, tools, first, name=name, needs_name=needs_name)
-    # Only if all tasks were read: in a longer source, an unread task may use a tool or interaction that these do not.
+    # Only if all tasks were read: an unread task may use tools and interactions that the read tasks do not use.
     if all(len(source) <= FIRST_TASKS for source in sources.values()):
         _refuse_unused(plugins.interactions, tools.tools, summaries)
 

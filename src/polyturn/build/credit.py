@@ -124,7 +124,7 @@ def require_scores(parts: Parts, estimator: Any) -> None:
 
 
 def drops_zero_variance(source: ConfigSource, estimator: Any) -> bool:
-    """Return whether groups of equal rewards are dropped: as configured, by default if they would train nothing."""
+    """Return whether groups of equal rewards are dropped: as configured, or by default if they would train nothing."""
     from polyturn.algorithms.advantages import traits_of
 
     algorithm, group_size = source.config.algorithm, source.config.train.group_size

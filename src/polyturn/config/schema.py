@@ -139,8 +139,8 @@ def _adapter(section: type) -> TypeAdapter[Any]:
 def meant(annotation: Any, value: Any) -> Any:
     """Return the member of a union that `value` is meant for.
 
-    Among sections, it is the section whose literal (such as `kind: Literal["a"]`) contains the value's `kind`, or, if no
-    section's does, the section without such a literal. If the value has no `kind`, it is the section with a default kind.
+    Among sections, it is the section whose literal (such as `kind: Literal["a"]`) contains the value's `kind`. If there is
+    none, it is the section without such a literal. If the value has no `kind`, it is the section with a default kind.
     """
     members = unwrap(annotation)
     if isinstance(value, Mapping):

@@ -300,7 +300,7 @@ def _named(role: Any) -> Any:
 
 
 def _first(extra: Mapping[str, Any], row: Mapping[str, Any], *keys: str) -> Any:
-    """Return the value of the first of `keys` that `extra_info` has, or else the row; None if neither has one."""
+    """Look up `keys`, in order, in `extra_info` and then in the row, and return the first value; None if there is none."""
     return next((part[key] for part in (extra, row) for key in keys if key in part), None)
 
 

@@ -149,7 +149,7 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return a function that creates a sampler at its first visit; `kwargs` are its arguments in `data.sampler`."""
+        """Return a function that creates the sampler of a new run; `kwargs` are its arguments in `data.sampler`."""
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 

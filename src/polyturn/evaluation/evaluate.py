@@ -1,4 +1,4 @@
-"""Runs a set of tasks with its own sampling settings and turn limit, in the same episodes as training, and reports.
+"""Runs a set of tasks in the same episodes as training, with its own sampling and turn limit, and reports the results.
 
 An evaluation is a rollout of small groups, usually of one trajectory.
 """

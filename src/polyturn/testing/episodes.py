@@ -61,7 +61,7 @@ def scripted_context(
     """Return a context with a scripted model.
 
     Args:
-        says: The model's turns: every episode starts with the first, and repeats the last; or a function of the request.
+        says: The model's turns, in order for every episode, the last one repeated; or a function of the request.
         tools: The tools of the run.
         interactions: Name -> interaction.
         rewards: data_source -> reward function, in addition to the built-in ones.

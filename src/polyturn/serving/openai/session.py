@@ -376,5 +376,5 @@ def _fail(conversation: _Conversation, problem: BadRequest) -> None:
 
 
 def _waiting(turns: Sequence[_AfterTurn]) -> _AfterTurn:
-    """Return, of turns with the same message, the one after which the loop waits, or else the latest."""
+    """Among turns with the same message, return the turn after which the loop waits, or else the latest turn."""
     return next((p for p in turns if p.conversation.waiting_after is p), turns[-1])

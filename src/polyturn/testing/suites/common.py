@@ -1,4 +1,4 @@
-"""Shared by the suites: collects problems into one error, and finds state that is kept and calls that block.
+"""Shared by the suites: one error for all problems, and checks for state that is not freed and calls that block.
 
     async with Findings("interaction Tutor") as found:
         found.expect(is_text, "start_interaction returned 3; return the id as text")

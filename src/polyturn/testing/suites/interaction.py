@@ -96,7 +96,7 @@ class _InteractionSuite:
                 await self._interaction.finalize_interaction(instance_id)
 
     async def check_going_on(self, author: Interaction, says: Sequence[str], alone: list[Reply]) -> None:
-        """If there are snapshots, continue from one in a new session after each reply, as another process would."""
+        """If the interaction supports snapshots, continue from one in a new session after each reply."""
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
         hooks = SnapshotHooks.of(author, label="it")
         why_not = hooks.why_not

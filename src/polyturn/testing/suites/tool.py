@@ -150,7 +150,7 @@ class _ToolSuite:
         )
 
     async def check_going_on(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
-        """If there are snapshots, continue from one in a new episode after each call, as another process would."""
+        """If the tool supports snapshots, continue from one in a new episode after each call."""
         why_not = self._box.hooks[self._tool.name].why_not
         self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
