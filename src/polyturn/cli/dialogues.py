@@ -24,10 +24,10 @@ MAX_CHARS = 240
 
 
 def dialogues(folder: Path, split: str, *, limit: int = 2) -> list[Table]:
-    """Return tables of tasks that the last evaluation solved and the first one failed, with both dialogues.
+    """Return tables of tasks whose reward rose from the first evaluation to the last, with both dialogues.
 
-    Tasks that the last policy solved after feedback precede those solved in the first turn, with one of each if possible. If
-    no task improved, the first tasks of the evaluation are shown.
+    First comes a task with several turns in the last evaluation, if there is one, then the tasks with one turn, then the
+    rest. If no reward rose, the first tasks of the evaluation are shown.
 
     Args:
         folder: The run's folder.

@@ -90,7 +90,7 @@ def _repaired(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -
 
 
 def _learned(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
-    """Yield tasks of an evaluation that failed before training and succeeded afterwards."""
+    """Yield the tasks of evaluations whose reward rose most: their trajectory in the first evaluation, then in the last."""
     by_task: dict[tuple[str, str], _Rows] = {}
     for row in rows:
         if row["split"].startswith("eval/") and _has_reward(row):
