@@ -321,7 +321,8 @@ class BaseSandbox:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        with contextlib.suppress(SandboxError):
+        # What does not end in time is removed when the process ends; the slot of `max_alive` is free at once.
+        with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 if self._is_begun:
                     await self._end()

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from polyturn.core import errors
-from polyturn.core.errors import PolyturnError, ToolError, did_you_mean, one_line
+from polyturn.core.errors import MAX_LINE, PolyturnError, ToolError, did_you_mean, one_line
 from polyturn.infra.aio import first_error
 
 TREE = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, PolyturnError) and e is not PolyturnError]
@@ -45,6 +45,8 @@ class Unreadable(Exception):
 def test_exception_becomes_one_line() -> None:
     assert one_line(Unreadable()) == "Unreadable: (its message cannot be read: SystemExit)"
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
+    at_the_cut = "x" + " " * (2 * MAX_LINE - 11) + "sk-abcdefghijklmnopqrstuvwxyz0123456789"
+    assert "sk-" not in one_line(ValueError(at_the_cut))
     assert one_line(TimeoutError()) == "TimeoutError"
 
 
