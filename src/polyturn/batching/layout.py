@@ -1,16 +1,16 @@
-"""Lay samples out as micro-batches, and bring per-target numbers back: the only module that shifts targets.
+"""Lay samples out as micro-batches, and convert per-target numbers back to arrays per sample.
 
-In every array of a sample, index t describes token t. Only this module shifts.
+In every array of a sample, index t describes token t. Only this module shifts, because position t - 1 predicts token t.
 
     sample      ids      [ p0 p1 a2 a3 o4 a5 o6 ]      weights [ 0 0 1 1 0 1 0 ]
-    row         input    [ p0 p1 a2 a3 o4 ]            cut before the last weighted token: the tokens after it change nothing
-                targets        a2 a3    a5             read off at columns 1, 2 and 4
+    row         input    [ p0 p1 a2 a3 o4 ]            without the last weighted token and all after it: nothing reads them
+                targets        a2 a3    a5             predicted at columns 1, 2 and 4
 
 Rows are sorted by length and padded on the right, so a batch needs no mask: attention is causal, padding follows every real
-token, and no target is read at a padded position. Packed samples form one row end to end; `packing.py` describes which
-tokens attend to which. Only positions with a weight become targets (axis S), so prompts and observations skip the vocabulary
-projection and everything after it. A run with an observation loss predicts the tokens of observations in the same forward
-pass (axis R, `ReadTargets`); they are not targets of the policy's loss.
+token, and no target is predicted at a padded position. Packed samples form one row end to end; `packing.py` describes which
+tokens attend to which. Only tokens with a weight become targets (axis S), so the vocabulary projection and the loss are not
+computed for prompts and observations. In a run with an observation loss, the same forward pass also predicts the tokens of
+observations (axis R, `ReadTargets`); they are not targets of the policy's loss.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ from polyturn.tokens.positions import MediaRows
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadTargets:
-    """The predicted tokens of a forward pass in a run with an observation loss (axis R, in the order of the rows): the
-    targets of the policy's loss (axis S) and the tokens of observations (axis O)."""
+    """The tokens that a forward pass predicts in a run with an observation loss (axis R, in the order of the rows).
+
+    They are the targets of the policy's loss (axis S) and the tokens of observations (axis O). A field `x_R` has the meaning
+    of `MicroBatch.x_S`, for these tokens.
+    """
 
     flat_R: Tensor
     targets_R: Tensor
@@ -64,11 +67,11 @@ class MicroBatch:
     input_ids_BT: Tensor
     """[B, T] int64, padded on the right with 0."""
     position_ids: Tensor
-    """[1, T] int64, the same for every row; [3, B, T] where a row shows media to a model with three positions a token."""
+    """[1, T] int64, the same for every row; [3, B, T] if a row has media and the model has three positions per token."""
     num_tokens: int
     """Number of entries of `input_ids_BT` that are not padding."""
     flat_S: Tensor
-    """[S] int64: b * T + t of the position that predicts the target."""
+    """[S] int64: b * T + t of the position that predicts the target, the one before it."""
     targets_S: Tensor
     """[S] int64 the tokens to predict."""
     loss_coef_S: Tensor
@@ -76,8 +79,8 @@ class MicroBatch:
     temperature_S: Tensor | None
     """[S] sampling temperature; None if all are 1."""
     support_SK: Tensor | None
-    """[S, K] int64 the tokens that each target was drawn from, padded with -1. A row of -1 means the whole vocabulary; None
-    means the whole vocabulary for every target."""
+    """[S, K] int64 the tokens from which each target was sampled, padded with -1. A row of only -1 means the whole
+    vocabulary; None means the whole vocabulary for every target."""
     advantages_S: Tensor | None
     old_logprobs_S: Tensor | None
     ref_logprobs_S: Tensor | None
@@ -96,20 +99,21 @@ class MicroBatch:
     row_indices: tuple[NDArray[np.int64], ...] = ()
     """For each row [T] the indices of its tokens on the flat axis."""
     packing: Packing | None = None
-    """The attention mask of rows laid end to end ([1, N] ids); None for padded rows."""
+    """The attention mask of rows that lie end to end (`input_ids_BT` is [1, N]); None for padded rows."""
     is_padding: bool = False
-    """True if this micro-batch only keeps the rank in step with others: all coefficients are 0, and metrics skip it."""
+    """True if this micro-batch only gives the rank as many forward passes as the other ranks: all coefficients are 0, and
+    metrics skip it."""
     read: ReadTargets | None = None
     """Targets and tokens of observations; None without an observation loss."""
 
     @property
     def num_targets(self) -> int:
-        """S."""
+        """The number of targets, S."""
         return len(self.sample_S)
 
     @property
     def with_observations(self) -> MicroBatch:
-        """This micro-batch with axis R of `read` as its targets, for a forward pass that also predicts observations."""
+        """This micro-batch with the tokens of `read` (axis R) as targets; a forward pass then also predicts observations."""
         read = self.read
         if read is None:
             return self
@@ -142,17 +146,18 @@ def layout(
     """Lay `samples` out as micro-batches.
 
     Args:
-        samples: The samples of one optimizer step. A sample without a token that a loss reads gets no row.
+        samples: The samples of one optimizer step. A sample none of whose tokens a loss predicts gets no row.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
-        settings: The size of a micro-batch.
+        settings: The size of a micro-batch and how samples lie in it.
         batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.
         dtype: Type of the per-target numbers.
         device: Device of the tensors.
-        media: Makes the model's inputs from images, videos and sounds; None for text.
+        media: Makes the model's inputs from images, videos and sounds; None for a text model.
 
     Raises:
-        AlignmentError: a sample weighs its first token, which no token precedes; an entry of `coefs` has another length than
-            its sample; only some samples carry an array such as advantages; samples show media and `media` is None.
+        AlignmentError: the first token of a sample has a weight, although no token precedes it; an entry of `coefs` has
+            another length than its sample; only some samples have an array such as advantages; samples have media and
+            `media` is None.
     """
     weighted = [np.flatnonzero(s.loss_weights) for s in samples]
     for sample, tokens, coef in zip(samples, weighted, coefs, strict=True):
@@ -196,7 +201,7 @@ class _Step:
         counts = [len(weighted[i]) for i in rows]
         input_ids, flat_S, read = self._rows(planned)
         taken = {f"{name}_S": self._take(name, rows) for name in self.arrays}
-        if planned.is_padding:  # it only keeps this rank in step, so its gradient must be 0
+        if planned.is_padding:  # its sample is also in another micro-batch, so its gradient must be 0
             taken["loss_coef_S"] = torch.zeros_like(taken["loss_coef_S"])
         temperature_S = np.repeat([self.samples[i].temperature for i in rows], counts)
         targets_S = np.concatenate([self.samples[i].token_ids[weighted[i]] for i in rows])
@@ -242,7 +247,8 @@ class _Step:
         )
 
     def _rows(self, planned: PlannedBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, Any]]:
-        """Return the ids [B, T], the flat index that predicts each target [S], and positions, media and packing."""
+        """Return the ids [B, T], the flat index that predicts each target [S], and further fields of the micro-batch:
+        positions, media, packing and row indices."""
         inputs = [self.inputs[i] for i in planned.samples]
         # Token t is predicted at position t - 1: this subtraction is the shift.
         before = [self.weighted[i] - 1 for i in planned.samples]
@@ -276,7 +282,8 @@ class _Step:
         )
 
     def _routes(self, rows: Sequence[int], row_indices: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
-        """Return [N, L, K] the experts of the tokens at `row_indices` on an axis of `count`; -1 elsewhere and if unknown."""
+        """Return [N, L, K] the experts of each token of the flat axis, which has N = `count` tokens; -1 at padding and for
+        tokens whose experts are unknown. Return None if no experts are known."""
         routes_of_rows = [self.samples[i].routed_experts for i in rows]
         known = next((routes for routes in routes_of_rows if routes is not None), None)
         if known is None:
@@ -284,12 +291,12 @@ class _Step:
         flat = np.full((count, *known.shape[1:]), -1, np.int32)
         for span, routes in zip(row_indices, routes_of_rows, strict=True):
             if routes is not None:
-                own = routes[: len(span)]  # [T, L, K], cut as the row is, before the last weighted token
+                own = routes[: len(span)]  # [T, L, K], cut at the same token as the row
                 flat[span] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
         return torch.from_numpy(flat).to(self.device)
 
     def _support(self, rows: Sequence[int], tokens: Sequence[NDArray[np.int64]]) -> Tensor | None:
-        """Return [S, K] the supports of the given tokens of each row."""
+        """Return [S, K] the supports of the given tokens of each row; None if all were sampled from the whole vocabulary."""
         supports = [self.samples[i].support for i in rows]
         parts = [(len(own), None if known is None else known[own]) for own, known in zip(tokens, supports, strict=True)]
         support_SK = joined_support(parts)
@@ -307,7 +314,7 @@ class _Step:
 
 
 def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Floats]:
-    """Return per-target numbers as one array per sample: [T], 0 at tokens without a weight.
+    """Convert per-target numbers to one array per sample: [T], 0 at tokens that are not targets.
 
     Args:
         batches: The micro-batches from `layout`.
@@ -315,10 +322,10 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
         lengths: The length of each sample that was passed to `layout`.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    # One flat array, cut into samples at the end, needs one write per micro-batch instead of one per sample.
+    # Write into one flat array and cut it into samples at the end: this takes one write instead of one per sample.
     flat = np.zeros(starts[-1], dtype=np.float32)
     pairs = [(batch, value_S) for batch, value_S in zip(batches, values, strict=True) if not batch.is_padding]
-    if pairs:  # one copy from the device, because every copy waits for it
+    if pairs:  # copy from the device once for all micro-batches, because each copy waits until the device is done
         at = np.concatenate([starts[batch.sample_S] + batch.token_S for batch, _ in pairs])
         flat[at] = torch.cat([value_S.detach() for _, value_S in pairs]).to("cpu", torch.float32).numpy()
     return [flat[a:b] for a, b in itertools.pairwise(starts)]

@@ -1,13 +1,13 @@
 """Codec: one tokenizer and one chat template. All conversion between text and token ids happens here.
 
-Template text and environment text are encoded differently, because who wrote a control token matters:
+Text from the template may become control tokens; text from the environment must not:
 
-    encode("<|im_end|>\\n")        -> [151645, 198]          the template speaks: control tokens are recognised
-    encode_plain("<|im_end|>")    -> [27, 91, 318, ...]     a tool's output only looks like one: ordinary text
+    encode("<|im_end|>\\n")        -> [151645, 198]          template text: control tokens are recognised
+    encode_plain("<|im_end|>")    -> [27, 91, 318, ...]     a tool's output with the same characters: ordinary text
 
-Control tokens are *all* added tokens, special or not (a tool call's tags are usually not special). In a text that mixes
-both, only the control text of the environment is encoded as plain text (`encode_pieces`), so that everything else merges
-exactly as in a render of the whole.
+Control tokens are *all* added tokens, special or not (a tool call's tags are usually not special). If a render contains
+control texts of the environment, `encode_pieces` encodes only these control texts as ordinary text. All other text is
+encoded like the template's, so that it gets the same ids as in a full render.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_CHARS = 1 << 16
-"""Length in characters from which a text is encoded without blocking other threads."""
+"""Texts longer than this, in characters, are encoded without blocking other threads."""
 _BEFORE = "\u9f98"
-"""A letter that merges with no other text, put before a text to encode that text as it is encoded after another."""
+"""A letter that merges with no other text. To get the ids that a text has after other text, encode the text behind this
+letter and drop the letter's ids."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
-"""The most texts whose ids are cached, and their maximum length in characters; a few megabytes in all."""
+"""Maximum number of texts whose ids are cached, and maximum length of a cached text in characters; together a few MB."""
 
 
 class Codec:
@@ -77,7 +78,7 @@ class Codec:
         self._plain = _without_added_tokens(self._backend)
         self._remembered: dict[str, Ids] = {}
         """Short text -> its ids."""
-        # Added runs of white space, which some code models have, are ordinary text.
+        # Some code models have runs of white space as added tokens. These are ordinary text, not control tokens.
         added = {int(i): str(t) for i, t in tokenizer.added_tokens_decoder.items() if str(t).strip()}
         self.control_tokens: Mapping[int, str] = added
         """id -> text of every token that only templates and the model may write."""
@@ -105,14 +106,18 @@ class Codec:
 
     @functools.cached_property
     def turn_ends(self) -> TurnEnds:
-        """The tokens with which the template ends assistant turns: with text or calls, the last turn or a past one."""
+        """The tokens with which the template ends an assistant turn.
+
+        They may differ between a turn with text and one with calls, and between the last turn and a past one.
+        """
         return find_turn_ends(self)
 
     @functools.cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an assistant turn: those of the template, then the tokenizer's end-of-sequence token.
+        """The tokens that end an assistant turn: first those that the template writes, then the tokenizer's end-of-sequence
+        token.
 
-        If the template writes nothing after a turn (GLM), the token that opens the next turn ends it.
+        If the template writes nothing after an assistant turn (GLM), the token that opens the next turn is a stop token.
         """
         eos = self.tokenizer.eos_token_id
         return tuple(dict.fromkeys([*self.turn_ends.stops, *([] if eos is None else [int(eos)])]))
@@ -140,13 +145,14 @@ class Codec:
         closed = self.template.render(user)
         opened = self.template.render(user, add_generation_prompt=True)
         common = common_length(closed, opened)
-        # An end-of-sequence token that closes the document may begin like the generation prompt.
+        # The closed render may end with an end-of-sequence token whose text begins like the generation prompt. The common
+        # prefix then ends inside a control token, and the generation prompt begins where that token begins.
         inside = [s.start for s in self.control_spans(opened) if s.start < common < s.end]
         return opened[inside[0] if inside else common :]
 
     @functools.cached_property
     def opens_as_prompted(self) -> bool:
-        """Whether past turns begin with the text of the generation prompt."""
+        """Whether the template begins a past assistant turn with the text of the generation prompt."""
         user = Message(role="user", content="Hi")
         opened = self.template.try_render([user], add_generation_prompt=True)
         past = self.template.try_render([user, Message(role="assistant", content="Hello")])
@@ -171,7 +177,8 @@ class Codec:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A stable hash of vocabulary, merges, template and template arguments; if it is equal, messages have equal ids."""
+        """A stable hash of the tokenizer, the template and its arguments. Codecs with equal fingerprints give equal messages
+        equal ids."""
         parts = [
             self._backend.to_str(),
             self.chat_template or "",
@@ -200,7 +207,8 @@ class Codec:
         ids = _encode(self._plain, text)
         if not self._is_control[ids].any():
             return ids
-        # Some vocabularies (Gemma's) also have control text as a normal token, so split it where no token can span it.
+        # Some vocabularies (Gemma's) contain control text as a normal token too, so the encoder can still return a control
+        # token. Cut each control text after its first character: a token cannot span the cut.
         cut = self._control_text.sub(lambda m: m[0][0] + "\x00" + m[0][1:], text)
         parts = self._encode_parts(cut.split("\x00"))
         if any(self._is_control[p].any() for p in parts):
@@ -213,7 +221,7 @@ class Codec:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def _encode_parts(self, parts: Sequence[str]) -> list[Ids]:
-        """Encode each part of an ordinary text."""
+        """Encode consecutive parts of an ordinary text separately, without a space that the tokenizer adds before each."""
         if not self._adds_space:
             return [_encode(self._plain, part) for part in parts]
         num_before = len(_encode(self._plain, _BEFORE))
@@ -221,7 +229,7 @@ class Codec:
         return [_encode(self._plain, parts[0]), *behind]
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
-        """Return (start, end) in characters of each token of environment text; several tokens may share a character."""
+        """Return the span (start, end) of each token of an environment text, in characters; tokens may share a character."""
         spans: list[tuple[int, int]] = self._plain.encode(
             text.encode("utf-8", "replace").decode(), add_special_tokens=False
         ).offsets
@@ -233,7 +241,7 @@ class Codec:
         return self._backend.decode(listed, skip_special_tokens=skip_special_tokens)
 
     def decode_turn(self, ids: Sequence[int] | Ids) -> str:
-        """Return the text of a completion without the stop token that ends it; control tokens inside it are kept."""
+        """Return the text of a completion without its final stop token; the text of other control tokens is kept."""
         ends = len(ids) > 0 and int(ids[-1]) in self.stop_token_ids
         return self.decode(ids[:-1] if ends else ids)
 
@@ -266,10 +274,10 @@ class Codec:
         return self._control_text.sub(lambda m: change(m[0]) if self._control_ids[m[0]] in barred else m[0], text)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]], *, last_id: int | None = None) -> Ids:
-        """Encode consecutive pieces, each (text, whether all of it is ordinary text), after the token `last_id`.
+        """Encode consecutive pieces of one text that follows the token `last_id`.
 
-        A tokenizer that puts a space before every text must not put one between pieces: a piece after ordinary text gets
-        the ids that it has inside one text.
+        A piece is (text, is_plain); with is_plain, all of its text is ordinary text. Some tokenizers put a space before
+        every text that they encode. No space is added between two pieces: a piece gets the ids that it has after other text.
         """
         parts: list[Ids] = []
         for text, is_plain in pieces:

@@ -1,16 +1,17 @@
 """DeltaEncoder: encodes only the text between two completions, without rendering the history again.
 
-    held      ...<|im_start|>assistant\\nLet me add.<tool_call>{...}</tool_call><|im_end|>
+    history   ...<|im_start|>assistant\\nLet me add.<tool_call>{...}</tool_call><|im_end|>
     extend    \\n<|im_start|>user\\n<tool_response>\\n4\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n
 
-The new messages are rendered after a short base conversation with the same *shape* as the history, as far as the delta may
-depend on it. The base has a system message and an earlier tool result if the history has them, and an assistant turn with
-the names and ids of the calls that the new tool messages answer. The delta is the text after the base's last turn: the token
-that ends the turn (dropped if the completion ended with it), the messages, and the generation prompt.
+The new messages are rendered after a short base conversation instead of the history. The base copies only the properties of
+the history that the delta may depend on: it has a system message and an earlier tool result if the history has them, and it
+ends with an assistant turn that makes the calls that the new tool messages answer. The delta is the text after this turn's
+content and calls: the token that ends the turn (dropped if the completion ended with it), the messages, and the generation
+prompt.
 
 The author of a text decides whether it may become control tokens (`trust`). Text without control tokens is encoded together
-with the surrounding template text, so that the ids equal those of a full render (invariant I5). Text that must not become
-control tokens is hidden from the template, so that the ids are those of a full render in which it is ordinary text.
+with the template text around it, so its ids equal those of a full render (invariant I5). Text that must not become control
+tokens is replaced by placeholder words before the render and encoded as ordinary text in their positions.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ from polyturn.tokens.turn_ends import behind_anchor, split_turn
 _SYSTEM = Message(role="system", content="Zq7BaseSystemZ")
 _USER = Message(role="user", content="Zq7BaseUserZ")
 _ANCHOR = "Zq7Anchor"
-"""Prefix of the marker words in the base's last turn: one in its content and one in its last call, because some templates
-omit one of the two. After the last marker come the end of that turn and the new messages. It has only letters and digits, so
-that no template trims or escapes it."""
+"""Prefix of the marker word in the base's last turn. The turn has the marker in its content and in the arguments of its
+calls, because some templates omit one of the two. The text after the last marker is the end of that turn and the new
+messages. The marker has only letters and digits, so that no template trims or escapes it."""
 _ROLE = operator.attrgetter("role")
 _MAX_PROMPTS = 64
-"""The most prompts whose ids are cached; the members of a group have the same prompt."""
+"""Maximum number of prompts whose ids are cached. The cache saves work because the members of a group have the same
+prompt."""
 
 
 class _Past(NamedTuple):
-    """The properties of a history that its base conversation copies."""
+    """The properties of a history that the base conversation copies."""
 
     system: bool
     results: bool
-    """Whether a tool answered an earlier turn."""
+    """Whether the history has a tool message before its last assistant turn."""
 
 
 class DeltaEncoder:
@@ -81,10 +83,10 @@ class DeltaEncoder:
         Args:
             codec: The tokenizer and template.
             tools: The tool schemas of every render.
-            foreign_tools: Names of the tools whose schemas the owner did not write, but a server or an agent.
+            foreign_tools: Names of the tools whose schemas were written by a server or an agent, not by the owner.
             escape_prompts: See `TrustRule`.
             escape_observations: See `TrustRule`.
-            media: The model's processor, which expands placeholders of media; None for a text model.
+            media: Expands the placeholders of media with the model's processor; None for a text model.
 
         Raises:
             ConfigError: `escape_prompts` is not one of `trust.ESCAPES`.
@@ -133,7 +135,7 @@ class DeltaEncoder:
 
         Args:
             texts: Each text with its author.
-            last_id: The token before them; None if they follow the generation prompt.
+            last_id: The token before the first text; None if the texts follow the generation prompt.
         """
         if last_id is None:
             opened = self.codec.encode(self.codec.generation_prompt)
@@ -146,7 +148,7 @@ class DeltaEncoder:
         the token that ends the turn. For supervised training only; sampled ids are never encoded again.
 
         Raises:
-            TemplateError: past turns of the template do not begin with its generation prompt.
+            TemplateError: the template opens an assistant turn of a history differently from its generation prompt.
         """
         opened = self._opening
 
@@ -182,10 +184,10 @@ class DeltaEncoder:
             history: The messages before `new`. Only their roles matter; their contents are not rendered.
 
         Raises:
-            TemplateError, ConfigError, DataError: as `start`.
+            TemplateError, ConfigError, DataError: see `start`.
         """
         past = self._past(history)
-        # A frame must fit all contents, so it cannot be used for contents that the template reads.
+        # A frame is the same for all contents, so it cannot be used if a name or a content may change the template's output.
         frame = None if self._is_read(new) else self._frame(new, past)
         if frame is None:
             ids = self._encode_rendered(new, past)
@@ -196,7 +198,7 @@ class DeltaEncoder:
         return self._with_media(self._behind(ids, last_id), new)
 
     def _behind(self, ids: Ids, last_id: int | None) -> Ids:
-        """Drop from `ids`, which begin with the end of a turn, the part that a completion ending with `last_id` has."""
+        """Drop the tokens at the start of `ids` that end a turn and that a completion ending with `last_id` already has."""
         if last_id not in self.codec.stop_token_ids or not len(ids):
             return ids
         ends = self.codec.turn_ends
@@ -229,7 +231,7 @@ class DeltaEncoder:
         Args:
             render: Renders the texts after applying a change to each of them.
             written: The texts.
-            control: The control tokens of the template itself, if known.
+            control: The control tokens of the template text, in order; None if unknown.
             last_id: The token before the rendered text; None if there is none.
 
         Raises:
@@ -242,7 +244,8 @@ class DeltaEncoder:
             return ids
         if control is not None and tuple(control_in(ids).tolist()) == control:
             return ids
-        # Template and text may form a control token together, or the template may change the text into one: hide all of it.
+        # Template and text may form a control token together, or the template may change the text into one. So render again
+        # with placeholder words for every text that may take part in this.
         closed = hiding.encode(render(hiding.whole), last_id=last_id)
         return ids if control is None and np.array_equal(control_in(ids), control_in(closed)) else closed
 
@@ -265,7 +268,7 @@ class DeltaEncoder:
     # New messages.
 
     def _frame(self, new: Sequence[Message], past: _Past) -> Frame | None:
-        """Return the frame for messages of this shape, built on first use; None if the template has none for them."""
+        """Return the frame for messages of this shape, built on first use; None if no frame reproduces the template."""
         form = shape(new)
         if form is None:
             return None
@@ -303,7 +306,7 @@ class DeltaEncoder:
 
     @functools.cached_property
     def inside_text(self) -> int:
-        """A token of ordinary text, which stands for the completion when the text after it is encoded."""
+        """A token of ordinary text. A delta is encoded as if it followed this token instead of the completion."""
         return int(self.codec.encode_plain("a")[-1])
 
     def _encode_rendered(self, new: Sequence[Message], past: _Past) -> Ids:
@@ -317,7 +320,7 @@ class DeltaEncoder:
         return tuple(self._rule.changed_tools(self.tools, change, foreign=self._foreign_tools))
 
     def _render_delta(self, new: Sequence[Message], past: _Past, *, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Render the text from the end of the assistant turn on; `tools` replace the encoder's tools."""
+        """Render the text from the end of the assistant turn on. `tools`, if given, replace the encoder's tools."""
         codec, template = self.codec, self.codec.template
         tools = self.tools if tools is None else tools
         anchor = unused_word((w.text for w in self._rule.written(new)), _ANCHOR)
@@ -331,7 +334,8 @@ class DeltaEncoder:
                 raise TemplateError(
                     "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
                 )
-            # A template may move the system message into the last user turn; the base has its own system message.
+            # A template may move the system message into the last user turn. The text behind the anchor then contains the
+            # base's own system message, so try the next base.
             moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
             if not moved:
                 break
@@ -367,7 +371,7 @@ class DeltaEncoder:
         return self.codec.template.try_render([_SYSTEM, _USER], tools=self.tools) is not None
 
     def _bases(self, new: Sequence[Message], past: _Past, anchor: str) -> Iterator[list[Message]]:
-        """Yield base conversations for `new`: first the one like the past, then variants that stricter templates accept."""
+        """Yield base conversations for `new`: first the one that matches `past`, then variants for stricter templates."""
         calls: list[ToolCall] = []
         for index, message in enumerate(new):
             if message.role != "tool":

@@ -1,4 +1,4 @@
-"""Frames: the template's text around new messages, taken from one render and reused for every later turn.
+"""Frames: the template's text around new messages, taken from one render and reused for later messages of the same shape.
 
     a tool message  ->  "<|im_end|>\\n<|im_start|>user\\n<tool_response>\\n" SLOT "\\n</tool_response><|im_end|>\\n…"
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from polyturn.core.messages import Message, Origin
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that templates know; any other role is treated as text."""
+"""Roles that templates know. Any other role is treated as text, so messages with it get no frame."""
 
 SlotKey: TypeAlias = tuple[int, str]
 """(index of the message, "content", "name" or "id")."""
@@ -36,7 +36,7 @@ SPELLINGS: Mapping[str, Callable[[str], str]] = {
     "as ASCII JSON": lambda text: json.dumps(text)[1:-1],
     "trimmed, as JSON": lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
 }
-"""Name -> how a template spells a content, the most common first."""
+"""Name -> a function from a message's content to the text that the template writes for it; the most common first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Frame:
 
 
 class Outline(NamedTuple):
-    """The slots in the text of new messages of one shape, before their spelling is known."""
+    """The template text and the slots of new messages of one shape; how the template spells contents is not known yet."""
 
     literals: tuple[str, ...]
     slots: tuple[SlotKey, ...]
@@ -82,11 +82,11 @@ def outline(new: Sequence[Message], text: str) -> Outline | None:
 def find_frame(
     text_outline: Outline, tried: Sequence[tuple[Sequence[Message], str]], *, control: tuple[int, ...]
 ) -> Frame | None:
-    """Find the spelling that makes an outline equal real renders; None if no spelling does.
+    """Find the spelling with which the filled outline equals all real renders; None if no spelling does.
 
     Args:
         text_outline: The outline.
-        tried: Messages of its shape (`trials`), each with their render.
+        tried: (messages, render) for several lists of messages of the outline's shape (`trials`).
         control: The control tokens of the template text.
     """
     for spelling in _spellings({m.role for m in tried[0][0]}):
@@ -97,12 +97,12 @@ def find_frame(
 
 
 def trials(new: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return `new`, and messages of the same shape whose contents show how a template spells them."""
+    """Return `new`, and messages of the same shape whose contents a template may trim or escape."""
     return [new, *([_with_text(i, m, text) for i, m in enumerate(new)] for text in _TRIALS)]
 
 
 def _spellings(roles: set[str]) -> Iterator[dict[str, str]]:
-    """Yield role -> spelling for `roles`: first the same for all, then every combination of two."""
+    """Yield role -> spelling: first the same spelling for all roles; then, for two roles, every pair of spellings."""
     for spelling in SPELLINGS:
         yield dict.fromkeys(roles, spelling)
     if len(roles) == 2:
@@ -143,7 +143,7 @@ def shape(new: Sequence[Message]) -> tuple[object, ...] | None:
 
 
 def values(new: Sequence[Message]) -> dict[SlotKey, str]:
-    """Return slot -> text for the texts of the environment."""
+    """Return slot -> text for the content, name and id of each message."""
     out: dict[SlotKey, str] = {}
     for index, m in enumerate(new):
         out[index, "content"] = m.text
@@ -155,7 +155,7 @@ def values(new: Sequence[Message]) -> dict[SlotKey, str]:
 
 
 def with_slots(new: Sequence[Message]) -> list[Message]:
-    """Return `new` with every environment text replaced by a placeholder."""
+    """Return `new` with every content, name and id replaced by the placeholder of its slot; empty contents stay empty."""
     return [
         replace(
             m,

@@ -1,8 +1,8 @@
-"""ChatTemplate: renders messages as text, in the form of message dicts that the template supports.
+"""ChatTemplate: renders messages as text. It passes messages to the template as dicts, in a form that the template supports.
 
-Templates disagree on the form of a message, and there is no list of which template needs which form. The usual form is
-OpenAI's, with arguments as an object. If a template cannot render it, other forms are tried, and the first that works is
-used for the whole run:
+Templates disagree on the form of a message, and no list says which template needs which form. The usual form is OpenAI's,
+with a call's arguments as an object. If a template cannot render this form, the forms below are tried, and the first one
+that works is used for the whole run:
 
     arguments as JSON text            some templates paste them into text
     ids of nine letters and digits    some templates refuse any other call id
@@ -51,7 +51,8 @@ class ChatTemplate:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, source: str | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Wrap the template `source`, or the tokenizer's own; the tokenizer supplies the texts of its special tokens."""
+        """Wrap the template `source`, by default the tokenizer's. Templates read the tokenizer's special tokens, such as
+        `bos_token`."""
         self._tokenizer: Any = tokenizer
         own = tokenizer.chat_template
         self.source: str | None = source or (own.get("default") if isinstance(own, dict) else own)
@@ -119,8 +120,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def has_reasoning_field(self) -> bool:
-        """Whether the template renders the reasoning field of the last turn, in an answer or a call. If not, reasoning is
-        put into the content, in its tags."""
+        """Whether the template renders the reasoning field of the last turn, with text or with a call. If not, the reasoning
+        is written into the content, in <think> tags."""
         call = ToolCall(id="call_0_0", name="probe", arguments={"key": "Zq0argumentZ"})
         for content, calls in (("Zq0textZ", ()), ("", (call,))):
             turn = Message(role="assistant", content=content, reasoning="Zq0thoughtZ", tool_calls=calls)
@@ -140,7 +141,8 @@ class ChatTemplate:
             return self.try_render([_USER, turn, *after], form=form._replace(only_parts=self._takes_only_parts))
 
         form_found = _Form()
-        # Try first with an earlier tool result, as in a history, then without, for templates that render no results.
+        # First try turns followed by a tool result, as in a history; then turns alone, because some templates render no
+        # results.
         for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
             if written is not None and "'key'" not in written:  # single quotes are Python's `repr` of a dict, not JSON
@@ -172,7 +174,7 @@ class ChatTemplate:
         return str(text)
 
     def _failing_kind(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """Describe the first message with which the template fails."""
+        """Describe the first message that the template cannot render."""
         failing = len(messages)
         while failing > 1 and self.try_render(messages[: failing - 1], tools=tools) is None:
             failing -= 1
@@ -202,7 +204,8 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
         out["reasoning_content"] = "\n\n".join(t for t in (out["reasoning_content"], out["content"]) if t)
         out["content"] = ""
     if form.only_parts and isinstance(out["content"], str):
-        # A turn with calls may have no content. Any other turn has at least one part: templates may read it unchecked.
+        # A turn with calls may have no parts. Any other turn has at least one, because templates may read the first part
+        # without checking that there is one.
         says = out["content"] or not out.get("tool_calls")
         out["content"] = [{"type": "text", "text": out["content"]}] if says else []
     if out.get("reasoning_content") is not None:
@@ -218,7 +221,7 @@ def _wire(message: Message, form: _Form) -> dict[str, Any]:
 
 
 def _template_part(part: Mapping[str, Any], message: Message) -> dict[str, Any]:
-    """Convert a message part to the form that templates read, with the model's reasoning in its tags."""
+    """Convert a content part to the form that templates read: reasoning of the model becomes text in <think> tags."""
     if part.get("type") != "reasoning" or message.origin is not Origin.MODEL:
         return dict(part)
     return {"type": "text", "text": f"<think>{part['text']}{'' if part.get('is_open') else '</think>'}"}

@@ -1,13 +1,17 @@
-"""TrustRule: decides by the author of a text, and nothing else, which control tokens the text may become.
+"""TrustRule: decides which control tokens a text may become. The decision depends only on the text's author and two options.
 
-    owner          depends on `escape_prompts`: all except those that open and close turns and media; none; all
-    model          none; the template or polyturn writes the tags around its reasoning and its calls
-    environment    none, whether in contents, names, keys of a schema or roles
+    author         control tokens that the author's texts may become
+    owner          escape_prompts "delimiters": all except those that open or close turns, roles and media; "all": none;
+                   "none": all
+    model          none: the template or polyturn writes the tags around the model's reasoning and calls
+    environment    none, neither in contents nor in names, roles or keys of a schema
+
+With `escape_observations` off, the texts of model and environment may become any control token.
 
 `DeltaEncoder` applies the rule to all text that it encodes: prompts, answers, histories, schemas, and continuations of a
-message. It gives the template placeholder words instead of text that must not become a control token, and encodes that text
-as ordinary text at the positions of the words in the render. All other text is encoded together with its surroundings, so
-the ids are those of a render in which the escaped text is ordinary.
+message. It replaces each text that must not become a control token by a placeholder word and renders the template. It then
+encodes the render, with the replaced texts as ordinary text at the positions of their words. All other text is encoded
+together with the text around it, so it gets the same ids as in a full render.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from polyturn.tokens.frames import ROLES, map_all_strings, origin_of, unused_wor
 from polyturn.tokens.lexed import names_read
 
 ESCAPES = ("delimiters", "all", "none")
-"""The control texts of the owner that become ordinary text: those that open and close turns and media, all, or none."""
+"""The control texts of the owner that become ordinary text: those that open or close turns, roles or media; all; none."""
 
 Change: TypeAlias = Callable[[str, Origin], str]
 """(text, origin) -> the text that the template gets instead."""
@@ -39,14 +43,17 @@ _PART_WORDS = frozenset({"type", "text", "reasoning", "is_open", *KINDS})
 """Keys and types of content parts that polyturn reads itself."""
 
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys of a schema whose values are objects with keys that the schema's author chose."""
+"""Keys of a JSON schema whose values map names to schemas; the schema's author chose these names."""
 
 _UNESCAPED = re.compile(r"""[^\s"\\](?:[^"\\\x00-\x1f]*[^\s"\\])?""")
-"""Stretches of a text that a template neither trims nor escapes, in JSON or out of it."""
+"""Matches the stretches of a text that `trim` and `tojson` leave unchanged: without quotes, backslashes and control
+characters, and without white space at their ends. Only these are replaced by placeholder words, so the template still trims
+and escapes the rest."""
 
 
 _SIDE = re.compile(r"[^a-z]|begin|start|end")
-"""The part in which the tag before a call differs from the tag after the call."""
+"""Matches the parts in which an opening tag differs from its closing tag. Without them the two tags of a pair are equal:
+`<tool_call>` and `</tool_call>` both become `toolcall`."""
 
 
 class Written(NamedTuple):
@@ -89,8 +96,11 @@ class TrustRule:
         return any(self._bars_all(w.origin) and self._may_spell(w.text) for w in written)
 
     def hides_whole(self, text: str, origin: Origin) -> bool:
-        """Return whether to hide the whole text: its author may write no control token, but it may form one with the
-        template text next to it."""
+        """Return whether the whole text must be replaced by placeholder words.
+
+        This is the case if its author must not write any control token, and the text may contain one or form one together
+        with the template text around it.
+        """
         return self._bars_all(origin) and (_WORD.fullmatch(text) is None or self._may_spell(text))
 
     def _bars_all(self, origin: Origin) -> bool:
@@ -113,8 +123,8 @@ class TrustRule:
     # The texts of messages and tools.
 
     def written(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **foreign: Any) -> list[Written]:
-        """Return all texts of messages and tools."""
-        # Collect them with the code that changes texts, so that both cover the same texts.
+        """Return the texts of messages and tools that `changed` and `changed_tools` change, with their authors."""
+        # The methods that change texts also collect them, so the list cannot miss a text.
         written_values: list[Written] = []
 
         def note(text: str, origin: Origin) -> str:
@@ -127,9 +137,13 @@ class TrustRule:
         return written_values
 
     def changed(self, message: Message, change: Change) -> Message:
-        """Apply `change` to every text of a message; return the message itself if nothing changes."""
+        """Apply `change` to every text of a message, except for words that the template knows, such as roles.
+
+        Return the message itself if nothing changes.
+        """
         origin = origin_of(message)
-        of_calls = Origin.MODEL if origin is Origin.OWNER else origin  # an owner's call must not end inside its arguments
+        # A call in an owner's message follows the rule for the model: a control token in its arguments must not close it.
+        of_calls = Origin.MODEL if origin is Origin.OWNER else origin
 
         def text(text_part: str) -> str:
             return change(text_part, origin)
@@ -158,7 +172,10 @@ class TrustRule:
     def changed_tools(
         self, tools: Sequence[Mapping[str, Any]], change: Change, *, foreign: Collection[str] = ()
     ) -> list[Mapping[str, Any]]:
-        """Apply `change` to every text in the schemas, including keys; `foreign` names those that the environment wrote."""
+        """Apply `change` to every text in the schemas, including keys, except for words that the template knows.
+
+        `foreign` contains the names of the tools whose schemas the environment wrote; the owner wrote all others.
+        """
         out = []
         for tool in tools:
             origin = Origin.ENVIRONMENT if name_of(tool) in foreign else Origin.OWNER
@@ -166,7 +183,10 @@ class TrustRule:
         return out
 
     def _changed_schema(self, value: Any, text: Callable[[str], str], *, are_names: bool = False) -> Any:
-        """Change the texts of a schema, except for keys and words that the template knows and the author did not choose."""
+        """Change the texts of a schema, including its keys, except for words that the template compares with or looks up.
+
+        With `are_names`, the keys of `value` are names that the author chose, such as those of parameters; all are changed.
+        """
         if isinstance(value, str):
             return self._changed_word(value, text, known=self._looked_up)
         if isinstance(value, Mapping):
@@ -180,10 +200,11 @@ class TrustRule:
         return [self._changed_schema(v, text) for v in value] if isinstance(value, list | tuple) else value
 
     def _changed_raw(self, raw: str, change: Change, origin: Origin) -> str:
-        """Change the text of a call that could not be parsed, except for the tags around it, which mark it as a call.
+        """Change the text of a call that could not be parsed, but keep the tags that open and close the call.
 
-        If the call was never closed, other tags may follow, such as the end of a turn or the beginning of a tool result. A
-        parser may also start a call anywhere, for example inside a list.
+        The opening tag is kept if a call of the model begins with one. If it does not (a parser may start a call anywhere,
+        for example inside a list), the whole text is changed. A tag at the end is kept only if it closes the opening tag: an
+        unclosed call may end with another tag, such as the end of a turn or the start of a tool result, which is changed.
         """
         spans = self._codec.control_spans(raw) if origin is Origin.MODEL else []
         start = spans[0].end if spans and spans[0].start == 0 and spans[0].id in self._codec.call_tags else 0
@@ -194,7 +215,7 @@ class TrustRule:
         return first + change(raw[start:end], origin) + raw[end:]
 
     def _changed_part(self, part: Mapping[str, Any], text: Callable[[str], str]) -> dict[str, Any]:
-        """Change the texts of a content part; the source of a medium is not text."""
+        """Change the texts of a content part, but not the source of a medium, which the template does not render."""
         kind = kind_of(part)
 
         def value(key: str, raw: Any) -> Any:
@@ -205,22 +226,23 @@ class TrustRule:
         return {self._changed_word(str(k), text, known=self._looked_up | _PART_WORDS): value(k, v) for k, v in part.items()}
 
     def _changed_word(self, word: str, text: Callable[[str], str], *, known: Collection[str]) -> str:
-        """Change a word unless it is in `known`, the words that the template knows."""
+        """Change a word, unless it is in `known` (the words that the template knows) and contains no control token."""
         return word if word in known and not self._codec.has_control(word) else text(word)
 
     @functools.cached_property
     def _compared(self) -> frozenset[str]:
-        """Roles, types and names with which the template compares."""
+        """The roles and the template's string literals. The template may compare a role, a type or a name with them, so
+        replacing such a word could change what the template writes."""
         return ROLES | self._codec.literals
 
     @functools.cached_property
     def _looked_up(self) -> frozenset[str]:
-        """The words of `_compared`, and the keys that the template looks up."""
+        """The words of `_compared`, and the keys that the template looks up in messages, schemas and content parts."""
         return self._compared | names_read(self._codec.chat_template or "")
 
 
 class Hiding:
-    """Replaces texts by placeholder words before a render, and encodes the render with the texts in their positions."""
+    """Replaces texts by placeholder words before a render. Then encodes the render, with each text in place of its word."""
 
     def __init__(self, rule: TrustRule, codec: Codec, written: Sequence[Written]) -> None:
         """Prepare placeholder words for `written`, all texts that may be hidden."""
@@ -233,20 +255,20 @@ class Hiding:
         return unused_word((w.text for w in self._written), "Zq7Hidden")
 
     def control(self, text: str, origin: Origin) -> str:
-        """Hide the control texts that the author must not write; a `Change`."""
+        """Replace the control texts that the author must not write by placeholder words; a `Change`."""
         return self._codec.replace_control(text, self._stand_in, barred=self._rule.barred[origin])
 
     def whole(self, text: str, origin: Origin) -> str:
-        """Hide the whole text if it may become part of a forbidden control token; a `Change`."""
+        """Replace the whole text if it may become part of a forbidden control token, else do as `control`; a `Change`."""
         if self._rule.hides_whole(text, origin):
             return _UNESCAPED.sub(lambda match: self._stand_in(match[0]), text)
         return self.control(text, origin)
 
     def encode(self, rendered: str, *, last_id: int | None) -> Ids:
-        """Encode a render, with each hidden text as ordinary text in the position of its word."""
+        """Encode a render; in place of each placeholder word, encode the text that it hides as ordinary text."""
         if not self._hidden:
             return self._codec.encode_pieces([(rendered, False)], last_id=last_id)
-        # A template may change the case of a role or of a text.
+        # Ignore case, because a template may change the case of a role or of a text, and so of its placeholder word.
         pieces = re.split(rf"{self._word}(\d+)Z", rendered, flags=re.IGNORECASE | re.ASCII)
         hidden = list(self._hidden)
         return self._codec.encode_pieces(
@@ -254,7 +276,7 @@ class Hiding:
         )
 
     def _stand_in(self, text: str) -> str:
-        # Equal texts get equal words, for templates that compare texts.
+        # Equal texts get equal words, because a template may compare two texts with each other.
         return f"{self._word}{self._hidden.setdefault(text, len(self._hidden))}Z"
 
 

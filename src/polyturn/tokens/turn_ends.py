@@ -1,7 +1,9 @@
-"""Finds the tokens that end assistant turns by rendering: those that stop the model, and those in a history.
+"""Finds the tokens that end assistant turns, by rendering sample conversations.
 
-A template may end the last turn and past turns with different tokens, and a turn with calls in a third way. It may also
-write no end, so that the opening of the next turn is the end. Two renders of a turn, alone and followed, show which:
+There are two kinds: the tokens at which the model stops, and those that end a past turn in a history. A template may use
+different tokens for the two, and others again for a turn with calls. It may also write nothing at the end of a turn; then
+the token that opens the next turn ends it. Two renders show what a template does, one in which the assistant turn is the
+last message ("alone") and one in which another message follows it ("followed"):
 
     alone     …Paris.<|im_end|>\\n        followed  …Paris.<|im_end|>\\n<|im_start|>user…  ends with <|im_end|>
     alone     …Paris.<|return|>           followed  …Paris.<|end|><|start|>user…          stops with <|return|>, past <|end|>
@@ -49,9 +51,9 @@ class TurnEnds:
     stops: tuple[int, ...]
     """The tokens with which the model ends a turn: after text, after calls, after reasoning."""
     past: tuple[int, ...]
-    """The tokens that end past turns in a history: the same, or others instead."""
+    """The tokens that end past turns in a history. They may be the same as `stops` or others."""
     closing: frozenset[int]
-    """All consecutive tokens at the end of a turn: those of `past`, and any that directly follow them."""
+    """The tokens of `past`, and the control tokens that the template writes directly after them."""
     openers: bool
     """Whether the template writes nothing after a turn, so that the stop tokens are those that open the next turn."""
     behind_calls: int | None = None
@@ -59,7 +61,7 @@ class TurnEnds:
 
 
 def find_turn_ends(codec: Renderer) -> TurnEnds:
-    """Render turns with text, with calls and with reasoning, alone and followed by a message, and find how they end."""
+    """Find the ends of turns from renders of turns with text, with calls and with reasoning, alone and followed."""
     user = Message(role="user", content="Hi")
     call = ToolCall(id="call_0_0", name="probe", arguments={"x": ANCHOR})
     plain = Message(role="assistant", content=ANCHOR)
@@ -119,7 +121,7 @@ def find_turn_ends(codec: Renderer) -> TurnEnds:
 
 
 def _run(spans: Sequence[ControlSpan]) -> list[int]:
-    """Return the first token and those that directly follow it."""
+    """Return the first token and all tokens that follow it without text in between."""
     run = [spans[0].id]
     for left, right in itertools.pairwise(spans):
         if left.end != right.start:
@@ -142,12 +144,14 @@ def behind_anchor(text: str | None, anchor: str) -> str | None:
 
 
 def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer) -> int | None:
-    """Return the position in `followed` where the model's text ends and the template's begins; None if the texts disagree.
+    """Return the position in `followed` where the model's text ends and the template's begins.
+
+    Return None if there is no such position, because the template ends the turn differently when messages follow it.
 
     Args:
-        alone: The text after the anchor if nothing follows the turn.
-        followed: The text after the anchor if messages follow.
-        ends: The ends of turns.
+        alone: The text after the anchor if the turn is the last message; None if the template cannot render that.
+        followed: The text after the anchor if messages follow the turn.
+        ends: The tokens at the end of turns.
         codec: Finds control tokens.
     """
     if alone is None:
@@ -158,7 +162,7 @@ def split_turn(alone: str | None, followed: str, ends: TurnEnds, codec: Renderer
     if shared:
         return shared[0].start
     closing = [s for s in codec.control_spans(alone) if s.id in ends.stops]
-    # White space at the end belongs to the template: the model ends its text with a token, not with a line break.
+    # White space before the end belongs to the template, because the model ends its text with a token.
     rest = (alone[: closing[0].start] if closing else alone).rstrip()
     return len(rest) if followed.startswith(rest) else None
 

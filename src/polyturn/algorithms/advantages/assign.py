@@ -42,14 +42,16 @@ def assign_advantages(
         groups: The groups of the samples. Failed trajectories are left out of the statistics.
         samples: Samples of the live trajectories.
         estimator: An estimator with bound options (`bind_estimator`).
-        min_members: Smallest group that can teach (`members_needed`), at least the estimator's `min_group`. The trajectories
-            of a smaller group, or of an agent that appears in fewer of them, get 0 and are left out of the statistics.
-        has_scored: Whether earlier steps had the scores or states of turns that the estimator needs. Then a step without any
-            is not an error, and its turns count as not scored.
-        state: The state of an estimator that declares `keeps_state`, which it changes; None starts with an empty state.
+        min_members: Smallest number of live members with which a group is used (`members_needed`); the estimator's
+            `min_group`, if that is larger. The members of a smaller group get advantages of 0 and are left out of the
+            statistics. An agent with a separate reward is a member only of the trajectories in which it appears.
+        has_scored: Whether an earlier step had the turn scores or state keys that the estimator needs. If so, a step without
+            any is accepted, and its turns count as not scored; if not, it is an error.
+        state: The state of an estimator that declares `keeps_state`; the estimator updates it. None starts with an empty
+            state.
 
     Raises:
-        AlignmentError: a sample belongs to none of the live trajectories, or a trajectory has no finite reward.
+        AlignmentError: a sample belongs to none of the live trajectories, or a live trajectory has no finite reward.
         TrainingError: no trajectory of the step has an input that the estimator needs, or the estimator did not return a
             finite number for each token.
     """
@@ -97,16 +99,18 @@ class _Views(NamedTuple):
 
     batch: list[GroupView]
     owned: list[list[int]]
-    """For each member the indices of its samples."""
+    """For each member of `batch`, in order, the indices of its samples."""
     alone: list[int]
-    """Indices of the samples whose group is too small."""
+    """Indices of the samples of groups that are too small; they get advantages of 0."""
 
 
 def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, least: int) -> _Views:
-    """Return the groups of a step, one per agent with a separate reward, that have at least `least` members.
+    """Return the groups of a step that have at least `least` live members.
+
+    If agents have separate rewards, a group of trajectories becomes one group per agent.
 
     Raises:
-        AlignmentError: a sample belongs to no trajectory here, or a trajectory has no finite reward.
+        AlignmentError: a sample belongs to none of the live trajectories, or a live trajectory has no finite reward.
     """
     indices_of: dict[tuple[str, str], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -118,11 +122,11 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
             continue
         for trajectory in kept:
             _check_reward(group, trajectory)
-        # Popped, so that the samples that remain belong to none of the groups. A trajectory without a sample still counts in
-        # the statistics.
+        # Pop the samples of each trajectory, so that those left at the end belong to no live trajectory, which is an error.
+        # A trajectory without a sample still counts in the statistics.
         indices = [indices_of.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
-            if len(of_agent) < least:  # so small a baseline is noise: advantage 0, left out of batch statistics
+            if len(of_agent) < least:  # too few members for a baseline: advantage 0, left out of batch statistics
                 views.alone.extend(i for share in of_agent for i in share.indices)
                 continue
             views.owned.extend(share.indices for share in of_agent)
@@ -148,17 +152,17 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
 
 
 def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Estimator:
-    """Return `estimator` with its options.
+    """Return `estimator` with its options bound.
 
     Args:
         estimator: The function.
-        offered: Options for any estimator; only those that it has a parameter for are bound.
+        offered: Options for any estimator; only those for which `estimator` has a parameter are bound.
         kwargs: Options of this estimator; they override `offered`.
 
     Raises:
         ConfigError: the estimator has no parameter for one of `kwargs`.
     """
-    inputs = ("rewards_G", "samples_G", "batch", "state")  # inputs, not options
+    inputs = ("rewards_G", "samples_G", "batch", "state")  # parameters that the trainer passes, so they are not options
     for name in kwargs:
         if not has_parameter(estimator, name) and not takes_any_keyword(estimator):
             options = [n for n in inspect.signature(estimator).parameters if n not in inputs]
@@ -179,7 +183,8 @@ def check_estimator(
     """Raise if an estimator cannot work in a run, before anything is sampled.
 
     Raises:
-        ConfigError: groups are too small for the estimator and its options, or it cannot use rewards on single tokens.
+        ConfigError: groups are too small for the estimator or its options, or `has_penalties` and the estimator cannot use
+            rewards on single tokens.
     """
     traits = traits_of(estimator)
     drawn = None if traits.draws is None else (kwargs or {}).get(traits.draws)
@@ -201,10 +206,10 @@ def check_estimator(
 
 
 def state_keys(turns: Sequence[Turn]) -> tuple[Hashable, ...]:
-    """Return for each turn of one agent a key of the state it was taken in; None if unknown.
+    """Return for each turn of one agent a key of the state in which it was taken; None if unknown.
 
-    The key is the `state_key` in the previous turn's info, else the text of that turn's observation. The first turn is in
-    the state of the task.
+    The key of the first turn is the same for all trajectories of the task. The key of a later turn is the `state_key` in the
+    previous turn's info; without one, the text of the previous turn's observation.
     """
     keys: list[Hashable] = ["task"]
     for turn in turns:
@@ -272,7 +277,7 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
 
 
 def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView]) -> None:
-    """Raise unless there is, for each group, member and sample, a number per token."""
+    """Raise a TrainingError unless the estimate has, for each group, member and sample, one number per token."""
     wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
     for name, value in (("advantages", batch_advantages.advantages), ("returns", batch_advantages.returns)):
         if value is None and name == "returns":

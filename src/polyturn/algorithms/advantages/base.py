@@ -1,11 +1,10 @@
 """The interface of an advantage estimator: its inputs, its results, and its declared traits.
 
-    group    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T]
-    batch    (batch, **options) -> BatchAdvantages     a batch is a list of `GroupView`, a group a list of `MemberView`
+    scope "group"    (rewards_G, samples_G, **options) -> for each member, for each of its samples, [T] advantages
+    scope "batch"    (batch, **options) -> BatchAdvantages; `batch` is a list of `GroupView`, each with its `MemberView`s
 
-An estimator is a plain function. If it needs more than the rewards of a group, it declares that with `declare`. The trainer
-then provides the inputs (values, a greedy rollout), keeps groups that the estimator can use (with equal rewards), and
-rejects configurations that cannot work (groups of one) before sampling.
+An estimator is a plain function. Its traits (`declare`) tell the trainer which inputs to provide (a critic's values, a
+greedy rollout), whether a group of equal rewards can be dropped, and which group sizes to reject before sampling.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Rewards = NDArray[np.float64]
 """[G] the scalar reward of each trajectory of a group."""
 Estimator = Callable[..., Any]
 """(rewards_G, samples_G, **options) -> for each trajectory, for each of its samples, [T] advantages, 0 at tokens without
-weight. A trajectory without a sample (no turn fitted) still counts in the group's statistics. With `scope="batch"`: (batch,
-**options) -> BatchAdvantages."""
+weight. A trajectory may have no sample (if no turn fitted); its reward still counts in the group's statistics. An estimator
+with `scope="batch"` has the form (batch, **options) -> BatchAdvantages."""
 
 advantages: Registry[Estimator] = Registry("estimators")
 
@@ -42,23 +41,25 @@ class Traits:
     min_group: int = 1
     """Smallest number of members of a group."""
     compares: bool | str = False
-    """Whether the estimator compares the members of a group although it also accepts groups of one. A string names the
-    option (true by default) that turns this off. With a `min_group` of 2 or more it always compares."""
+    """For an estimator that also accepts groups of one: whether it compares the members of larger groups. A string names an
+    option of the estimator, true by default, that decides this. An estimator with a `min_group` of 2 or more always compares
+    members and need not set this."""
     draws: str | None = None
-    """Name of the option for the number of members drawn at once: at least 1, and less than the group's size."""
+    """Name of the option that sets the size of the subsets that are drawn from a group, as the k of pass@k. Its value must
+    be at least 1 and less than the group's size."""
     only_compares: bool = False
-    """Whether a group of equal rewards has only advantages of 0 and does not affect other groups. The trainer may then drop
-    such a group early."""
+    """Whether all advantages of a group of equal rewards are 0, and the group does not affect those of other groups. If so,
+    the trainer may drop such a group before it computes advantages."""
     needs_turn_scores: bool = False
     needs_values: bool = False
     """Whether it reads a critic's values at the trained tokens (`TrainSample.values`)."""
     needs_states: bool = False
-    """Whether it reads keys of the states that turns were taken in."""
+    """Whether it reads the keys of the states in which turns were taken (`MemberView.states_K`)."""
     needs_greedy: bool = False
     """Whether it needs one more rollout of each task, decoded greedily and never trained (`GroupView.greedy_reward`)."""
     keeps_state: bool = False
-    """Whether it takes `state`, a dict of numbers that it changes and that checkpoints keep. A failed step does not change
-    it."""
+    """Whether it takes `state`, a dict of numbers that it updates and that checkpoints contain. Its changes are discarded if
+    the step fails."""
     takes_penalties: bool = True
     """Whether it uses rewards on single tokens (`TrainSample.rewards`), such as a KL penalty."""
 
@@ -80,10 +81,11 @@ def traits_of(estimator: Estimator) -> Traits:
 
 
 def members_needed(estimator: Estimator, *, group_size: int) -> int:
-    """Return the smallest number of live members of a useful group: 1 for an estimator without a group baseline.
+    """Return the smallest number of live members with which a group is useful: 1 for an estimator without a group baseline.
 
-    An estimator that compares cannot compare a single member: its raw reward would be an advantage on another scale than
-    those of other groups. Configured groups of one (`group_size` 1) stay if the estimator accepts them.
+    An estimator with a group baseline has nothing to compare a single live member with. Its advantage would be its raw
+    reward, on another scale than the advantages of other groups. With `group_size` 1 all groups have one member, so these
+    are kept if the estimator accepts them.
     """
     traits = traits_of(estimator)
     compares = traits.compares if isinstance(traits.compares, bool) else _option(estimator, traits.compares, True)
@@ -111,14 +113,14 @@ class MemberView:
 
     id: str
     reward: float
-    """The reward of the trajectory, or of the member's agent."""
+    """The reward of the trajectory; of one agent, if the agents of a trajectory are separate members."""
     samples: tuple[TrainSample, ...]
     components: Mapping[str, float] = field(default_factory=dict)
     """The named scores of the reward, and the other numbers that the reward function returned."""
     turn_scores_K: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     """[K] the score of each turn, NaN for a turn without one."""
     states_K: tuple[Hashable, ...] = ()
-    """[K] a key of the state that each turn was taken in; None if unknown."""
+    """[K] a key of the state in which each turn was taken; None if unknown."""
 
     @property
     def num_turns(self) -> int:
@@ -139,7 +141,7 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """The trajectories of one task that did not fail."""
+    """The members that an estimator compares: the live trajectories of one task, or one agent's part of each."""
 
     id: str
     members: tuple[MemberView, ...]
@@ -148,7 +150,7 @@ class GroupView:
     agent: str | None = None
     """The agent of the members; None if each trajectory has one reward."""
     group: str = ""
-    """Id of the group of trajectories; the groups of several agents share it."""
+    """Id of the group of trajectories; it is the same in the views of all agents of these trajectories."""
     greedy_reward: float | None = None
     """The reward of a greedily decoded rollout of the task; None without one, or if it failed."""
 
@@ -175,7 +177,7 @@ class Stream(NamedTuple):
     turn_N: NDArray[np.int64]
 
     def gather(self, arrays: Sequence[Floats | None]) -> NDArray[np.float64]:
-        """Return [N] the entries of one array per sample; 0 for a sample whose array is None."""
+        """Return [N] the entries of per-sample arrays [T] at the tokens of the stream; an array that is None counts as 0."""
         out = np.zeros(len(self.token_N))
         for index, array in enumerate(arrays):
             if array is not None:
@@ -219,12 +221,13 @@ TurnDiscount = Annotated[float, Field(ge=0, le=1, description="Discount per turn
 Outcome = Annotated[
     Literal["rest", "add", "ignore", "end"], Field(description="The combination of the reward and the scores of turns.")
 ]
-"""How a trajectory's reward and the scores of its turns make the reward of each turn.
+"""How the reward of each turn is made from the trajectory's reward and the scores of its turns.
 
-rest      its score; the last turn also gets the rest of the trajectory's reward, so that all rewards sum to it
-add       its score; the last turn also gets the trajectory's reward
-ignore    its score
-end       nothing; the last turn gets the trajectory's reward
+rest      a turn gets its score; the last turn also gets the trajectory's reward minus all scores, so that the rewards of the
+          turns sum to the trajectory's reward
+add       a turn gets its score; the last turn also gets the trajectory's reward
+ignore    a turn gets its score; the trajectory's reward is not used
+end       the last turn gets the trajectory's reward; all others get 0, and scores are not used
 """
 OUTCOMES: tuple[str, ...] = get_args(get_args(Outcome)[0])
 
@@ -244,19 +247,20 @@ def turn_penalties(member: MemberView) -> NDArray[np.float64]:
     """Return [K] the sum of the penalties on each turn's trained tokens."""
     at = stream(member.samples)
     penalties_K = np.zeros(member.num_turns)
-    # `add.at`, because an indexed += counts each turn once, however many tokens it has.
+    # `add.at`, because an indexed += would add the penalty of only one token of each turn.
     np.add.at(penalties_K, at.turn_N, at.gather([s.rewards for s in member.samples]))
     return penalties_K
 
 
 def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray[np.float64]:
-    """Return for each entry of `at.ends` the reward that its token brings.
+    """Return [U] the reward at the last token of each trained turn (`at.ends`).
 
-    The reward of a turn without trained tokens goes to the last trained turn before it. If no trained turn precedes it, the
-    reward is dropped, because no trained token contributed to it.
+    The reward of a turn without trained tokens is added to that of the last trained turn before it. If there is no such
+    turn, the reward is dropped, because no trained token contributed to it.
     """
     rewards_K = turn_rewards(member, outcome)
-    # Differences of running sums also give the first of two trained turns the rewards of the untrained turns between them.
+    # The difference of the running sums at two successive trained turns is the reward of the first one plus the rewards of
+    # the untrained turns between them.
     summed = np.concatenate([[0.0], np.cumsum(rewards_K)])
     turns = at.turn_N[at.ends]
     until = np.append(turns[1:], len(rewards_K))
@@ -264,21 +268,24 @@ def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray
 
 
 def centred(values_G: Rewards) -> Rewards:
-    """Return [G] the values minus their mean, exactly 0 if all are equal, and precise for small differences of large
-    values."""
+    """Return [G] the values minus their mean.
+
+    The first value is subtracted before the mean, so equal values give exactly 0, and small differences between large values
+    keep their precision.
+    """
     differences = values_G - values_G[:1]
     return differences - differences.mean()
 
 
 def discounted(values_N: NDArray[np.float64], decay_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N] the sums x_n = v_n + decay_n x_{n+1}, with 0 after the last."""
+    """Return [N] the sums x_n = v_n + decay_n x_{n+1}, computed backwards from x_N = 0."""
     pairs = zip(reversed(values_N.tolist()), reversed(decay_N.tolist()), strict=True)
     sums = accumulate(pairs, lambda later, pair: pair[0] + pair[1] * later, initial=0.0)
     return np.array([*sums][:0:-1], dtype=np.float64)
 
 
 def spread(batch: Sequence[GroupView], scalars: Sequence[Sequence[float]]) -> BatchAdvantages:
-    """Give all trained tokens of each member the member's scalar."""
+    """Return advantages in which all trained tokens of a member have the member's scalar; `scalars` has one per member."""
     return BatchAdvantages(
         [
             [[on_weighted(s, a) for s in m.samples] for m, a in zip(g.members, of_group, strict=True)]
@@ -301,14 +308,14 @@ def on_turns(sample: TrainSample, values_K: NDArray[np.float64]) -> Floats:
 
 
 def whiten(batch: Sequence[GroupView], estimate: BatchAdvantages, *, eps: float = 1e-8) -> BatchAdvantages:
-    """Return the advantages with mean 0 and variance 1 over all trained tokens of the batch; returns stay as they are."""
+    """Normalise the advantages to mean 0 and variance 1 over all trained tokens of the batch; keep the returns unchanged."""
     samples = [s for g in batch for m in g.members for s in m.samples]
     arrays = [a for g in estimate.advantages for m in g for a in m]
     picked = [a[s.loss_weights != 0].astype(np.float64) for s, a in zip(samples, arrays, strict=True)]
     flat = np.concatenate([*picked, np.empty(0)])
     if not len(flat):
         return estimate
-    # Over tokens, not trajectories, as in the sources of the estimators that use this.
+    # Mean and variance are over tokens, not trajectories, as in the papers of the estimators that call this.
     mean, scale = flat.mean(), np.sqrt(flat.var(ddof=1) + eps) if len(flat) > 1 else 1.0
     done = iter(
         [

@@ -21,15 +21,16 @@ from polyturn.infra.plugin_shape import has_parameter, required, takes_any_keywo
 from polyturn.infra.plugins import Registry
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log ratios before `exp`: tokens beyond it are clipped anyway, and exp(89) is infinite in float32."""
+"""Bound of log ratios, applied before `exp` because exp(89) is infinite in float32. A token whose log ratio is beyond it
+gets no gradient through its ratio. The bound is far beyond the clip of every loss that clips."""
 
 
 USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
-"""Default bounds, those of `ppo_clip`, for a loss whose parameters of these names have no default."""
+"""Values for the parameters of a loss that have these names and no default; they are the defaults of `ppo_clip`."""
 
 
 class TokenLoss(NamedTuple):
-    """The result of a policy loss: the term of each token, and per-token numbers that become metrics."""
+    """The result of a policy loss: the loss of each token, and per-token numbers that become metrics."""
 
     loss_T: Tensor
     stats: Mapping[str, Tensor] = MappingProxyType({})
@@ -38,15 +39,15 @@ class TokenLoss(NamedTuple):
 
 
 PolicyLoss = Callable[..., TokenLoss]
-"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. A parameter `sequence_T` receives equal numbers for
-the tokens of one sample (a segment, never cut by a micro-batch). A parameter `marks_T` receives 1 at the tokens that the
-loss's selection chose (`marks`)."""
+"""(logprobs_T, old_logprobs_T, advantages_T, **options) -> TokenLoss. If the loss has a parameter `sequence_T`, it receives
+[T] a number that is equal for the tokens of one sample; a sample is a segment and is never cut by a micro-batch. If the loss
+has a parameter `marks_T`, it receives [T] 1 at the tokens that the loss's selection chose (`marks`), 0 elsewhere."""
 
 policy_losses: Registry[PolicyLoss] = Registry("losses")
 
 
 Selection = Callable[..., NDArray[np.bool_]]
-"""(old_logprobs_N, advantages_N, rng, **options) -> [N] whether each trained token of a step is marked."""
+"""(old_logprobs_N, advantages_N, rng, **options) -> [N] whether each token is marked; N are the trained tokens of a step."""
 
 _selections: dict[PolicyLoss, Selection] = {}
 
@@ -54,7 +55,8 @@ _selections: dict[PolicyLoss, Selection] = {}
 def marks(selection: Selection) -> Callable[[PolicyLoss], PolicyLoss]:
     """Return a decorator for a loss with a parameter `marks_T`: [T] 1 at the tokens that `selection` chose of a whole step.
 
-    A loss sees one micro-batch. A choice that depends on the whole batch must be made before the batch is cut (I7).
+    A loss sees only one micro-batch. So a choice that depends on the whole batch is made by a separate function, before the
+    batch is cut into micro-batches (I7).
     """
 
     def add(loss: PolicyLoss) -> PolicyLoss:
@@ -78,7 +80,7 @@ def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> 
     Args:
         samples: All samples of one optimizer step, with advantages and old_logprobs.
         selection: The result of `selection_of`.
-        seed: Seed of the random choice: the step.
+        seed: Seed of the random choice; pass the number of the step.
 
     Raises:
         TrainingError: a sample has no advantages or no old_logprobs.
@@ -115,7 +117,7 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 
 
 def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the figures that every loss with a ratio reports."""
+    """Return the statistics that every loss with a ratio reports: ratio, approx_kl and, if given, clip_fraction."""
     log_T = log_ratio_T.detach()
     # k3 of KL(old policy || policy), Schulman 2020: E_old[(r - 1) - log r].
     stats = {"ratio": log_T.exp(), "approx_kl": torch.expm1(log_T) - log_T}
@@ -125,7 +127,7 @@ def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return [T] for each token the mean of `values_T` over the tokens of its sequence."""
     _, row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)
-    # Out of place, because the mean carries the gradient of every token of the sequence.
+    # `index_add` is differentiable, so the mean carries the gradient of every token of the sequence.
     sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)  # [B]
     return (sums_B / count_B)[row_T]  # [T]
 
@@ -141,7 +143,7 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
 
     Args:
         loss: The policy loss.
-        kwargs: Its options. A missing bound without a default is taken from `USUAL_CLIPS`.
+        kwargs: Its options. A clip bound that has no default and is not given is taken from `USUAL_CLIPS`.
 
     Raises:
         ConfigError: neither the loss nor its selection has a parameter for one of `kwargs`.
