@@ -1,10 +1,11 @@
 """Filters that drop groups and samples before the loss. The metrics count every drop by its reason (I3).
 
-failed trajectories       left out of the loss and of their group's statistics
-groups with one left      the other members failed, so a group baseline has nothing to compare with
-zero-variance groups      every advantage would be 0: no gradient, and tokens that would only dilute a token mean
-truncated trajectories    optional: left out of the loss, kept in the statistics (Yu et al. 2025, DAPO, section 3.4)
-samples without weight    nothing to train
+dropped                   why
+failed trajectories       their episode or reward failed; they are left out of the loss and of their group's statistics
+groups with one left      so many members failed that a group baseline has too few to compare (fewer than `min_members`)
+zero-variance groups      all advantages are 0: they give no gradient, and their tokens would only lower a mean over tokens
+truncated trajectories    optional: left out of the loss, but kept in the statistics (Yu et al. 2025, DAPO, section 3.4)
+samples without weight    they have no token to train
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def has_signal(
 
     Args:
         group: Finished trajectories of one task. A group without a live trajectory has no signal.
-        min_members: Smallest number of live trajectories. With 1, a single live trajectory is a signal by itself.
+        min_members: A group with fewer live trajectories has no signal. With 1, a single live trajectory is a signal.
         by_turns: Whether to compare the scores of turns too, for an estimator that reads them.
         components: Reward components to compare too, for an estimator that weighs each of them.
     """
@@ -53,15 +54,15 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, ze
 
     Args:
         groups: Finished groups from the rollout.
-        min_members: Smallest number of live trajectories that a group keeps.
-        zero_variance: Drop groups of several trajectories whose rewards are all equal. Turn it off for an estimator that
-            uses more than the scalar reward, and for groups of one.
+        min_members: Groups with fewer live trajectories are dropped.
+        zero_variance: Whether to drop groups of several live trajectories whose rewards are all equal. Turn it off for an
+            estimator that uses more than the scalar reward: it may give such a group advantages that are not 0.
     """
     kept: list[TrajectoryGroup] = []
     failed: list[Trajectory] = []
     alone: list[tuple[Trajectory, ...]] = []
     flat: list[tuple[Trajectory, ...]] = []
-    # A drop is counted under the first reason that applies, so the counts add up to the number of drops.
+    # Count each dropped group under the first reason that applies, so that the counts add up to the number of drops.
     for group in groups:
         live = tuple(t for t in group.trajectories if not t.is_failed)
         failed += [t for t in group.trajectories if t.is_failed]
@@ -92,7 +93,7 @@ def filter_samples(
 
     Call it after the advantages are assigned: a truncated trajectory still counts in its group's statistics.
     """
-    # Keyed by trajectory, because a trajectory that was cut into several samples leaves with all of them.
+    # A set of trajectories, not of samples: all samples of a truncated trajectory are dropped.
     truncated = {(g.id, t.id) for g in groups for t in g.trajectories if t.stop_reason.is_truncation}
     is_cut = [drop_truncated and (s.id.group, s.id.trajectory) in truncated for s in samples]
     kept = [s for s, cut in zip(samples, is_cut, strict=True) if not cut and s.num_weighted]
@@ -107,7 +108,7 @@ def filter_samples(
 
 
 def _rewards(trajectory: Trajectory) -> tuple[float, tuple[tuple[str, float], ...]] | None:
-    """Return the total and the agents' rewards: in a game of two agents, equal totals may hide different rewards."""
+    """Return the total and the agents' rewards; trajectories with equal totals may differ in the agents' rewards."""
     reward = trajectory.reward
     return None if reward is None else (reward.total, tuple(sorted(reward.agents.items())))
 

@@ -1,15 +1,16 @@
-"""Loss scale: which of the sampled tokens are trained, decided by the trainer alone.
+"""Loss scale: strategies that give each sampled token a weight in the loss. The trainer applies them after the rollout.
 
-    default              every token that the model wrote, in all turns
-    all                  the same: only sampled tokens are ever trained
-    last_round           only the sample's last assistant message, which may have several turns (`episode.go_on`)
-    ignore_empty_think   all but the tokens of an empty <think></think>
-    ignore_think_prefix  all but the <think> that a turn begins with
+    strategy             sampled tokens that are trained
+    default              all, in all turns
+    all                  another name for `default`
+    last_round           those of the sample's last assistant message, which may have several turns (`episode.go_on`)
+    ignore_empty_think   all except an empty <think></think>
+    ignore_think_prefix  all except the <think> at the beginning of a turn
     last_round+mine      several strategies: their weights are multiplied
 
-A strategy is called once per training sample with the turns that were sampled into it. It returns a weight for each turn, or
-one for each of the turn's tokens. It does not change weights that a scheduler set (`episode.weigh`), nor the 0 of
-prompts and observations.
+A strategy is called once per training sample, with the turns that were sampled into it. It returns for each turn one weight,
+or one weight per token of the turn. Its weights do not apply to tokens whose weight a scheduler set (`episode.weigh`), nor
+to prompts and observations, whose weight is 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from polyturn.infra.plugins import Registry
 Decode = Callable[[Ids], str]
 
 _MAX_TOGETHER = 16
-"""The most tokens that are decoded together to find where they begin. A byte-level token may be a part of a character."""
+"""Maximum number of tokens that are decoded together to find where their text begins. They are decoded together because a
+byte-level token may be only a part of a character."""
 
 
 @dataclass(kw_only=True)
@@ -49,12 +51,12 @@ class SampledTurn:
 
     @cached_property
     def starts(self) -> list[int]:
-        """[N] offset in `text`, in characters, at which each token begins."""
+        """[N] for each token the offset in `text` at which it begins, in characters."""
         starts: list[int] = []
         at = 0
         while len(starts) < len(self.ids):
             first = len(starts)
-            for num in range(1, _MAX_TOGETHER + 1):  # characters of several tokens decode only together
+            for num in range(1, _MAX_TOGETHER + 1):  # add tokens until they decode to whole characters
                 text = self.decode(self.ids[first : first + num])
                 if self.text.startswith(text, at) and (text or num == 1):
                     break
@@ -71,8 +73,11 @@ class SampledTurn:
         return self.decode(self.ids)
 
     def weights_of(self, parts: Sequence[tuple[int, int, float]]) -> Floats:
-        """Return [N] the weight of each token. A part is (start, end, weight) in characters of `text`; a token has the
-        weight of the part in which it begins, or 1."""
+        """Return [N] the weight of each token.
+
+        A part is (start, end, weight), with offsets in `text`, in characters. A token gets the weight of the part in which
+        it begins; 1 if it begins in none.
+        """
         weights = np.ones(len(self.ids), np.float32)
         starts = np.asarray(self.starts)
         for start, end, weight in parts:
@@ -81,7 +86,8 @@ class SampledTurn:
 
 
 def _num_shared(beginning: str, text: str) -> int:
-    """Return the length in characters of the common prefix; the last character of `beginning` may be incomplete."""
+    """Return the length in characters of the common prefix. `beginning` may end with a replacement character for an
+    incomplete one, which does not count."""
     return next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), min(len(beginning), len(text)))
 
 
@@ -180,7 +186,7 @@ class LossScale:
 
 
 def build_loss_scale(name: NameOrObject, *, decode: Decode, base: Path | None = None) -> LossScale | None:
-    """Return the strategies that a name such as `a+b` lists; None if they change no weight.
+    """Return the strategies that a name such as `a+b` lists; None if `default` (or `all`) is the only one.
 
     Raises:
         ConfigError: a name does not lead to a function.

@@ -1,13 +1,14 @@
-"""MicroBatchPlan: which samples go through the model together, and on which rank.
+"""MicroBatchPlan: which samples go through the model in one forward pass, and on which rank.
 
     rows      sorted by length, padded on the right             [ a a a a ]   [ c c c c c c c ]
                                                                 [ b b b . ]
     packed    end to end, without padding                       [ a a a a b b b c c c c c c c ]
-    shared    packed, common prefixes once (`packing.py`)       [ a a a a b c c c c ]
+    shared    packed, and common prefixes only once             [ a a a a b c c c c ]    (`packing.py`)
 
-A plan consists of numbers only: the leader makes it for all ranks, and each rank lays out its share. Every rank gets equally
-many micro-batches, so that collectives inside the model match. If there are too few, a rank repeats the shortest sample
-without weight. Gradients are sums over the global batch, so the plan does not change them (I7).
+A plan consists of numbers only: the leader makes it for all ranks, and each rank lays out its share. Every rank gets the
+same number of micro-batches, because collectives inside the model need all ranks. If a rank would have fewer than the
+others, it gets further ones that contain the shortest sample, with weight 0. Gradients are sums over the global batch, so
+the plan does not change them (I7).
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ class LayoutSettings:
     max_tokens_per_batch: int = 4096
     """Largest number of tokens in one forward pass, padding included. A longer sample is a micro-batch by itself."""
     max_targets_per_batch: int | None = None
-    """Largest number of targets in a micro-batch; None means no bound. Logits are computed in chunks and need none."""
+    """Largest number of targets in a micro-batch; None means no bound. Memory does not need a bound, because logits are
+    computed in chunks."""
     max_padding_per_batch: int | None = None
-    """Largest number of padding tokens in a micro-batch of rows; None takes a sixteenth of `max_tokens_per_batch`. Computing
-    more padding than that takes longer than another forward pass."""
+    """Largest number of padding tokens in a micro-batch of rows; None takes a sixteenth of `max_tokens_per_batch`. With more
+    padding than that, a further forward pass costs less time than the padding."""
     packed: bool = False
     """Lay samples end to end instead of in rows. Samples that show media always lie in rows."""
     shared_prefix: bool = False
-    """Compute common prefixes once if that saves at least `min_saving`."""
+    """Compute common prefixes only once, if that saves at least the share `min_saving` of all tokens."""
     min_saving: float = 0.15
-    """Smallest share of tokens that sharing must save. Below it, attention over many short pieces costs more than it
-    saves."""
+    """Smallest share of tokens that must be saved. If sharing saves less, attention over many short pieces costs more time
+    than the sharing saves."""
     min_shared: int = 16
     """Shortest common prefix, in tokens, that is shared."""
 
@@ -72,7 +74,8 @@ class PlannedBatch:
     cost: int
     """Number of tokens that its forward pass computes, padding included."""
     is_padding: bool = False
-    """True if it only keeps the rank in step with others: its targets have no weight, and metrics skip them."""
+    """True if it only gives the rank as many forward passes as the other ranks: its targets have weight 0, and metrics skip
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +90,12 @@ class MicroBatchPlan:
 
 
 def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
-    """Return for each sample the number of tokens that the model reads: all before the last predicted one."""
+    """Return for each sample the number of tokens that the model reads: all before the last token that a loss predicts."""
     return [int(tokens[-1]) if len(tokens := predicted(sample)) else 0 for sample in samples]
 
 
 def predicted(sample: TrainSample) -> NDArray[np.int64]:
-    """Return the indices of the tokens that a loss reads: those with a weight, and those of the observation loss."""
+    """Return the indices of the tokens that a loss predicts: those with a weight, and those of the observation loss."""
     is_read = sample.loss_weights != 0
     return np.flatnonzero(is_read if sample.observed is None else is_read | (sample.observed != 0))
 
@@ -101,7 +104,7 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     """Plan the micro-batches of one optimizer step.
 
     Args:
-        samples: The samples of the step, for all ranks. Those without a token that a loss reads are in no micro-batch.
+        samples: The samples of the step, for all ranks. A sample none of whose tokens a loss predicts is in no micro-batch.
         settings: The size of a micro-batch and how samples lie in it.
         num_ranks: Number of ranks. Rank r lays out its share with `layout(samples, coefs=…, settings=…,
             batches=plan.ranks[r])`.
@@ -119,8 +122,8 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     if settings.shared_prefix and is_text:
         rows = [s.token_ids[:n] for s, n in zip(samples, lengths, strict=True)]
         order = [i for i in sorted_rows(rows) if lengths[i]]  # rows with a common prefix are neighbours
-        # Cut first, then decide whether to share: only prefixes within a micro-batch can be shared, so the saving depends on
-        # the cut.
+        # Cut first, then decide whether to share: only rows of the same micro-batch can share a prefix, so the number of
+        # saved tokens depends on the cut.
         shared = _common(rows, order, settings.min_shared, [s.routed_experts for s in samples])
         batches = _cut_packed(lengths, counts, order, shared, settings)
         if sum(sum(b.shared) for b in batches) >= settings.min_saving * max(1, sum(lengths)):
@@ -136,10 +139,10 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
 
 
 def _common(rows: Sequence[Ids], order: Sequence[int], min_shared: int, routes: Sequence[Any | None]) -> NDArray[np.int64]:
-    """Return for each row in `order` the length of the prefix it shares with the previous row, 0 below `min_shared`.
+    """Return for each row in `order` the length of the prefix that it shares with the previous row; 0 below `min_shared`.
 
-    Tokens that went to other experts do not count as equal: rounding in the engine can send equal tokens to different
-    experts.
+    Equal tokens that the engine sent to different experts do not count as equal, because replaying the routes computes them
+    differently. This happens if rounding in the engine changes the choice of experts.
     """
     common = [0]
     for a, b in itertools.pairwise(order):
@@ -161,7 +164,7 @@ def _cut_packed(
     shared: NDArray[np.int64],
     settings: LayoutSettings,
 ) -> list[PlannedBatch]:
-    """Cut `order` where the tokens or targets of a micro-batch would exceed their bound."""
+    """Cut the rows in `order` into micro-batches: start a new one if the tokens or targets would exceed their bound."""
     max_targets = settings.max_targets_per_batch or sum(counts)
     batches: list[PlannedBatch] = []
     taken: list[tuple[int, int]] = []
@@ -213,7 +216,7 @@ def _cut_rows(lengths: Sequence[int], num_targets: Sequence[int], settings: Layo
 def _enough(batches: list[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> list[PlannedBatch]:
     """Halve the costliest micro-batches until their number is a multiple of `num_ranks`, or none can be halved."""
     batches = list(batches)
-    # Halving is better than adding passes without weight, which cost time and teach nothing.
+    # Halving is better than adding micro-batches of weight 0: these cost a forward pass and contribute nothing.
     while len(batches) % num_ranks:
         halvable = [b for b in batches if len(b.samples) > 1]
         if not halvable:
@@ -234,10 +237,10 @@ def _part(batch: PlannedBatch, which: slice, lengths: Sequence[int]) -> PlannedB
 
 
 def _spread(batches: Sequence[PlannedBatch], lengths: Sequence[int], num_ranks: int) -> tuple[tuple[PlannedBatch, ...], ...]:
-    """Give each micro-batch, costliest first, to the rank with the least work that still has room."""
+    """Give each micro-batch, costliest first, to the rank that has the lowest cost so far and is not full."""
     if num_ranks == 1 or not batches:
         return (tuple(batches), *((),) * (num_ranks - 1))
-    # All ranks get equally many, because a rank with one more would wait alone in a collective.
+    # All ranks get the same number, because a rank with one more would wait forever in a collective.
     room = -(-len(batches) // num_ranks)
     shares: list[list[PlannedBatch]] = [[] for _ in range(num_ranks)]
     costs = [0] * num_ranks

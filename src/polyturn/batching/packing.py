@@ -4,9 +4,10 @@
               a b c x y          index    row 0 = 0 1 2 3 4,  row 1 = 0 1 2 5 6,  row 2 = 0 1 2 5 7
               a b c x z          until    a b c: 8,  d e: 5,  x: 8,  y: 7,  z: 8
 
-A token attends to the earlier tokens of its row only. In sorted order, rows with a common prefix are neighbours: the prefix
-is written once, and all tokens up to its `until` attend to it. Token q attends to token k if k <= q < until[k]. The keys and
-values of a prefix are computed once and read by every row that continues it; autograd adds up their gradients.
+A token attends to itself and the earlier tokens of its row only. Rows that share prefixes are sorted by their tokens, so
+that rows with a common prefix are neighbours. The prefix is written once, and the tokens of all rows that contain it attend
+to it: token q attends to token k if k <= q < until[k]. The keys and values of a prefix are computed once and read by every
+row that continues it; autograd adds up their gradients.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from polyturn.core.arrays import Ids
 
 
 class PackedRow(NamedTuple):
-    """One row on the flat axis: the tokens that it adds, and the prefix that they continue."""
+    """One row on the flat axis: the pieces that only this row writes, and the pieces of the prefix that they continue."""
 
     own: tuple[int, int]
-    """The pieces that it adds, as a half-open interval; empty if earlier rows contain all of its tokens."""
+    """Indices [start, end) of the pieces that this row writes; empty if earlier rows contain all of its tokens."""
     context: tuple[int, ...]
-    """The pieces of the prefix, root first."""
+    """Indices of the pieces of the prefix, from its beginning on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +70,7 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
 
     Args:
         rows: The token ids of each row, in the order in which they are laid.
-        shared: For each row the number of tokens that it shares with the previous row.
+        shared: For each row the length of the prefix that it shares with the previous row, in tokens.
     """
     row_indices: list[NDArray[np.int64]] = []
     ends: list[int] = []
@@ -81,11 +82,11 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
         start, end = end, end + len(row) - taken
         before = row_indices[-1][:taken] if taken else np.zeros(0, np.int64)
         span = np.concatenate([before, np.arange(start, end)])
-        until_N[span] = end  # of the prefix too: this row attends to it up to its end
+        until_N[span] = end  # also for the prefix, because this row's tokens attend to it
         positions_N[start:end] = np.arange(taken, len(row))
         cuts.update((start, end))
         if taken:
-            # The prefix may lie in several pieces; cut it wherever two of its tokens are not neighbours.
+            # The prefix may consist of several stretches of the flat axis; cut at the beginning and end of each.
             jumps = np.flatnonzero(np.diff(before) != 1)
             cuts.update((before[jumps] + 1).tolist(), before[jumps + 1].tolist(), (int(before[0]), int(before[-1]) + 1))
         row_indices.append(span)
@@ -95,7 +96,7 @@ def pack(rows: Sequence[Ids], *, shared: Sequence[int]) -> Packing:
     starts = np.array(bounds[:-1], np.int64)
     packed = []
     for span, taken, end in zip(row_indices, shared, ends, strict=True):
-        # A prefix consists of whole pieces, so it contains the first token of each.
+        # A prefix consists of whole pieces, so a piece belongs to it if the piece's first token does.
         context = np.flatnonzero(np.isin(starts, span[:taken])) if taken else ()
         packed.append(PackedRow((number[end - (len(span) - taken)], number[end]), tuple(int(p) for p in context)))
     return Packing(

@@ -2,8 +2,8 @@
 
     trajectory with segments [PROMPT SAMPLED OBS SAMPLED] and [PROMPT SAMPLED]  ->  two samples
 
-A segment trains the tokens that were sampled into it. A later segment that replays them has them in its prompt. So every
-sampled token is trained in exactly one sample (I4).
+A sample trains the tokens that were sampled into its segment. If a later segment replays these tokens, they are part of that
+segment's prompt and have no weight there. So every sampled token is trained in exactly one sample (I4).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def to_samples(
 
     Args:
         group: The trajectories of one task.
-        temperature: The sampling temperature. Greedy decoding (0) reports logprobs at temperature 1, so 0 means 1.
-        loss_scale: Sets the weights that no scheduler set; None keeps all weights as recorded.
+        temperature: The sampling temperature. With 0 (greedy decoding) the samples get temperature 1, because engines then
+            report logprobs at temperature 1.
+        loss_scale: Sets the weights of sampled tokens whose weight no scheduler set; None keeps all weights as recorded.
         observed: Mark the tokens of observations, for the observation loss.
     """
     return [
@@ -62,7 +63,7 @@ def scores_of_turns(trajectory: Trajectory) -> Floats | None:
 
 
 def dropped_by_scale(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample]) -> Metrics:
-    """Count the sampled tokens that the loss scale left out although no scheduler masked them (I3)."""
+    """Count the tokens that had a weight in the rollout and whose weight the loss scale set to 0 (I3)."""
     live = [t for g in groups for t in g.trajectories if not t.is_failed]
     recorded = sum(int(np.count_nonzero(s.loss_weights)) for t in live for s in t.segments)
     return {"tokens/dropped_loss_scale": Sum(recorded - sum(s.num_weighted for s in samples))}

@@ -1,7 +1,7 @@
 """Limits the rate of calls of reward functions, and batches trajectories into one call.
 
-    async with rate: ...            waits for its turn: no more calls at once, and none sooner, than the service allows
-    await batch(item)               its result, from one call for many items
+    async with rate: ...            waits until the service's limits on concurrent calls and calls per minute allow the call
+    await batch(item)               returns the item's result, from one call for several items
 
 Arguments and results of reward functions are in `function.py`.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class CallRateLimit:
-    """Limits the calls at once, and spreads calls evenly over the minute. Shared by the functions of a run."""
+    """Limits the number of concurrent calls, and spreads calls evenly over a minute. Shared by the functions of a run."""
 
     def __init__(self, rate: CallRate) -> None:
         self._pace = Pace(rate.per_minute / 60.0) if rate.per_minute else None
@@ -45,9 +45,9 @@ class CallRateLimit:
 
 
 class Batch(Generic[T]):
-    """Collects single items into calls of a function that takes many.
+    """Collects items and passes several of them to a function in one call.
 
-    A call is made with `size` items, or with those that arrive within `wait_s` seconds of the first.
+    The function is called as soon as `size` items wait, or `wait_s` seconds after the first of them arrived.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Batch(Generic[T]):
 
         Args:
             call: The function that takes many items.
-            size: The most items in a call; None means no limit.
+            size: Largest number of items in a call; None means no limit.
             wait_s: Seconds that the first item waits for others.
         """
         self._call = call
@@ -72,7 +72,7 @@ class Batch(Generic[T]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: T) -> Any:
-        """Add `item` to a batch and return its result after the call of the batch.
+        """Add `item` to the current batch, wait for the batch's call, and return the result for `item`.
 
         Raises:
             Exception: the error of the call, for every item of the batch.
@@ -88,7 +88,7 @@ class Batch(Generic[T]):
         return await result
 
     def start(self) -> None:
-        """Call the function with the waiting items."""
+        """Call the function with all waiting items now."""
         if self._timer is not None:
             self._timer.cancel()
         batch, self._waiting = [(i, f) for i, f in self._waiting if not f.done()], []

@@ -1,12 +1,13 @@
 """RewardFunction: one reward function, of any form, called safely.
 
     def score(trajectory): ...                                                          the whole trajectory
-    def score(data_source, solution_str, ground_truth, extra_info=None): ...            what the model wrote, by the names
-    def score(data_sources, solution_strs, ground_truths, extra_infos=None): ...        many at once, as lists
+    def score(data_source, solution_str, ground_truth, extra_info=None): ...            the model's text and the row
+    def score(data_sources, solution_strs, ground_truths, extra_infos=None): ...        lists, for several trajectories
 
-Each may be async, and takes keyword arguments of its own from the config; a plain one runs in a thread, unless it is a
-shipped one that takes microseconds. It returns a number, or a mapping with a "score" whose other keys are kept; the last
-form returns a list of these. A function that raises, is late or returns no finite number is a `RewardError`, never 0.0.
+The names of the parameters decide which form a function has. A function may be async, and may take further keyword arguments
+from the config. A function that is not async runs in a thread, except the built-in ones in `QUICK`. The first two forms
+return a number, or a mapping with a "score" whose other keys are recorded; the last form returns a list of these. If a
+function raises, is late or returns no finite number, the result is a `RewardError`, never 0.0.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from polyturn.rewards.registry import CHECKS, COMPARING, QUICK, truth_of
 from polyturn.tools.result_shape import finite
 
 ANSWER = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""The arguments of a function of one answer."""
+"""The arguments of a function that scores one answer."""
 ANSWERS = {"data_sources": ANSWER[0], "solution_strs": ANSWER[1], "ground_truths": ANSWER[2], "extra_infos": ANSWER[3]}
-"""The arguments of a function of many answers, each a list."""
+"""The arguments of a function that scores several answers, each a list -> the same argument for one answer."""
 
 
 class Score(NamedTuple):
@@ -46,7 +47,7 @@ class Score(NamedTuple):
 
 
 class RewardFunction:
-    """A reward function with its name, its own arguments and a deadline."""
+    """A reward function with its name, its arguments from the config, and a deadline."""
 
     def __init__(
         self,
@@ -63,12 +64,12 @@ class RewardFunction:
 
         Args:
             function: The function.
-            name: Its name in messages.
+            name: The function's name in error messages.
             kwargs: Further arguments, from the config.
-            supplies: Parameter name -> object of the run, for parameters that have no value.
+            supplies: Parameter name -> object of the run, passed to parameters of this name that have no default.
             options: Deadline, rate and batching of the calls.
-            source: `file.py:name` or `pkg.mod:name`, if another process can import the function.
-            base: The folder that a relative file path starts from.
+            source: `file.py:name` or `pkg.mod:name`, from which another process can import the function; None if it cannot.
+            base: The folder from which a relative file path starts.
 
         Raises:
             ConfigError: `function` is not a function, or its parameters fit no form.
@@ -101,7 +102,7 @@ class RewardFunction:
             self._batch = Batch(self._call_many, size=batch.size, wait_s=batch.wait_s)
 
     def require(self, task: Task | None = None) -> None:
-        """Check that the requirements of the function are met, in general and by `task`.
+        """Check that the libraries and services of the function exist, and that `task` has a right answer if it needs one.
 
         Raises:
             ConfigError: a library or service that a built-in function needs is missing.
@@ -118,7 +119,7 @@ class RewardFunction:
 
         Raises:
             RewardError: the function raised, was late, or returned no finite number.
-            RolloutError: too many calls of it run on past their deadline.
+            RolloutError: too many earlier calls of the function are still running after their deadline.
         """
         self._bounded.check_abandoned(f"the reward {self.name!r}")
         where = f"reward {self.name!r} of trajectory {trajectory.id!r}"
@@ -134,7 +135,7 @@ class RewardFunction:
                     "ground_truth": trajectory.task.ground_truth,
                     "extra_info": extra_info(trajectory, tool_rewards),
                 }
-                if self._batch is not None:  # with others
+                if self._batch is not None:  # in one call with other trajectories
                     returned = await self._batch(arguments)
                 else:
                     returned = await self._run(**{k: v for k, v in arguments.items() if k in self._accepted})
@@ -143,7 +144,7 @@ class RewardFunction:
             raise RewardError(f"{where}: {problem}") from problem
         except (DeadlineError, LateCallError) as problem:
             raise RewardError(f"{where}: {problem}; raise reward.timeout_s or make it quicker") from problem
-        except PLUGIN_RAISES as problem:  # what is returned may be of an author's class
+        except PLUGIN_RAISES as problem:  # reading the returned value may raise too, if it is of a user's class
             raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
 
     async def _call_many(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
@@ -169,12 +170,17 @@ def _score_of(returned: Any) -> Score:
 
 
 def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the rest of the row, and what happened in the episode under the names that such functions read.
+    """Return `extra_info`: further columns of the row, and the events of the episode under the names that functions expect.
 
-    num_turns counts the prompt, every completion and every observation; turn_scores are the interaction's, tool_rewards
-    the step rewards, rollout_reward_scores the tools' rewards for the episode with the turn scores; messages is the whole
-    conversation in OpenAI's form. rollout_infos is what steps and interactions reported about their turns, later turns
-    replacing earlier ones, without what begins with "_"; the media in it (images, videos, audios) stand for the row's.
+    num_turns                number of completions and observations, plus 1 for the prompt
+    turn_scores              the scores that the interaction gave to turns
+    tool_rewards             the step rewards of the tool calls
+    rollout_reward_scores    the tools' rewards for the episode by name, and turn_scores as user_turn_rewards
+    messages                 the whole conversation in OpenAI's form
+    rollout_infos            the infos of all turns, without keys that begin with "_"; a later turn overwrites an earlier
+                             one's keys; its num_turns is the number of completions
+
+    If infos have images, videos or audios, these replace the row's.
     """
     infos: dict[str, Any] = {}
     for turn in trajectory.turns:
@@ -194,7 +200,7 @@ def extra_info(trajectory: Trajectory, tool_rewards: Mapping[str, float | None])
 
 
 def _of_row(task: Task) -> dict[str, Any]:
-    """Return the rest of a row, with those of its kwargs that functions read although the task has fields for them."""
+    """Return the further columns of a row, and its interaction_kwargs and tools_kwargs, which functions expect there."""
     out = dict(task.extra)
     if task.interaction is not None and task.interaction.kwargs:
         out["interaction_kwargs"] = dict(task.interaction.kwargs)
@@ -221,11 +227,14 @@ _OTHERS = {
     "output": "solution_str", "outputs": "solution_strs", "prediction": "solution_str", "predictions": "solution_strs",
     "predict_str": "solution_str", "completion_ids": "trajectory", "messages": "trajectory", "messages_list": "trajectory",
 }  # fmt: skip
-"""First parameter of reward functions for other libraries -> the parameter with the same content here."""
+"""Name of the first parameter in reward functions written for other libraries -> the name of this parameter here."""
 
 
 def _misread(first: str) -> str | None:
-    """Return a hint if the first parameter looks like a misspelt name, or like one of another library, not a trajectory."""
+    """Return a hint for the error message if the first parameter has a misspelt name or a name from another library.
+
+    Return None otherwise: the parameter then takes the trajectory, whatever its name.
+    """
     if first in _OTHERS:
         return f" (what is meant may be {_OTHERS[first]!r})"
     near = difflib.get_close_matches(first, (*ANSWER, *ANSWERS), n=1, cutoff=0.8)
@@ -233,7 +242,11 @@ def _misread(first: str) -> str | None:
 
 
 def _inputs(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, Any], *, name: str) -> frozenset[str] | None:
-    """Return the names in `ANSWER` or `ANSWERS` that a function takes; None if it takes a trajectory."""
+    """Return the names in `ANSWER` or `ANSWERS` that a function takes; None if it takes a trajectory.
+
+    Raises:
+        ConfigError: the parameters fit no form, or do not fit `kwargs`.
+    """
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(kwargs) - set(parameters))):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Reward functions by name: the shipped ones, `pkg.mod:function`, `file.py:function`, or an entry point.
 
-Built-in functions score only text of the model, never that of a tool or an interaction. They call their scorer through its
-module, so that a scorer that a user replaced there takes effect. `BUILT_IN_ROUTES` maps data_sources to them.
+Built-in functions that read text score only text that the model wrote, never text of a tool or an interaction. They look up
+their scorer in its module at each call, so a scorer that a user replaced there takes effect. `BUILT_IN_ROUTES` says which
+data_source is scored by which function.
 """
 
 from __future__ import annotations
@@ -52,49 +53,49 @@ def score_gsm8k_flexible(trajectory: Trajectory) -> float:
 
 @rewards.register("environment")
 def score_environment(trajectory: Trajectory) -> Any:
-    """Take what the environment gave, by player where there are several."""
+    """Return the reward that the environment gave; the reward of each player, if there are several."""
     return environment.compute_score(trajectory)
 
 
 @rewards.register("exact_match")
 def score_exact_match(trajectory: Trajectory) -> float:
-    """Score the last answer by comparison with the right one, or with a list of right ones."""
+    """Compare the last answer with the right answer, or with a list of right answers."""
     return exact_match.compute_score(last_answer(trajectory), ground_truth(trajectory))
 
 
 @rewards.register("math")
 def score_math(trajectory: Trajectory) -> float:
-    r"""Score what the last answer has in its last `\boxed{…}`, as mathematics."""
+    r"""Compare the content of the last `\boxed{…}` in the last answer with the right answer, as mathematics."""
     return math.compute_score(last_answer(trajectory), ground_truth(trajectory))
 
 
 @rewards.register("math_stated")
 def score_math_stated(trajectory: Trajectory) -> float:
-    """Score the answer that the last answer states, in a box or in words, as mathematics."""
+    """Compare the result that the last answer states, in a box or in words, with the right answer, as mathematics."""
     return math.stated_score(last_answer(trajectory), ground_truth(trajectory))
 
 
 @rewards.register("math_dapo")
 def score_math_dapo(trajectory: Trajectory) -> dict[str, Any]:
-    """Score what follows `Answer:` in the last answer: 1 or -1."""
+    """Compare the text after `Answer:` in the last answer with the right answer: 1 if it is right, else -1."""
     return math_dapo.compute_score(last_answer(trajectory), ground_truth(trajectory))
 
 
 @rewards.register("geo3k")
 def score_geo3k(trajectory: Trajectory) -> float:
-    r"""Score the last turn, its reasoning included: the answer in `\boxed{…}`, and the form."""
+    r"""Score the last turn, including its reasoning: whether the answer in `\boxed{…}` is right, and whether the form is."""
     return geo3k.compute_score(trajectory.text_of("turn"), ground_truth(trajectory))
 
 
 @rewards.register("search_r1")
 def score_search_r1(trajectory: Trajectory) -> float:
-    """Score what the last turn has in `<answer>`, by comparison with the right answers."""
+    """Compare the text in `<answer>` in the last turn with the right answers."""
     return search_r1.compute_score(trajectory.text_of("turn"), ground_truth(trajectory))
 
 
 @rewards.register("code")
 def score_code(trajectory: Trajectory, sandbox: code.Sandbox, continuous: bool = True) -> float:
-    """Score the program of the last answer: the share of the tests that it passes, or whether it passes all."""
+    """Run the program in the last answer on the tests: the share that it passes, or 1 if it passes all and else 0."""
     return code.compute_score(last_answer(trajectory), ground_truth(trajectory), sandbox=sandbox, continuous=continuous)
 
 
@@ -107,7 +108,7 @@ COMPARING = (
 """Functions that need the task's right answer."""
 
 QUICK = (score_environment, score_gsm8k, score_gsm8k_flexible, score_exact_match, score_math_dapo, score_search_r1)
-"""Functions that take microseconds for any text, and are called without a thread."""
+"""Functions that take microseconds for any text, so they are called in the event loop instead of a thread."""
 
 CHECKS: tuple[tuple[Callable[..., Any], Callable[[Mapping[str, Any]], object]], ...] = (
     (score_math, lambda kwargs: math.require()),
@@ -125,10 +126,10 @@ def last_answer(trajectory: Trajectory) -> str:
 
 
 def ground_truth(trajectory: Trajectory) -> Any:
-    """Return the task's right answer.
+    """Return the right answer of a trajectory's task.
 
     Raises:
-        DataError: it has none.
+        DataError: the task has no right answer.
     """
     return truth_of(trajectory.task)
 
@@ -137,7 +138,7 @@ def truth_of(task: Task) -> Any:
     """Return a task's right answer.
 
     Raises:
-        DataError: it has none.
+        DataError: the task has no right answer.
     """
     if task.ground_truth is None:
         raise DataError(

@@ -1,16 +1,19 @@
 """RewardRouter: computes the reward of a finished trajectory.
 
-outcome       the score of the function that data_source routes to; without a data_source the interaction's score;
-              without an interaction the sum of the tools' rewards for the episode;
-              without tool rewards the scheduler's turn scores, if it scores turns
-tool_step     the sum of the step rewards of its tool calls
-overlong      0 or less, for a response near the limit, where the run has such a penalty
-turns         the sum of the scheduler's turn scores      recorded, weighs 0 unless asked for
-interaction   the interaction's score                     recorded, weighs 0 unless asked for
-agent/<name>  the reward of one agent, if a function returned "agents" beside its score; it replaces the outcome for it
-tool/<name>   that tool's reward for the episode          recorded, weighs 0 unless asked for
+component     value
+outcome       the first of these that the task has: the score of the function to which its data_source routes, or of
+              `function`; the interaction's score; the sum of the scheduler's turn scores, if the scheduler scores turns;
+              the sum of the tools' rewards for the episode
+tool_step     the sum of the step rewards of the trajectory's tool calls
+overlong      0 or less, for a response near the limit, if the run has this penalty
+turns         the sum of the scheduler's turn scores
+interaction   the interaction's score
+tool/<name>   that tool's reward for the episode
+agent/<name>  the reward of one agent, if a function returned "agents" beside its score: the total, with the agent's score in
+              place of the outcome
 
-total = sum of weight x component, by default outcome + tool_step + overlong: nothing is counted twice.
+total = sum of weight x component (`reward.weights`) + overlong. By default outcome and tool_step have weight 1. All others
+have weight 0: they are recorded, but not counted again if the outcome already contains them.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ Aggregate = Literal["last", "sum", "max", "mean"]
 
 COMPONENTS = ("outcome", "tool_step", "interaction", "turns", "tool/<name>")
 EPISODE_ROUTES = ("interaction", "tools", "turns")
-"""Route targets that are not functions: the score comes from the interaction, from the tools, or from the turn scores of the
-scheduler."""
+"""Route targets that are not functions: the outcome is the score of the interaction, the sum of the tools' rewards for the
+episode, or the sum of the scheduler's turn scores."""
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
     "last": lambda scores: scores[-1],
@@ -106,18 +109,18 @@ class RewardRouter:
         """Resolve every route.
 
         Args:
-            routes: data_source, or a glob over data_sources, to a reward function, a name of one, "interaction",
-                "tools" or "turns". An exact name wins over a glob, an earlier glob over a later one, all of them over the
-                built-in routes.
-            function: Scores every task that no route names, also those without a data_source; the built-in routes are
-                then unused.
+            routes: data_source, or a glob over data_sources -> a reward function, its name, "interaction", "tools" or
+                "turns". An exact name wins over a glob, and an earlier glob over a later one. All of these routes win over
+                the built-in ones.
+            function: Scores every task that no entry of `routes` matches, and every task without a data_source. The
+                built-in routes are then unused.
             weighing: How components become the total.
             calls: How reward functions are called.
-            sandbox: Where programs run, for functions that have a parameter `sandbox`.
-            scheduler: The run's, which may score turns, for tasks that nothing else scores, and may say what an episode is
-                worth, so that tasks need nothing else.
+            sandbox: The sandbox that runs programs, for functions that have a parameter `sandbox`.
+            scheduler: The run's scheduler. If it scores turns, the turn scores are the outcome of tasks that nothing else
+                scores. If it gives the rewards of episodes, tasks need no other scorer.
             policies: The run's further policies, for the judge and for functions that have a parameter `policies`.
-            base: The folder that relative file paths start from.
+            base: The folder from which relative file paths start.
 
         Raises:
             ConfigError: a route cannot work.
@@ -129,7 +132,7 @@ class RewardRouter:
         resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
-        # Built-in functions call no service with a rate limit.
+        # The configured rate limit is for services, and built-in routes lead to no function that calls one.
         unhurried = dataclasses.replace(options, rate=CallRate())
         resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
@@ -155,11 +158,11 @@ class RewardRouter:
         Args:
             tasks: The tasks of a run.
             tools: Names of the tools that a task may call if it selects none itself.
-            scoring: Those of the tools that may give a reward; None is all of them.
+            scoring: Names of the tools that may give a reward; None means all tools.
 
         Raises:
-            ConfigError: a data_source leads nowhere, or to a function that lacks what it needs.
-            DataError: a task has nothing that could score it.
+            ConfigError: a data_source has no route, or routes to a function whose library or service is missing.
+            DataError: nothing can score a task, or a function needs its right answer and the task has none.
         """
         for task in tasks:
             try:
@@ -194,8 +197,8 @@ class RewardRouter:
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
             tool_rewards: Tool name -> the result of its `calc_reward`.
-            outcome: The score and further values to record, if the episode's scheduler gave them; no reward function is
-                called then.
+            outcome: The score and further values to record, if the episode's scheduler gave them. Then no reward function
+                is called.
 
         Raises:
             RewardError: the reward function raised, was late or returned no finite number, or there is none.
@@ -256,7 +259,7 @@ class RewardRouter:
         if isinstance(target, RewardFunction):
             return await target(trajectory, tool_rewards=tool_rewards)
         if target == "interaction":
-            # No turn was scored, because a limit ended the episode before the interaction answered: the outcome is 0.
+            # Without a score, a limit ended the episode before the interaction answered; the outcome is then 0.
             return (0.0 if score is None else score), {}
         if target == "turns":
             return reward, {}
@@ -273,7 +276,10 @@ class RewardRouter:
 
 
 def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return agent -> total: the agent's score as the outcome, plus the rest of the trajectory's reward."""
+    """Return agent -> reward: the trajectory's reward with the agent's score in place of the outcome.
+
+    `shared` is the trajectory's reward without the weighted outcome.
+    """
     if not isinstance(scores, Mapping) or not all(
         isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
     ):
