@@ -2,14 +2,15 @@
 
     loss of a micro-batch = sum over its tokens of coef_t * loss_t
 
-The coefficients are computed once, before the batch is cut into micro-batches, so gradients add up exactly for every cut
-(I7). Weights and sequence means belong to the *trajectory*: a trajectory of two segments counts once.
+The coefficients are computed once, before the batch is cut into micro-batches. So the sum of the micro-batches' gradients is
+the same for every cut (I7).
 
-The tokens of all segments share the weight of their trajectory. With `segment_weight` per_token that weight is W, so a
-trajectory with many segments weighs more. With per_trajectory the weights are first scaled to the mean W of the batch, so
-that all trajectories weigh the same. Neither depends on where a trajectory was cut.
+A sequence in the names below is a whole *trajectory*: a trajectory of two segments counts once, and the result does not
+depend on where it was cut. `segment_weight` sets the total weight W of a trajectory's tokens. With per_token, W is the sum
+of the tokens' loss weights. With per_trajectory, the loss weights of each trajectory are first scaled so that all
+trajectories have the mean W of the batch.
 
-    w_t = loss weight, W = sum of w over a trajectory's samples, N = trajectories with any weight
+    w_t = loss weight, W = sum of w over a trajectory's samples, N = number of trajectories with W > 0
     token-mean                w_t / sum of all w            every token counts the same
     seq-mean-token-sum        w_t / N                       long trajectories count more
     seq-mean-token-mean       w_t / (W N)                   every trajectory counts the same (GRPO, Shao et al. 2024, eq. 3)
@@ -53,8 +54,8 @@ def loss_coefs(
     Args:
         samples: All samples of one optimizer step, the global batch.
         mode: One of `MODES`.
-        norm_length: The constant of seq-mean-token-sum-norm, for instance the most tokens a trajectory may sample; None
-            takes the largest W of the batch.
+        norm_length: The constant of seq-mean-token-sum-norm, for instance the largest number of tokens that a trajectory may
+            sample; None takes the largest W of the batch.
         segment_weight: One of `SEGMENT_WEIGHTS`.
 
     Raises:
@@ -64,7 +65,7 @@ def loss_coefs(
     check_average(mode, segment_weight)
     if norm_length is not None and not norm_length > 0:
         raise ConfigError(f"norm_length is {norm_length}; it must be positive, or None for the longest of the batch")
-    # In float64 and by trajectory, so that the number of its segments does not matter.
+    # Sum in float64 and by trajectory, so that the number of its segments does not matter.
     weights = [s.loss_weights.astype(np.float64) for s in samples]
     totals: dict[tuple[str, str], float] = {}
     for sample, w in zip(samples, weights, strict=True):

@@ -1,14 +1,14 @@
-"""Off-policy correction: the weighting of tokens that another policy sampled.
+"""Off-policy correction: weights and rejection of tokens that were sampled by another policy than the trained one.
 
-    mu      sampled the token: the engine's weights at that time, in the engine's arithmetic (rollout_logprobs)
-    pi      the policy at the start of the step, in the trainer's arithmetic (old_logprobs), the "proximal" policy
-    theta   the policy in the middle of its updates, which the policy loss compares with pi
+    mu      the policy that sampled the token: the engine's weights at that time and its arithmetic (rollout_logprobs)
+    pi      the policy at the start of the step, in the trainer's arithmetic (old_logprobs); also called "proximal" policy
+    theta   the policy that is being updated; the policy loss compares it with pi
 
-    rho = pi / mu      weights multiply the policy loss; rejected tokens leave it (their loss weight becomes 0)
+    rho = pi / mu      a weight made from rho multiplies the policy loss; the loss weight of a rejected token becomes 0
 
 With any policy loss on top this is decoupled PPO, E_mu[rho min(r A, clip(r) A)] with r = theta / pi (Hilton et al. 2022,
-"Batch size-invariance for policy optimization", equation 3; Fu et al. 2025, AReaL, equation 5). If weights changed in the
-middle of a completion, each token has the mu of its version, so rho stays right.
+"Batch size-invariance for policy optimization", equation 3; Fu et al. 2025, AReaL, equation 5). If the engine's weights
+changed in the middle of a completion, mu is for each token the version that sampled it, so rho is still right.
 
 A sequence is a segment: the trained tokens of one sample. Everything is computed over the whole batch of a step before the
 batch is cut into micro-batches, so gradients do not depend on the cut (I7).
@@ -34,7 +34,7 @@ _LAST_LAG = 3
 
 
 class Corrected(NamedTuple):
-    """Samples with `correction` and with weight 0 at rejected tokens, and the metrics."""
+    """Samples with `correction` set and loss weight 0 at rejected tokens, and the metrics."""
 
     samples: list[TrainSample]
     metrics: Metrics
@@ -46,7 +46,8 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
     Args:
         samples: All samples of the step, with old_logprobs and rollout_logprobs; `negative_bound` needs advantages.
         settings: Weights, bounds and rejections.
-        version: Policy version of pi; adds metrics by the number of versions that tokens are behind.
+        version: Policy version of pi. If given, metrics also report the difference of mu and pi by the number of versions
+            that the sampling weights were behind pi.
 
     Raises:
         TrainingError: samples lack log-probabilities.
@@ -54,7 +55,7 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
     indices = [np.flatnonzero(s.loss_weights) for s in samples]
     logs = [_log_ratio(s, p) for s, p in zip(samples, indices, strict=True)]
     raw = [_weights(log, settings.weight) for log in logs]
-    # Cap before taking the mean: a single weight of e^20 would shrink all others to 0.
+    # Cap the weights before dividing by their mean: otherwise a single weight of e^20 would shrink all others to almost 0.
     limited = [np.where(w > settings.cap, settings.cap if settings.beyond == "truncate" else 0.0, w) for w in raw]
     num_tokens = sum(len(p) for p in indices)
     if settings.normalize and num_tokens:
@@ -66,8 +67,8 @@ def correct(samples: Sequence[TrainSample], settings: CorrectionSettings, *, ver
         correction = np.zeros(len(sample), np.float32)
         correction[index_T] = weight
         loss_weights = sample.loss_weights.copy()
-        # Set the loss weight, not the correction, to 0: rejected tokens then also leave the average and the KL and entropy
-        # terms.
+        # Set the loss weight to 0, not the correction: rejected tokens are then also left out of the average and of the KL
+        # and entropy terms.
         loss_weights[index_T[~keep]] = 0.0
         arrays = {"correction": correction} if settings.weight != "none" else {}
         out.append(sample.replace(**arrays) if keep.all() else sample.replace(loss_weights=loss_weights, **arrays))
@@ -116,7 +117,7 @@ def measure(log: NDArray[np.float64], name: str) -> NDArray[np.float64]:
 
 
 def _binary_kl(sample: TrainSample, index_T: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Return [n] KL(mu || pi) of the two-outcome distributions "this token, or another", in nats; KPop's mask."""
+    """Return [n] KL(mu || pi) of the two-outcome distributions "this token, or another", in nats, as KPop's mask uses it."""
     assert sample.old_logprobs is not None and sample.rollout_logprobs is not None
     mu, pi = (torch.from_numpy(a[index_T].astype(np.float64)) for a in (sample.rollout_logprobs, sample.old_logprobs))
     return binary_kl(mu, pi).numpy()
@@ -131,7 +132,7 @@ def _keep(
     for name, (low, high) in settings.bounds.items():
         value = _binary_kl(sample, index_T) if name == "token_binary_kl" else measure(log, name)
         keep &= (value >= low) & (value <= high)
-    # Only the smallest ratio counts: in a mean over thousands of tokens, one impossible token would not show.
+    # Compare the smallest ratio, because one impossible token hardly changes a mean over thousands of tokens.
     if settings.veto is not None and np.exp(log.min()) < settings.veto:
         keep[:] = False
     if settings.negative_bound is not None:
@@ -166,7 +167,7 @@ def _divergence(
     logs: Sequence[NDArray[np.float64]],
     version: int | None,
 ) -> Metrics:
-    """Return the divergence of pi from mu, before anything is weighted or rejected."""
+    """Return metrics of the divergence of pi from mu, over all trained tokens, before weighting and rejection."""
     log = np.concatenate([*logs, np.zeros(0)])
     if not len(log):
         return {}

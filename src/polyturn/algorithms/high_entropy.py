@@ -1,12 +1,12 @@
 """Restrict the policy loss to the tokens of highest entropy.
 
-    threshold = the entropy that a `share` of all trained tokens of an optimizer step reaches
-    factor_t  = 1 if entropy_t >= threshold, else 0            of the policy loss of token t
+    threshold = the lowest entropy among the `share` of all trained tokens of an optimizer step with the highest entropy
+    factor_t  = 1 if entropy_t >= threshold, else 0; it multiplies the policy loss of token t
 
-The average still counts the other tokens, so a selected token keeps the weight it has without the selection. Source: Wang et
-al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL calls the
-share `top_entropy_quantile`. Here the threshold is taken over all tokens of one optimizer step, so that the result does not
-depend on micro-batches or ranks.
+The mean of the loss still counts the other tokens, so a selected token has the same weight as without the selection. Source:
+Wang et al. 2025 (Beyond the 80/20 Rule, arXiv 2506.01939), equation 6, which takes the threshold over a micro-batch; TRL
+calls the share `top_entropy_quantile`. Here the threshold is taken over all tokens of one optimizer step, so that the result
+does not depend on micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from polyturn.core.arrays import Floats
 from polyturn.core.sample import TrainSample
 
 TIE = 1e-5
-"""Entropies this close to the threshold, in nats, count as equal to it. The first tokens of a group are drawn from the same
-distribution, and rounding, which depends on the micro-batch, must not choose among them."""
+"""Entropies this close to the threshold, in nats, count as equal to it. For example, the first tokens of the members of a
+group are sampled from the same distribution. Their computed entropies differ only by rounding, which depends on the
+micro-batch and must not decide which of them are trained."""
 
 
 class Selected(NamedTuple):
@@ -30,7 +31,7 @@ class Selected(NamedTuple):
 
     samples: list[TrainSample]
     threshold: float
-    """The lowest entropy that is trained, in nats."""
+    """The threshold above, in nats."""
 
 
 def select_high_entropy(samples: Sequence[TrainSample], entropies: Sequence[Floats], share: float) -> Selected:
@@ -39,7 +40,7 @@ def select_high_entropy(samples: Sequence[TrainSample], entropies: Sequence[Floa
     Args:
         samples: All samples of one optimizer step, of all ranks.
         entropies: For each sample [T] the entropy of the distribution that each trained token is drawn from, in nats.
-        share: The share of trained tokens to select: at least one token, and all that tie with the last selected.
+        share: The share of trained tokens to select. At least one is selected, and all whose entropy equals the threshold.
     """
     trained = [s.loss_weights != 0 for s in samples]
     flat_N = np.concatenate([np.asarray(e)[t] for e, t in zip(entropies, trained, strict=True)] or [np.empty(0)])

@@ -4,7 +4,7 @@ entropy of distributions.
 Source: Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With x sampled from the policy and
 log r = ref_logprob - logprob:
 
-    k1 = -log r              unbiased, high variance; its gradient is 0 on average, so it measures but cannot train
+    k1 = -log r              unbiased, high variance; its gradient is 0 on average, so it can measure the KL but not train
     k2 = (log r)^2 / 2       biased, low variance; on policy its gradient is the gradient of the KL
     k3 = (r - 1) - log r     unbiased, low variance, never negative; the term of GRPO's loss (Shao et al. 2024, equation 4)
     abs = |log r|            a distance, not a KL
@@ -62,7 +62,7 @@ def straight_through(value: KlEstimator) -> KlEstimator:
     """Return an estimator with the value of `value` and the gradient of k2."""
 
     def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-        # The last two terms cancel in value, and only the first of them has a gradient.
+        # The two terms with `through_T` add up to 0, but only the first one has a gradient, that of k2.
         through_T = k2(logprobs_T, ref_logprobs_T)
         return value(logprobs_T, ref_logprobs_T).detach() + through_T - through_T.detach()
 
@@ -76,9 +76,9 @@ for _name, _estimator in (("k1", k1), ("k3", k3), ("abs", absolute)):
 class KlController:
     """The weight of a KL term over a run: constant, or adapted to keep the KL near a target.
 
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon): after `horizon` trajectories an error of a fifth or more
-    has changed the weight by a fifth of itself. Source: Ziegler et al. 2019 (Fine-Tuning Language Models from Human
-    Preferences), section 2.2.
+    After a step of n trajectories: coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon). So if the KL stays a
+    fifth or more above (below) the target, the weight grows (falls) by about a fifth per `horizon` trajectories. Source:
+    Ziegler et al. 2019 (Fine-Tuning Language Models from Human Preferences), section 2.2.
     """
 
     def __init__(self, options: KlOptions) -> None:
@@ -93,7 +93,7 @@ class KlController:
                 f"({options.horizon}) above 0"
             )
         self.coef = options.coef
-        """The weight now."""
+        """The current weight."""
         self._target, self._horizon = options.target, options.horizon
 
     def update(self, kl: float, *, num_trajectories: int) -> None:
@@ -103,11 +103,11 @@ class KlController:
             self.coef *= 1.0 + error * num_trajectories / self._horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the weight, if it differs from the configuration's."""
+        """Return the state for a checkpoint: the current weight, or {} if the weight is constant."""
         return {} if self._target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the weight of `state`; without a weight or a target, keep the configuration's."""
+        """Restore the weight from `state`. Keep the configured weight if it is constant or `state` has none."""
         if self._target is not None:
             self.coef = float(state.get("coef", self.coef))
 

@@ -52,14 +52,14 @@ class Taught(NamedTuple):
 
     sample: TrainSample
     gap_sum: float
-    """Sum of log teacher - log policy over the trained tokens, before clipping."""
+    """Sum over the trained tokens of gap_t (see the head of this file), before clipping."""
 
 
 def taught(sample: TrainSample, teacher_T: Floats, options: TeacherAdvantageOptions) -> Taught:
     """Return the sample with the teacher's advantage added.
 
     Args:
-        sample: With advantages and `old_logprobs`.
+        sample: A sample with advantages and `old_logprobs`.
         teacher_T: [T] the teacher's log-probability of each trained token; ignored elsewhere.
         options: The weights, the level and the clip.
 
@@ -78,7 +78,7 @@ def taught(sample: TrainSample, teacher_T: Floats, options: TeacherAdvantageOpti
 
 
 def untaught(sample: TrainSample, options: TeacherAdvantageOptions) -> TrainSample:
-    """Return a sample without a teacher: only the estimator's advantage, times `advantage_coef`.
+    """Return a sample for which there is no teacher: its advantage is the estimator's, times `advantage_coef`.
 
     Raises:
         TrainingError: the sample has no advantages.

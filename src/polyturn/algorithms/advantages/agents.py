@@ -1,10 +1,11 @@
-"""Trajectories of several agents with separate rewards: an estimator sees each agent as a member of a group.
+"""Splits groups of trajectories in which agents have separate rewards: estimators get one group for each agent.
 
     group of 4 games, seat 0 against seat 1  ->  a group of 4 members for seat 0, a group of 4 members for seat 1
 
-A player is compared with the players of the same seat. So an easy seat gives no advantage, and the two players of a zero-sum
-game do not cancel out. A member contains the samples and turns of its agent. Source: Liu et al. 2025 (SPIRAL,
-role-conditioned advantage estimation), with the group of the task in place of the running mean of `rae`.
+A player is compared only with the players of the same seat. So a seat from which it is easy to win does not raise its
+player's advantage, and the rewards of the two players of a zero-sum game do not average to 0. A member contains the samples
+and turns of its agent. Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation), with the group of the task
+in place of the running mean of `rae`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Share(NamedTuple):
 
     @property
     def reward(self) -> float:
-        """The agent's reward, summed over its turns."""
+        """The agent's reward, or the trajectory's if `agent` is None."""
         assert self.trajectory.reward is not None
         return self.trajectory.reward.total if self.agent is None else self.trajectory.reward.of(self.agent)
 
@@ -41,7 +42,7 @@ class Share(NamedTuple):
         return tuple(t for t in self.trajectory.turns if self.trajectory.agent_of(t) == self.agent)
 
     def numbered(self, sample: TrainSample) -> TrainSample:
-        """Return the sample with `turn_ids` and `turn_scores` that count only the agent's turns."""
+        """Return the sample with `turn_ids` and `turn_scores` renumbered so that only the agent's turns count."""
         if not self._is_apart:
             return sample
         own = [t.index for t in self.turns]

@@ -1,7 +1,7 @@
-"""Estimators that use the whole batch of a step; every trained token of a trajectory gets the same number.
+"""Estimators that use the whole batch of a step.
 
-Batch statistics are over all trained tokens if the source's are. They never depend on how trajectories are cut into samples
-or micro-batches.
+Batch statistics are over all trained tokens if they are in the source of the estimator. They never depend on how
+trajectories are cut into samples or micro-batches.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def reinforce_plus_plus(
 ) -> BatchAdvantages:
     """Take each token's return, normalised over all trained tokens of the batch: A_t = (G_t - mean) / sqrt(var + eps).
 
-    G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i; the trajectory's reward is on its last token, a penalty such
-    as a KL term on the token that it penalises. It needs no groups. Source: Hu et al. 2025 (REINFORCE++).
+    G_t = sum over the trained tokens i >= t of gamma^(i-t) r_i. The trajectory's reward is on its last trained token; with
+    another `outcome` than end, rewards of turns are on the last tokens of the turns. A penalty, such as a KL term, is on the
+    token that it penalises. Groups may have one member. Source: Hu et al. 2025 (REINFORCE++).
     """
     check_outcome(outcome)
     advantages = []
@@ -66,8 +67,8 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(batch: Sequence[GroupView], *, eps: Epsilon = 1e-8) -> BatchAdvantages:
     """Centre rewards in their group, then normalise over all trained tokens of the batch.
 
-    A = (r - mean of the group - mean) / sqrt(var + eps), with the outer mean and var over tokens. Source: Hu et al. 2025
-    (REINFORCE++), the form with a group baseline.
+    A = (d - mean) / sqrt(var + eps) with d = r - mean of the group's rewards, and with mean and var of d over all trained
+    tokens. Source: Hu et al. 2025 (REINFORCE++), the form with a group baseline.
     """
     return whiten(batch, spread(batch, [centred(g.totals).tolist() for g in batch]), eps=eps)
 
@@ -78,16 +79,16 @@ def gpg(
     *,
     f_norm: Annotated[float, Field(gt=0, description="The divisor of the differences.")] = 1.0,
 ) -> BatchAdvantages:
-    """Centre rewards in their group and make up for the groups that teach nothing: A = alpha (r - mean) / f_norm.
+    """Centre rewards in their group and scale by the share of groups with different rewards: A = alpha (r - mean) / f_norm.
 
-    alpha = B / (B - M), with B the number of trajectories in the batch and M the number in groups of equal rewards, whose
-    tokens count in the mean of the loss with a gradient of 0. Source: Chu et al. 2025 (GPG), accurate gradient estimation,
-    and its code.
+    alpha = B / (B - M), with B the number of trajectories in the batch and M the number of those in groups of equal rewards.
+    The tokens of such groups have a gradient of 0 but count in the mean of the loss, and alpha compensates for that. Source:
+    Chu et al. 2025 (GPG), accurate gradient estimation, and its code.
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
     num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
-    # This factor turns the mean over the batch into a mean over the groups with different rewards.
+    # With this factor, a mean over all trajectories equals a mean over those of groups with different rewards.
     alpha = num_all / num_live if num_live else 1.0
     return spread(batch, [(alpha * centred(t) / f_norm).tolist() for t in totals])
 
@@ -96,8 +97,9 @@ def gpg(
 def remax(batch: Sequence[GroupView]) -> BatchAdvantages:
     """Compare each trajectory with a greedy one of the same task: A = r - r_greedy.
 
-    One more trajectory of each task is decoded greedily, and never trained. If it failed, the mean of the other members
-    takes its place, which is unbiased too. A trajectory with neither gets 0. Source: Li et al. 2023 (ReMax).
+    For each task one more trajectory is decoded greedily; it is never trained. If it failed, the baseline is the mean of the
+    other members' rewards, which is unbiased too. If there are no other members either, A is 0. Source: Li et al. 2023
+    (ReMax).
     """
     scalars = []
     for group in batch:
@@ -119,9 +121,10 @@ def rae(
     """Subtract a running mean of the rewards of the same game and role: A = r - b, then b <- decay b + (1 - decay) r.
 
     A game is the task's data source, and a role is an agent with a separate reward. All rewards of a step are compared with
-    the b at its start, so the baseline does not depend on the trajectory or on the order in which episodes end. Then n
-    rewards with mean m move b as n rewards of m would: b <- decay^n b + (1 - decay^n) m. b starts at 0. Source: Liu et al.
-    2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation, where b moves with every trajectory.
+    the b at its start, so the baseline does not depend on the trajectory or on the order in which episodes end. After the
+    step, b is updated as if all of the role's n rewards were equal to their mean m: b <- decay^n b + (1 - decay^n) m. b
+    starts at 0. Source: Liu et al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation, where b is
+    updated after every trajectory.
     """
     scalars, earned = [], dict[str, list[float]]()
     for group in batch:
@@ -142,12 +145,12 @@ _Within = Annotated[
 
 @declare(scope="batch")
 def hierarchical_grpo(batch: Sequence[GroupView], *, within: _Within = ("solver*",)) -> BatchAdvantages:
-    """Centre rewards among agents that did the same work: A = r - mean of the peers.
+    """Subtract from an agent's reward the mean reward of the agents that did the same work: A = r - mean of the peers.
 
     Agents whose names match a pattern of `within` (`fnmatch`) are compared with the other matching agents of their
     trajectory, such as several solvers of the problem that the trajectory's proposer wrote. Other agents are compared with
-    those of the same name in the group, such as the proposers of one task. An agent without peers gets 0. A step without a
-    matching agent is logged. Source: prime-rl, `hierarchical_grpo`.
+    those of the same name in the group, such as the proposers of one task. The mean includes the agent itself, so an agent
+    without peers gets 0. If no agent of a step matches, a warning is logged. Source: prime-rl, `hierarchical_grpo`.
     """
     agents = sorted({group.agent or "" for group in batch})
     if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents for pattern in within):
@@ -171,7 +174,7 @@ def hierarchical_grpo(batch: Sequence[GroupView], *, within: _Within = ("solver*
 
 
 _RARE = ("interaction", "turns", "overlong")
-"""Components that may be missing in a whole step, because no episode had an interaction or a scored turn."""
+"""Components that may be missing in all trajectories of a step, for example because no episode had an interaction."""
 
 
 @declare(scope="batch", min_group=2, takes_penalties=False)
@@ -185,13 +188,14 @@ def gdpo(
     ] = None,
     whiten_batch: Annotated[bool, Field(description="Normalise the sum over the batch.")] = True,
 ) -> BatchAdvantages:
-    """Normalise each reward component by itself, so that none drowns another: A = sum of w_c (r_c - mean_c) / (std_c + eps).
+    """Normalise each reward component separately, then add them up: A = sum of w_c (r_c - mean_c) / (std_c + eps).
 
-    mean_c and std_c are those of component c in its group; the sums are then normalised over the trajectories of the batch.
-    A component is one of `Reward.components`, or another number that the reward function returned. It is 0 for a trajectory
-    without it. `weights` names the components that count; the default is `reward.weights`. Source: Liu et al. 2026 (GDPO).
-    Batch statistics are over trajectories, as in the paper and one of its two published trainers. The other takes them over
-    tokens, which gives long answers more weight.
+    So a component with a large spread does not outweigh the others. mean_c and std_c are those of component c in its group.
+    The sums are then normalised over the trajectories of the batch. A component is one of `Reward.components`, or another
+    number that the reward function returned. It is 0 for a trajectory without it. `weights` names the components that count;
+    a run sets it to `reward.weights` by default. Source: Liu et al. 2026 (GDPO). Batch statistics are over trajectories, as
+    in the paper and one of its two published trainers. The other one takes them over tokens, which gives long answers more
+    weight.
 
     Raises:
         UnknownNameError: no trajectory has a component of this name, and it is not one of `_RARE`.

@@ -1,11 +1,11 @@
 """Generalised advantage estimation with a critic, over tokens, over turns, and over both.
 
-    stream of trained tokens    a0 a1 | a2 a3 a4 |       observations stand between the turns and are not part of it
+    stream of trained tokens    a0 a1 | a2 a3 a4 |       observations between the turns are not part of the stream
     rewards                      .  r0   .  .  r1        on the last trained token of each turn
-    values                      v0 v1   v2 v3 v4         v_t is the value of the state that token t is sampled in
+    values                      v0 v1   v2 v3 v4         v_t is the value of the state in which token t is sampled
 
-delta_t = r_t + gamma v_next - v_t;  A_t = delta_t + gamma lam A_next;  the critic's target is A_t + v_t. Observations have
-no values and rewards here, so the critic's output at observations has no effect.
+delta_t = r_t + gamma v_next - v_t;  A_t = delta_t + gamma lam A_next, where "next" is the next token of the stream;  the
+critic's target is A_t + v_t. The critic's output at observations is not used.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def gae(
 ) -> BatchAdvantages:
     """Estimate the advantage of each token: A_t = sum over l of (gamma lam)^l delta_{t+l}, over trained tokens only.
 
-    The value after a turn's last token is that of the next turn's first token. Advantages are normalised over the batch's
-    trained tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
+    After a turn's last token, v_next is the value at the next turn's first trained token. Advantages are normalised over the
+    batch's trained tokens unless `whiten_batch` is false. Source: Schulman et al. 2016 (GAE), equation 16.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
@@ -71,11 +71,11 @@ def turn_gae(
     outcome: Outcome = "rest",
     whiten_batch: _Whiten = True,
 ) -> BatchAdvantages:
-    """Estimate the advantage of each turn, with a whole completion as one action: the same recursion over turns.
+    """Estimate the advantage of each turn by the recursion of `gae` over turns: a whole completion is one action.
 
-    The value of a turn is that of its first trained token, the state before the completion; the critic is trained only
-    there. gamma and lam apply per turn, not per token. Source: Li et al. 2025 (Turn-PPO); the recursion is Schulman et al.
-    2016, equation 16.
+    The value of a turn is the value at its first trained token, that is, of the state before the completion. The critic is
+    trained only at these tokens. gamma and lam apply per turn, not per token. All tokens of a turn get its advantage.
+    Source: Li et al. 2025 (Turn-PPO); the recursion is Schulman et al. 2016, equation 16.
     """
 
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
@@ -103,7 +103,9 @@ def bilevel_gae(
     turn_gamma: TurnDiscount = 1.0,
     turn_lam: Annotated[float, Field(ge=0, le=1, description="Weight of later turns.")] = 1.0,
 ) -> BatchAdvantages:
-    """Estimate turns first, then the tokens within each, so that discounting tokens does not blur turns.
+    """Estimate the advantages of turns first, then those of the tokens within each turn.
+
+    So the discount per token does not reduce the credit that a turn gets from later turns.
 
     Turns: delta_k = r_k + turn_gamma V_{k+1} - V_k and A_k = delta_k + turn_gamma turn_lam A_{k+1}, V_k the value at the
     last trained token of turn k. Tokens of a turn: the last one has A_k, and before it A_i = delta_i + gamma lam A_{i+1},
@@ -115,7 +117,8 @@ def bilevel_gae(
         rewards_N = at.gather([s.rewards for s in member.samples])
         turn_U = _gae(rewards_at_ends(member, at, outcome) + rewards_N[ends], values_N[ends], turn_gamma, turn_lam)
         deltas_N = rewards_N + gamma * np.append(values_N[1:], 0.0) - values_N
-        # The last token of a turn carries the turn's credit; earlier tokens are discounted towards it, not beyond.
+        # The last token of a turn has the turn's advantage. The recursion over earlier tokens starts there, so it does not
+        # cross into the next turn.
         deltas_N[ends] = turn_U
         decay_N = np.full(len(values_N), gamma * lam)
         decay_N[ends] = 0.0
@@ -133,7 +136,7 @@ class _Estimates(NamedTuple):
 
 
 def _gae(rewards_U: Numbers, values_U: Numbers, gamma: float, lam: float) -> Numbers:
-    """Return [U] the advantages of consecutive decisions, with value 0 after the last."""
+    """Return [U] the advantages of consecutive actions (tokens or turns); the value after the last action is 0."""
     deltas_U = rewards_U + gamma * np.append(values_U[1:], 0.0) - values_U
     return discounted(deltas_U, np.full(len(values_U), gamma * lam))
 
@@ -152,6 +155,6 @@ def _estimate(
             advantages_N, returns_N = one(member, at, at.gather([s.values for s in member.samples]))
             advantages[-1].append(at.scatter(advantages_N, member.samples))
             targets[-1].append(at.scatter(returns_N, member.samples))
-    # Targets use the advantages before whitening, which would lose the scale of the rewards.
+    # The critic's targets were computed from the advantages before whitening, so they keep the scale of the rewards.
     estimate = BatchAdvantages(advantages, targets)
     return whiten(batch, estimate) if is_whitened else estimate

@@ -1,6 +1,7 @@
 """Estimators that compare the rewards of one group; every trained token of a trajectory gets the same number.
 
-rewards_G [G] of the trajectories of one task, samples_G their training samples  ->  [T] for each sample
+(rewards_G: [G] the rewards of the trajectories of one task, samples_G: for each its training samples)
+->  for each trajectory, for each of its samples, [T] advantages
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def grpo(
 ) -> list[list[Floats]]:
     """Compare each trajectory with its group: A = (r - mean) / (std + eps), the same on all its tokens.
 
-    The standard deviation is the unbiased one (n - 1). A single member gets 0. Source: Shao et al. 2024 (DeepSeekMath),
-    section 4.1.2, outcome supervision. Without `norm_by_std` rewards are only centred: Liu et al. 2025 (Dr. GRPO), which
-    removes the bias towards groups of low variance.
+    The variance is the unbiased estimate, with n - 1. A single member gets 0. Source: Shao et al. 2024 (DeepSeekMath),
+    section 4.1.2, outcome supervision. Without `norm_by_std` rewards are only centred, as in Liu et al. 2025 (Dr. GRPO);
+    this removes the bias towards groups of low variance.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     scalars = centred(values)
@@ -46,7 +47,7 @@ def dr_grpo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 
 @declare(min_group=2, only_compares=True)
 def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
-    """Compare each trajectory with the others: A_i = r_i - mean of r_j over j != i.
+    """Compare each trajectory with the others of its group: A_i = r_i - mean of r_j over j != i.
 
     The baseline does not depend on the trajectory itself, so the gradient is unbiased. Source: Ahmadian et al. 2024 (Back to
     Basics); Kool et al. 2019.
@@ -61,12 +62,12 @@ def rloo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
 def opo(rewards_G: Rewards, samples_G: Samples) -> list[list[Floats]]:
     """Subtract the mean weighted by length: A_i = r_i - sum(l_j r_j) / sum(l_j), l the number of trained tokens.
 
-    If a gradient's squared norm grows with the length, this has about the least variance of all scalar baselines. Source:
-    Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
+    If the squared norm of a trajectory's gradient is proportional to its length, this baseline has about the lowest variance
+    of all scalar baselines. Source: Hao et al. 2025 (On-Policy RL with Optimal Reward Baseline).
     """
     values = centred(np.asarray(rewards_G, dtype=np.float64))
     lengths = np.array([sum(s.num_weighted for s in samples) for samples in samples_G], dtype=np.float64)
-    # A group without a trained token has no lengths to weigh by, and needs no baseline.
+    # In a group without a trained token all lengths are 0. Its advantages are used nowhere, so any baseline will do.
     baseline = (lengths * values).sum() / lengths.sum() if lengths.sum() else 0.0
     return _on_all(samples_G, values - baseline)
 
@@ -80,22 +81,24 @@ def grpo_passk(
     norm_by_std: NormByStd = True,
     k: Annotated[int | None, Field(ge=1, description="Number of tries; null is the whole group.")] = None,
 ) -> list[list[Floats]]:
-    """Reward the best of k tries instead of the average one.
+    """Maximise the expected best reward of k tries instead of the expected reward of one.
 
-    With k: let S be a set of k of the group's n members, and R_S = max of r over S. With mean and std over all such sets,
-    A_i = (mean of R_S over the sets that contain i - mean) / (std + eps), computed in closed form. Source: Chen et al. 2025
-    (Pass@k Training), analytical derivation, there for rewards of 0 and 1.
+    If k is given: let S be a set of k of the group's n members, and R_S the maximum of r over S. Then A_i = (mean of R_S
+    over the sets that contain i - mean) / (std + eps), with mean and std of R_S over all sets, computed in closed form. A
+    group of k or fewer live members has at most one such set, so all its members get 0. Source: Chen et al. 2025 (Pass@k
+    Training), analytical derivation, there for rewards of 0 and 1.
 
-    Without k, that is k = n: the best member gets the amount by which it raises the maximum of the group, A = (best - second
-    best) / (std of r + eps). The others get 0, and so do all if two are best. Source: Tang et al. 2025 (Optimizing Language
-    Models for Inference Time Objectives), leave-one-out, which does not divide. Without `norm_by_std` this does not divide
-    either. A group with k or fewer live members has no two sets to compare: 0.
+    If k is None, the whole group is the set: the best member gets the amount by which it raises the maximum of the group,
+    A = (best - second best) / (std of r + eps), and the others get 0. If two members are best, all get 0. Source: Tang et
+    al. 2025 (Optimizing Language Models for Inference Time Objectives), leave-one-out, without the division.
+
+    Without `norm_by_std` nothing is divided.
     """
     values = np.asarray(rewards_G, dtype=np.float64)
     n = len(values)
     if n < 2:
         return _on_all(samples_G, np.zeros(n))
-    values = values - values.max()  # so that the best of most sets is exactly 0, however large rewards are
+    values = values - values.max()  # differences from the best reward keep their precision if rewards are large
     order = np.argsort(values, kind="stable")
     if k is None:
         scalars = np.zeros(n)
@@ -105,13 +108,14 @@ def grpo_passk(
     if k >= n:
         return _on_all(samples_G, np.zeros(n))
     sorted_G = values[order]
-    # The number of sets whose best has rank j is the number of choices of the other k - 1 members below it.
+    # A set whose best member has rank j (from 0, ascending) consists of it and k - 1 of the j members below it.
     share = np.array([math.comb(j, k - 1) for j in range(n)]) / math.comb(n, k)
     mean = float(share @ sorted_G)
     std = math.sqrt(float(share @ (sorted_G - mean) ** 2))
     holding = np.empty(n)
     for rank in range(n):
-        # The k - 1 others come from the n - 1 members without this one; only those above it change the maximum.
+        # Sets that contain this member: `with_it` counts those whose best is a given member above it, `alone` those in which
+        # it is the best itself.
         with_it = [math.comb(j - 1, k - 2) if k > 1 else 0 for j in range(rank + 1, n)]
         alone = math.comb(rank, k - 1)
         holding[rank] = (alone * sorted_G[rank] + np.dot(with_it, sorted_G[rank + 1 :])) / math.comb(n - 1, k - 1)
@@ -122,11 +126,11 @@ def grpo_passk(
 
 @declare(min_group=2, only_compares=True)
 def maxrl(rewards_G: Rewards, samples_G: Samples, *, eps: Epsilon = 1e-6) -> list[list[Floats]]:
-    """Divide by the mean instead of the spread: A = (r - mean) / (mean + eps), for rewards that are not negative.
+    """Divide by the mean instead of the standard deviation: A = (r - mean) / (mean + eps), for rewards of 0 and above.
 
-    With rewards of 0 and 1 the mean is the success rate p, and dividing by it turns the gradient of p into that of log p:
-    tasks that rarely succeed get the weight that maximum likelihood gives them. Source: Tajwar et al. 2026 (Maximum
-    Likelihood Reinforcement Learning, arXiv 2602.02710).
+    With rewards of 0 and 1 the mean is the success rate p. Dividing the gradient of p by p gives the gradient of log p, so a
+    task has the weight that maximum likelihood gives it, which is larger for a task that rarely succeeds. Source: Tajwar et
+    al. 2026 (Maximum Likelihood Reinforcement Learning, arXiv 2602.02710).
 
     Raises:
         TrainingError: a reward is negative.

@@ -1,9 +1,10 @@
-"""Estimators that give each turn its own credit, from the scores of turns and the states they were taken in.
+"""Estimators that give each turn its own advantage, from the scores of turns and the states in which they were taken.
 
-    turn        0     1     2          scores 0.2, none, 1.0        a reward of 1.2
-    return      1.2   1.0   1.0        the scores from this turn on: a turn is credited with what followed it
+    turn        0     1     2
+    score       0.2   none  1.0        the trajectory's reward is 1.2
+    return      1.2   1.0   1.0        the sum of the scores from this turn on
 
-All tokens of a turn get the same number. Turns follow one another in the order of their indices.
+All tokens of a turn get the same advantage.
 """
 
 from __future__ import annotations
@@ -44,18 +45,20 @@ def return_to_go(
     gamma: TurnDiscount = 1.0,
     baseline: Annotated[bool, Field(description="Subtract the mean of the group's other members.")] = True,
 ) -> BatchAdvantages:
-    """Credit each turn with the scores from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
+    """Credit each turn with the rewards from it on: A_k = G_k - b_k, G_k = sum over l >= k of gamma^(l-k) r_l.
 
-    b_k is the mean of G_k over the group's other members with a turn k, or 0 without any, so the gradient stays unbiased.
-    With `outcome` rest and gamma 1 it is unbiased for the trajectory's reward whatever the scores are, because G_k is then
-    that reward minus the scores before turn k. `norm_by_std` divides by the deviation of the group's A. Source: Sutton et
-    al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for gamma as a bias against variance.
+    r_l is the reward of turn l (`outcome`). The baseline b_k is the mean of G_k over the group's other members that have a
+    turn k, or 0 if there are none. It does not depend on the trajectory itself, so the gradient stays unbiased. With
+    `outcome` rest and gamma 1 the gradient is unbiased for the trajectory's reward whatever the scores are, because G_k is
+    then that reward minus the scores before turn k. `norm_by_std` divides by the standard deviation of A over the group's
+    turns. Source: Sutton et al. 2000 (policy gradient theorem, reward to go); Schulman et al. 2016, section 2, for a gamma
+    below 1, which lowers the variance and adds a bias.
     """
     check_outcome(outcome)
     returns_of_turns = []
     for group in batch:
         returns = [_returns(m, gamma, outcome) for m in group.members]
-        credits = [g.copy() for g in returns]  # copied, because the baselines of other members read the returns
+        credits = [g.copy() for g in returns]  # a copy, because the baselines of other members still read the returns
         for index, mine in enumerate(credits):
             for k in range(len(mine) if baseline else 0):
                 others = [g[k] for j, g in enumerate(returns) if j != index and len(g) > k]
@@ -75,13 +78,14 @@ def mt_grpo(
     outcome: Outcome = "end",
     outcome_weight: Annotated[float, Field(description="Weight of the outcome relative to the turn.")] = 1.0,
 ) -> BatchAdvantages:
-    """Add a turn's standing among its peers to the trajectory's: A_k = T_k + outcome_weight O, at the last A_K = T_K + O.
+    """Add the normalised score of a turn and the normalised reward of its trajectory: A_k = T_k + outcome_weight O.
 
-    T_k = (s_k - mean) / (std + eps) over the scores of turn k in the group, 0 if the turn has no score or is the only one
-    with a score. O is the same for the trajectories' rewards; with `outcome` rest for the rewards minus the turns' scores,
-    and 0 with ignore. Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO, first version), where there are two
-    turns, the last has no score, and the outcome's reward does not include the first turn's score. If a reward is the sum of
-    all scores, use rest.
+    The last turn gets the whole O: A_K = T_K + O. T_k = (s_k - mean) / (std + eps), with mean and std of the scores of turn
+    k in the group; 0 if the turn has no score or no other member's turn k has one. O is computed in the same way from the
+    rewards of the trajectories; with `outcome` rest, from the rewards minus the scores of the turns; with ignore, O is 0.
+    Source: Zeng et al. 2025 (Turn-Level Credit Assignment, MT-GRPO, first version), where there are two turns, the last has
+    no score, and the outcome's reward does not include the first turn's score. If a reward is the sum of all scores, use
+    rest, which counts each score only once.
     """
     check_outcome(outcome)
     advantages = []
@@ -92,7 +96,7 @@ def mt_grpo(
         outcome_G = _standing(counted_G, norm_by_std, eps) * (outcome != "ignore")
         num_turns = [m.num_turns for m in group.members]
         credits = [np.zeros(k) for k in num_turns]
-        # Turn by turn, since a mean over all turns would compare a first turn with a last one.
+        # Normalise each turn index separately: a mean over all turns would compare first turns with last turns.
         for k in range(max([0, *num_turns])):
             scored = [i for i, m in enumerate(group.members) if len(m.turn_scores_K) > k and np.isfinite(m.turn_scores_K[k])]
             values = np.array([group.members[i].turn_scores_K[k] for i in scored], dtype=np.float64)
@@ -100,7 +104,7 @@ def mt_grpo(
                 credits[i][k] = standing
         for mine, of_outcome in zip(credits, outcome_G, strict=True):
             mine[:-1] += outcome_weight * of_outcome
-            mine[-1:] += of_outcome  # the last turn earns the outcome and gets all of it
+            mine[-1:] += of_outcome  # the last turn gets the whole outcome, without `outcome_weight`
         advantages.append([_on_members(m, c) for m, c in zip(group.members, credits, strict=True)])
     return BatchAdvantages(advantages)
 
@@ -115,13 +119,13 @@ def gigpo(
     step_weight: Annotated[float, Field(description="Weight of the comparison of turns.")] = 1.0,
     gamma: TurnDiscount = 0.95,
 ) -> BatchAdvantages:
-    """Compare trajectories in their group, and turns taken in the same state: A_k = E + step_weight S_k.
+    """Compare trajectories in their group, and turns that were taken in the same state: A_k = E + step_weight S_k.
 
-    E = (R - mean) / (std + eps) over the group. Turns of the group with equal state keys, also within one trajectory, form
-    an anchor group. S_k = (G_k - mean) / (std + eps) over the anchor group, with G_k = sum over l >= k of gamma^(l-k) r_l; 0
-    for a state that occurs once. Without `norm_by_std` both are only centred, as in the authors' code by default. The key of
-    a state is the `state_key` in the previous turn's info, else the text of that turn's observation; the first turn is in
-    the state of the task. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
+    E = (R - mean) / (std + eps) over the rewards R of the group. The turns of the group with equal state keys, also those of
+    one trajectory, form an anchor group. S_k = (G_k - mean) / (std + eps) over the anchor group, with G_k = sum over l >= k
+    of gamma^(l-k) r_l; S_k is 0 for a state that occurs once. Without `norm_by_std` E and S_k are only centred, which is the
+    default of the authors' code. The key of a state is the `state_key` in the previous turn's info, else the text of that
+    turn's observation; all first turns have the same key. Source: Feng et al. 2025 (GiGPO), equations 3 and 5 to 8.
     """
     check_outcome(outcome)
     advantages = []
@@ -134,7 +138,7 @@ def gigpo(
                 if state is not None:
                     anchors.setdefault(state, []).append((i, k))
         credits = [np.full(len(g), e) for g, e in zip(returns, of_group, strict=True)]
-        # For a state that occurs once `_standing` returns 0, which leaves the trajectory's credit.
+        # For a state that occurs once `_standing` returns 0, so the turn keeps only the trajectory's E.
         for indices in anchors.values():
             values = np.array([returns[i][k] for i, k in indices])
             for (i, k), standing in zip(indices, _standing(values, norm_by_std, eps), strict=True):

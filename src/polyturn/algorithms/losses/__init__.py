@@ -1,12 +1,12 @@
-"""Policy losses: per-token terms, before any weight or mean.
+"""Policy losses: the loss of each token, before it is weighted and averaged.
 
     token.py        ppo_clip (dapo), policy_gradient (gpg), cispo, sapo, none      the ratio of one token
     sequence.py     gspo, gspo_sequence (luspo), geo_mean, vespo                   the ratio of a sequence
     divergence.py   dppo_tv, dppo_kl, dro                                          how far a probability moved
     covariance.py   clip_cov, kl_cov                                               another loss for a few tokens
 
-A loss returns the term of each token, and `aggregate.py` the coefficient of each token. The trainer's loss is the sum of
-their products. So a loss does not depend on the batch, and gradients of micro-batches add up.
+A policy loss returns a number for each token, and `aggregate.py` a coefficient for each token. The trainer's loss is the sum
+over tokens of number x coefficient. So a policy loss need not know the whole batch, and gradients of micro-batches add up.
 """
 
 from polyturn.algorithms.losses.base import (

@@ -1,10 +1,10 @@
-"""Policy losses that treat the few tokens of largest covariance, which reduce entropy most, specially.
+"""Policy losses with another loss at a few tokens of large covariance, because these tokens reduce the entropy most.
 
     c_t = (A_t - mean A) (logprob_t - mean logprob)       means over all trained tokens of the optimizer step
 
 Source: Cui et al. 2025 (The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models), equations 10 to 13.
-Mean and ranking need the whole step, so tokens are chosen before the step is split, by the log-probabilities at its start.
-For fresh rollouts these are the log-probabilities of the policy itself.
+The means and the choice need all tokens of the step. So the tokens are chosen before the step is split into micro-batches,
+by the log-probabilities at its start (`old_logprobs`). If the rollouts are fresh, these are the policy's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyturn.algorithms.losses.token import clipped
 
 
 def covariance(old_logprobs_N: NDArray[np.float64], advantages_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N] each token's share of the covariance between log-probability and advantage."""
+    """Return [N] c_t, the contribution of each token to the covariance of log-probability and advantage."""
     centred: NDArray[np.float64] = (advantages_N - advantages_N.mean()) * (old_logprobs_N - old_logprobs_N.mean())
     return centred
 
@@ -38,7 +38,7 @@ def choose_within(
     able = np.flatnonzero((value_N > clip_cov_lb) & (value_N < clip_cov_ub))
     count = max(int(clip_cov_ratio * len(value_N)), 1)
     marked_N = np.zeros(len(value_N), bool)
-    # Drawn from between the bounds, as in the source; a ranking would always take the outliers above them.
+    # Draw at random between the bounds, as in the source. Taking the largest c would always select the outliers.
     marked_N[rng.permutation(able)[:count]] = True
     return marked_N
 
@@ -53,7 +53,7 @@ def choose_largest(
     """Mark the share `kl_cov_ratio` of all tokens (at least one) with the largest c."""
     value_N = covariance(old_logprobs_N, advantages_N)
     marked_N = np.zeros(len(value_N), bool)
-    # Stable, so that ties are broken alike on every machine.
+    # A stable sort, so that every machine breaks ties in the same way.
     marked_N[np.argsort(-value_N, kind="stable")[: max(int(kl_cov_ratio * len(value_N)), 1)]] = True
     return marked_N
 
@@ -74,13 +74,13 @@ def clip_cov(
 
     Args:
         marks_T: [T] 1 at the tokens that `choose_within` marked.
-        clip_low: How far below 1 the ratio may go.
-        clip_high: How far above 1.
+        clip_low: The ratio is clipped below 1 - clip_low.
+        clip_high: The ratio is clipped above 1 + clip_high.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     loss_T, is_clipped_T = clipped(log_T.exp(), advantages_T, clip_low=clip_low, clip_high=clip_high)
     stats = {**ratio_stats(log_T, is_clipped_T), "marked_share": marks_T}
-    # Marked tokens stay in the average with a loss of 0: their share must not raise the weight of the others.
+    # Marked tokens still count in the mean, with a loss of 0, so that marking does not raise the weight of other tokens.
     return TokenLoss(torch.where(marks_T != 0, 0.0 * loss_T, loss_T), stats)
 
 

@@ -1,9 +1,9 @@
 """Policy losses that bound how far a token's probability moves, by a divergence or a square, instead of clipping its ratio.
 
-    p = exp(logprob)      q = exp(old_logprob)      r = p / q      sg = without gradient
+    p = exp(logprob)      q = exp(old_logprob)      r = p / q      sg(x) = x without gradient
 
-A ratio of 2 is harmless for a token of probability 1e-4 and a large move for one of 0.4: PPO's clip treats both alike; these
-losses do not.
+A ratio of 2 changes the policy little at a token of probability 1e-4, and much at a token of probability 0.4. PPO's clip
+treats both tokens alike; these losses do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyturn.algorithms.losses.base import TokenLoss, log_ratio, ratio_stats
 from polyturn.core.errors import ConfigError
 
 TINY = 1e-8
-"""Added to the probability of all other tokens, which may round to 0 or below if the token is certain."""
+"""Added to 1 - p and 1 - q, the probability of all other tokens, which may round to 0 if the token is almost certain."""
 
 
 def dppo_tv(
@@ -27,15 +27,16 @@ def dppo_tv(
     clip_high: float = 0.28,
     cap: float = 20.0,
 ) -> TokenLoss:
-    """Return -sg(min(r, cap)) A logprob; 0 where A pushes p further up although p - q > clip_high, or down below -clip_low.
+    """Return -sg(min(r, cap)) A logprob, but 0 at tokens that A would move further from q although they are out of bounds.
 
-    Source: Qi et al. 2026 (Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879), DPPO-Binary-TV:
-    |p - q| is the total variation of the two-outcome distributions "this token, or another".
+    These are tokens with A > 0 and p - q > clip_high, and tokens with A <= 0 and p - q < -clip_low. Source: Qi et al. 2026
+    (Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879), DPPO-Binary-TV: |p - q| is the total
+    variation of the two-outcome distributions "this token, or another".
 
     Args:
-        clip_low: How far p may fall below q, a difference of probabilities.
-        clip_high: How far p may rise above q.
-        cap: Bound of the importance weight r.
+        clip_low: Bound of q - p, for tokens with A <= 0.
+        clip_high: Bound of p - q, for tokens with A > 0.
+        cap: Upper bound of the importance weight r.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     moved_T = logprobs_T.detach().exp() - old_logprobs_T.detach().exp()
@@ -57,9 +58,9 @@ def dppo_kl(
     Source: Qi et al. 2026 (arXiv 2602.04879), DPPO-Binary-KL.
 
     Args:
-        clip_low: The divergence up to which A < 0 still makes a token less likely.
-        clip_high: The divergence up to which A > 0 still makes it likelier.
-        cap: Bound of the importance weight r.
+        clip_low: Bound of the divergence for tokens with A <= 0 that became less likely.
+        clip_high: Bound of the divergence for tokens with A > 0 that became more likely.
+        cap: Upper bound of the importance weight r.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     divergence_T = binary_kl(old_logprobs_T.detach(), logprobs_T.detach())
@@ -72,7 +73,8 @@ def dppo_kl(
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, dro_beta: float = 0.1) -> TokenLoss:
     """Return -(A logprob - dro_beta / 2 (logprob - old_logprob)^2): the square keeps the policy near the old one.
 
-    Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), with the square taken of each token.
+    Source: Richemond et al. 2024 (Offline Regularised Reinforcement Learning, DRO), with a square for each token instead of
+    one for the sequence.
 
     Args:
         dro_beta: Weight of the square; above 0.

@@ -2,8 +2,8 @@
 
     s = exp(mean over the sequence of logprob - old_logprob), the geometric mean of the tokens' ratios
 
-Micro-batches contain whole samples, so a loss sees every token of a sequence at once. The papers average over sequences:
-aggregate with seq-mean-token-mean.
+Micro-batches contain whole samples, so a loss sees all tokens of a sequence in one call. The papers take the mean over
+sequences; set `aggregate` to seq-mean-token-mean to do the same.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """Return PPO's clipped loss with s in place of r and the gradient of the token: s_t = sg(s) probability /
-    sg(probability).
+    """Return PPO's clipped loss with s_t = sg(s) p / sg(p) in place of r, where p is the token's probability and sg(x) is x
+    without gradient.
 
-    Source: Zheng et al. 2025 (GSPO), equations 13 and 14, the token form. If all tokens of a sequence have the same
-    advantage, its gradient is that of the sequence form (`gspo_sequence`). Advantages of single turns stay with their
-    tokens.
+    The value of s_t is s, and its gradient is that of the token alone. Source: Zheng et al. 2025 (GSPO), equations 13 and
+    14, the token form. If all tokens of a sequence have the same advantage, the sum over the sequence has the same gradient
+    as the sequence form (`gspo_sequence`). If turns have different advantages, each acts only on the tokens of its turn.
 
     Args:
         sequence_T: [T] equal numbers for the tokens of one sequence.
-        clip_low: How far below 1 the sequence's ratio may go. The paper's bounds are far narrower than those of token
-            ratios.
-        clip_high: How far above 1.
+        clip_low: s is clipped below 1 - clip_low. The paper's bounds are far narrower than the usual ones of token ratios.
+        clip_high: s is clipped above 1 + clip_high.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     own_T = logprobs_T - logprobs_T.detach()  # value 0, gradient of the token
@@ -67,10 +66,10 @@ def gspo_sequence(
     Source: Zheng et al. 2025 (GSPO), equations 5 and 7.
 
     Args:
-        advantages_T: [T] each acts on all tokens of its sequence.
+        advantages_T: [T] the advantage of each token; through s, it acts on all tokens of its sequence.
         sequence_T: [T] equal numbers for the tokens of one sequence.
-        clip_low: How far below 1 the sequence's ratio may go.
-        clip_high: How far above 1.
+        clip_low: s is clipped below 1 - clip_low.
+        clip_high: s is clipped above 1 + clip_high.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     ratio_T = sequence_mean(log_T, sequence_T).exp()
@@ -87,19 +86,19 @@ def geo_mean(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> TokenLoss:
-    """Return -A exp(mean over the sequence of l), l the token's log ratio, clipped to [-clip_low, clip_high] on the side
-    that its advantage pushes to.
+    """Return -A exp(mean over the sequence of l), with A the mean advantage of the sequence and l the token's log ratio.
 
-    Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization), equation 4. A is the mean advantage of the sequence.
+    l is at most clip_high at tokens with an advantage of 0 or more, and at least -clip_low at the other tokens. Source: Zhao
+    et al. 2025 (Geometric-Mean Policy Optimization), equation 4.
 
     Args:
         sequence_T: [T] equal numbers for the tokens of one sequence.
-        clip_low: Bound of the log ratio below 0.
-        clip_high: Bound of the log ratio above 0.
+        clip_low: Tokens with a negative advantage: l is clipped below -clip_low.
+        clip_high: The other tokens: l is clipped above clip_high.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     bounded_T = log_T.clamp(-clip_low, clip_high)
-    # Clipped in the direction in which the advantage pushes, open in the other, as in PPO's minimum.
+    # Clip only in the direction in which the advantage moves the ratio, as PPO's minimum does.
     chosen_T = torch.where(advantages_T >= 0, torch.minimum(log_T, bounded_T), torch.maximum(log_T, bounded_T))
     mean_T = sequence_mean(chosen_T, sequence_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     loss_T = -sequence_mean(advantages_T, sequence_T) * mean_T.exp()
@@ -120,15 +119,15 @@ def vespo(
     """Return -phi(w) A logprob, w = exp(sum of the sequence's log ratios), phi(w) = w^k exp(lambda (1 - w)) without
     gradient.
 
-    A smooth weight replaces the clip: 1 on policy, approaching 0 as a sequence becomes far likelier or less likely. Source:
-    Shen et al. 2026 (VESPO, arXiv 2602.10693), with w between 1e-8 and e^20 as in its code.
+    The weight phi(w) replaces the clip. It is 1 on policy (w = 1) and approaches 0 for a sequence that has become much more
+    or much less likely. Source: Shen et al. 2026 (VESPO, arXiv 2602.10693), with w between 1e-8 and e^20 as in its code.
 
     Args:
         sequence_T: [T] equal numbers for the tokens of one sequence.
-        k_pos: Exponent k where A >= 0.
-        lambda_pos: Decay lambda where A >= 0.
-        k_neg: Exponent where A < 0.
-        lambda_neg: Decay where A < 0.
+        k_pos: The exponent k of tokens with A >= 0.
+        lambda_pos: The decay lambda of tokens with A >= 0.
+        k_neg: The exponent k of tokens with A < 0.
+        lambda_neg: The decay lambda of tokens with A < 0.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
     log_w_T = sequence_sum(log_T.detach(), sequence_T).clamp(math.log(1e-8), MAX_LOG_RATIO)
