@@ -1,7 +1,7 @@
-"""The load of a router's experts, and the loss that balances it.
+"""The loss that balances the load of a router's experts.
 
     f_e = E / (K T) * tokens of the sequence that went to expert e        P_e = mean over its tokens of softmax(logits)_e
-    L   = sum over e of f_e P_e                                           1 if both are even, at most E
+    L   = sum over e of f_e P_e                                           1 if f and P are uniform, at most E
 
 Source: Fedus et al. 2022 (Switch Transformers), equations 4 to 6, computed per sequence as in DeepSeek 2024 (DeepSeek-V3),
 equations 17 to 20, because a mean over a micro-batch would depend on how the step was cut. Only P has a gradient.
@@ -33,12 +33,12 @@ def balance_loss(
             each.
         row_M: [M] the sequence of each of these tokens.
         num_rows: B.
-        added_up: Adds up sums over the ranks that have other tokens of the same sequences.
+        added_up: Adds up a tensor over the ranks among which the tokens of the sequences are split.
     """
     count, experts = chosen_NK.shape[1], logits_NE.shape[1]
     probs_NE = torch.softmax(logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32)), dim=-1)
     taken_NE = torch.zeros_like(probs_NE).scatter_(1, chosen_NK, 1.0)
-    # One sum for all three, so that ranks that split a sequence communicate once.
+    # Concatenate the three sums, so that ranks that split a sequence communicate only once.
     of_token_NX = torch.cat([probs_NE, taken_NE, torch.ones_like(probs_NE[:, :1])], dim=1)
     blank_BX = torch.zeros((num_rows, 2 * experts + 1), dtype=probs_NE.dtype, device=row_M.device)
     sums_BX = added_up(blank_BX.index_add(0, row_M, of_token_NX[index_M]))

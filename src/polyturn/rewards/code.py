@@ -1,12 +1,12 @@
-"""The scorer of programs: runs the last code block on test cases in a sandbox, and checks whether it passes all of them.
+"""The scorer of programs: runs the last code block on test cases in a sandbox; 1 if it passes all, or the share it passes.
 
     "```python\\nprint(int(input()) + 1)\\n```"  against  {"inputs": ["1\\n"], "outputs": ["2\\n"]}   ->  1.0
 
 The sandbox is a SandboxFusion service: POST `run_code` with {"code", "language", "stdin", …}, answered with
 {"status", "run_result": {"status", "stdout", …}}. Without an address, `local_sandbox.py` runs programs on this machine and
 answers in the same form. A program that fails, is late or prints something else fails its test. An unreachable sandbox is an
-error, never a score of 0. If it does not answer for a program, it gets a trivial program: if it runs that, the sandbox works
-and the program is at fault.
+error, never a score of 0. If the sandbox does not answer the request for a program, it is asked to run a trivial program. If
+it runs that one, the sandbox works, and the first program counts as failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sandbox(SandboxOptions):
     """The sandbox for programs, with their limits."""
 
     token: str | None = field(default=None, repr=False)
-    """The token that the sandbox demands."""
+    """The token for the sandbox's authentication; None if it needs none."""
     slots: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     """Entered for each program; a semaphore limits how many run at once."""
 
@@ -73,16 +73,16 @@ class Sandbox(SandboxOptions):
         """Return the sandbox of a run.
 
         Raises:
-            ConfigError: its token is not in the environment.
+            ConfigError: `options` name a token that is not in the environment.
         """
         token = token_from({"token_env": options.token_env}, where="reward.sandbox")
         return cls(**dataclasses.asdict(options), token=token, slots=threading.Semaphore(options.max_concurrent))
 
     def require(self) -> None:
-        """Check that this machine can isolate programs, if they run on it.
+        """Check that this machine can isolate programs, if there is no address and programs run here.
 
         Raises:
-            ConfigError: it cannot, or the interpreter does not start.
+            ConfigError: this machine cannot isolate programs, or the interpreter does not start.
         """
         if not self.url:
             self._here().require()
@@ -113,7 +113,9 @@ class Sandbox(SandboxOptions):
             return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
 
     def _ask(self, url: str, request: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
-        """Send a request until it is answered, up to `num_tries` times, and for `QUEUE_S` seconds to an overloaded sandbox.
+        """Send a request until it is answered, at most `num_tries` times.
+
+        Answers of an overloaded sandbox do not count as tries; they are retried for `QUEUE_S` seconds.
 
         Raises:
             RewardError: there is no answer.
@@ -179,12 +181,13 @@ def run_request(code: str, *, stdin: str | None, language: str, timeout_s: float
 
 
 def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, continuous: bool = False) -> float:
-    """Return 1.0 if the program passes every test, else 0.0; with `continuous`, the share of the first ten that it passes.
+    """Return 1.0 if the program passes every test, else 0.0; with `continuous`, the share of the first ten tests it passes.
 
     Args:
         solution_str: The text of the model; its last fenced code block is the program.
-        ground_truth: {"inputs": […], "outputs": […]}, or this as JSON text. With "fn_name", an input has the arguments of
-            that function (one JSON value per line, or a list). Without, the program reads the input and prints the output.
+        ground_truth: {"inputs": […], "outputs": […]}, or this as JSON text. If it has a "fn_name", an input contains the
+            arguments of that function (one JSON value per line, or a list), and the output is its result. If not, the
+            program reads the input from stdin and prints the output.
         sandbox: The sandbox that runs the program.
         continuous: Whether the score is the share of passed tests.
 
@@ -212,7 +215,8 @@ def compute_score(solution_str: Any, ground_truth: Any, *, sandbox: Sandbox, con
 
 
 def as_call(program: str, name: str) -> str:
-    """Extend a program to read arguments, one JSON value per line, and print the result of its function `name` as JSON."""
+    """Append code to a program that reads arguments from stdin, one JSON value per line, calls the program's function `name`
+    with them, and prints the result as JSON."""
     return program + _CALL.format(name=name)
 
 
@@ -276,7 +280,7 @@ def _passes(program: str, case: tuple[Any, Any], sandbox: Sandbox, *, is_call: b
 def returns(printed: str, expected: Any) -> bool:
     """Return whether the printed result equals the expected value, which some data sets wrap in a list.
 
-    A program may print anything: text that is not JSON, or far too long for the value, counts as a wrong result.
+    Only the last printed line is compared. A line that is not JSON, or is much longer than the expected value, is wrong.
     """
     last = printed.strip().rsplit("\n", 1)[-1]
     if len(last) > 1000 + 8 * len(json.dumps(expected)):

@@ -18,7 +18,10 @@ from polyturn.core.trajectory import Trajectory
 
 
 def compute_score(trajectory: Trajectory) -> float | Mapping[str, Any]:
-    """Return the sum of the rewards, or the last reward if the task chooses that; per agent if several act."""
+    """Return the sum of an episode's rewards, or the last one if the task's row has {"env": {"score": "last"}}.
+
+    If several agents got rewards, return the mean over the agents as "score", and each agent's value under "agents".
+    """
     row_env = trajectory.task.extra.get("env")
     takes_last = isinstance(row_env, Mapping) and row_env.get("score") == "last"
     earned: dict[str, list[float]] = {}

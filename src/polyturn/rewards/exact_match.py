@@ -1,4 +1,4 @@
-"""The exact-match scorer: the text is one of the right answers, up to case, white space and a full stop at the end.
+"""The exact-match scorer: is the text one of the right answers? Case, white space and a final full stop are ignored.
 
 compute_score(" Paris. ", ["paris", "Paris, France"])  ->  1.0
 """

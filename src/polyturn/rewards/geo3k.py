@@ -1,4 +1,4 @@
-r"""The Geometry3k scorer: nine tenths for the right answer in `\boxed{…}`, one tenth for the form `<think>…</think> …`.
+r"""The Geometry3k scorer: 0.9 for the right answer in `\boxed{…}`, 0.1 for the form `<think>…</think> … \boxed{…}`.
 
 "<think>Two angles …</think> So x is \boxed{30}."  against  "30"   ->  1.0
 """
@@ -14,17 +14,17 @@ def compute_score(predict_str: Any, ground_truth: Any, use_boxed: bool = True, f
     r"""Return (1 - format_score) x accuracy + format_score x form.
 
     Args:
-        predict_str: What the model wrote.
+        predict_str: The text of the model.
         ground_truth: The right answer.
-        use_boxed: Whether the answer stands in `\boxed{…}`; else the whole text is the answer.
-        format_score: The share of the form.
+        use_boxed: Whether the answer is the content of the last `\boxed{…}`; if not, the whole text is the answer.
+        format_score: The share of the score for the form.
     """
     text = predict_str if isinstance(predict_str, str) else ""
     return (1.0 - format_score) * acc_reward(text, ground_truth, use_boxed) + format_score * format_reward(text)
 
 
 def format_reward(predict_str: str) -> float:
-    r"""Return 1.0 if the text is reasoning in `<think>` and then something with `\boxed{…}`, else 0.0."""
+    r"""Return 1.0 if the text begins with reasoning in `<think>` tags and has `\boxed{…}` after it, else 0.0."""
     text = predict_str.strip()
     boxed = text.find("\\boxed{", max(text.find("</think>"), 0))
     return float(text.startswith("<think>") and "</think>" in text and boxed >= 0 and "}" in text[boxed:])

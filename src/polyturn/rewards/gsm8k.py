@@ -1,7 +1,7 @@
 """The GSM8K scorer: find the final answer in a text and compare it with the right one.
 
     strict    "... so #### 1,234"      -> "1234"    the last `#### N`, commas removed
-    flexible  "... it costs 1,234 now" -> "1,234"   the last run that looks like a number, commas kept
+    flexible  "... it costs 1,234 now" -> "1,234"   the last run of digits, commas and full stops; commas kept
 
 Only the last 300 characters are searched, so that the time is bounded for any text. A full stop directly after the number
 belongs to it ("#### 72." gives "72."), as users of this format expect.
@@ -21,7 +21,7 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
-    """Return the final answer in a text; None if there is none, or if this is not text.
+    """Return the final answer in a text; None if there is none, or if `solution_str` is not a string.
 
     Raises:
         ConfigError: `method` is neither "strict" nor "flexible".
@@ -41,7 +41,7 @@ def extract_solution(solution_str: Any, method: str = "strict") -> str | None:
 def compute_score(
     solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for the right answer, `format_score` for another one, 0 where there is none.
+    """Return `score` for the right answer, `format_score` for a wrong one, and 0 if the text has no answer.
 
     Args:
         solution_str: What the model wrote; anything but text has no answer in it.

@@ -2,10 +2,11 @@ r"""The mathematics scorer: the answer in the last `\boxed{…}`, compared as ma
 
     "… so the sum is \boxed{\frac{1}{2}}."  against  "0.5"   ->  1.0
 
-Answers that look the same are equal. All others are compared by the math-verify library (pip install 'polyturn[math]') in
-a process of its own, because a model may write what no computer algebra ever finishes, such as 9^{9^{9^9}}. If a comparison
-is late, or its process dies, it is tried once more with a new process. If that fails too, the reward has failed: its
-trajectory is dropped and counted. It is not 0.0, because a busy machine would turn right answers into wrong ones.
+Answers whose text is the same up to layout are equal. All others are compared by the math-verify library (pip install
+'polyturn[math]') in a separate process, because a model may write an expression whose evaluation never ends, such as
+9^{9^{9^9}}. If a comparison is late, or its process dies, it is tried once more in a new process. If that fails too, the
+reward raises an error, and the trajectory is dropped and counted. The score is not 0.0 then, because on a busy machine right
+answers would count as wrong.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from polyturn.rewards.processes import EndedCallError, LateCallError, Processes
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 1000
-"""The most characters of an answer; a longer answer is wrong."""
+"""Largest number of characters of an answer; a longer answer is wrong."""
 TIMEOUT_S = 10.0
 """Seconds that one comparison may take."""
 NUM_CHECKERS = 4
-"""The most comparisons at once."""
+"""Largest number of concurrent comparisons."""
 _PLAIN = (
     *((mark, "") for mark in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\ ")),
     ("tfrac", "frac"),
@@ -45,7 +46,7 @@ _MARKS = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
 
 
 def compute_score(solution_str: Any, ground_truth: Any, *, score: float = 1.0, format_score: float = 0.0) -> float:
-    r"""Return `score` for the right answer, `format_score` for another boxed one, 0.0 where nothing is boxed.
+    r"""Return `score` for the right answer, `format_score` for another boxed answer, and 0.0 if the text has no box.
 
     Args:
         solution_str: What the model wrote; anything but text has no answer in it.
@@ -73,7 +74,10 @@ def is_near(answer: str, truth: str) -> bool:
 
 
 def _numbers(text: str) -> list[float]:
-    r"""Return the values of a number such as 1,000, 50\%, 1e3, 3 1/2 or 2\pi, which some write 6.28; none of other text."""
+    r"""Return the value of a number such as 1,000, 50\%, 1e3 or 3 1/2; [] for other text.
+
+    A multiple of \pi has two values, because some write 2\pi as 6.28.
+    """
     if match := _MIXED.fullmatch(text.strip()):
         return [float(match[1] or 0) + float(match[2]) / float(match[3])]
     if match := _OF_PI.fullmatch(text.strip()):
@@ -85,9 +89,8 @@ def _numbers(text: str) -> list[float]:
 def stated_answer(text: str) -> str:
     r"""Return the answer that a text states: "so x = 5", "The answer is 5", "5 is the answer", `\boxed{5}`  ->  "5".
 
-    These rules are applied one after another, each to the result of the rule before: keep the text after "answer:", before
-    "is the answer", in the last box, the last sentence, and the text after "is", "=" and the like. A text to which no rule
-    applies is the answer.
+    Each of these rules is applied to the result of the rule before, and changes nothing if it does not match: keep the text
+    after "answer:"; before "is the answer"; in the last box; before the last ". "; after "is", "=" and similar words.
     """
     for mark in _OPENS_ANSWER:
         text = _behind(text, mark)

@@ -15,7 +15,7 @@ from polyturn.rewards.math import last_boxed
 
 SEARCHED_CHARS = 300
 INVALID = "[INVALID]"
-"""The answer of a text without one."""
+"""The answer that is reported for a text without an answer."""
 
 ANSWER = r"(?i)answer\s*:\s*([^\n]+)"
 _REPLACED = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"))
@@ -37,10 +37,11 @@ def compute_score(
     r"""Return {"score": 1.0 or -1.0, "acc": whether it is right, "pred": the answer that was read}.
 
     Args:
-        solution_str: What the model wrote.
+        solution_str: The text of the model.
         ground_truth: The right answer.
-        strict_box_verify: Take the answer from the last `\boxed{…}` as it stands, instead of from after `Answer:`.
-        pause_tokens_index: Not used; callers of this interface pass it.
+        strict_box_verify: Compare the content of the last `\boxed{…}`, without normalisation, instead of the text after
+            `Answer:`.
+        pause_tokens_index: Not used; accepted because callers of this interface pass it.
     """
     text = solution_str[-SEARCHED_CHARS:] if isinstance(solution_str, str) else ""
     if strict_box_verify:
@@ -54,7 +55,7 @@ def compute_score(
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Normalise an answer, so that equal answers mostly have equal text."""
+    """Normalise an answer, so that most equal answers have the same text."""
     answer = final_answer.rsplit("=", 1)[-1]
     for old, new in (*_REPLACED, *_JOINED):
         answer = answer.replace(old, new)

@@ -1,7 +1,8 @@
 """Compares mathematical answers in a separate process (`rewards.processes`).
 
-The time limit of the library is not used, because the library answers "not equal" at its limit. Instead, the caller kills
-this process, and the comparison counts as late. Memory is limited, so that a huge number ends only the comparison.
+The library's own time limit is not used, because the library returns "not equal" when it is reached. Instead, the caller
+kills this process after its deadline, and the comparison counts as late. The memory of this process is limited, so that a
+huge number makes only this comparison fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Calls a reward function in the main thread of a process: keyword arguments in, (whether it returned, its result) out.
+"""Calls a reward function in the main thread of a process, for the process that started it.
 
-`rewards.processes` runs it as `python -m polyturn.rewards.process_worker`. It may be killed at any moment, and ends when its
-input ends. Imports resolve as in the calling process, with the same path and stand-ins.
+A message in is a dict of keyword arguments; a message out is (True, the result) or (False, the error as text).
+`rewards.processes` runs this module as `python -m polyturn.rewards.process_worker`. The process may be killed at any moment,
+and ends when its input ends. Imports resolve as in the calling process: the module search path and the stand-ins for other
+libraries are the same.
 """
 
 from __future__ import annotations

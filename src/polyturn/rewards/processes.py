@@ -3,12 +3,13 @@
     scorer = Processes("grade.py:compute_score", num=4, timeout_s=60.0)
     scorer(solution_str="…", ground_truth="4")        in a thread; blocks until a process has answered
 
-A timeout that uses signals, like that of math-verify, raises in any other thread. A function that takes this error for a
-wrong answer would score every text 0.0. A call past its deadline is killed together with its process. The functions must not
-rely on state in their module, because each process has its own.
+A function may have a timeout that uses signals, as math-verify does. In any other thread than the main one, setting it
+raises, and a function that treats this error as a wrong answer would score every text 0.0. If a call misses its deadline,
+its process is killed. The functions must not rely on state in their module, because each process has its own.
 
-Why not Pebble's pool: its workers are processes of multiprocessing, whose `spawn` imports the user's main script in each of
-them. It cannot start them with `-P` either, so a file in the working folder could hide a module of Python.
+Why not Pebble's pool: its workers are processes of multiprocessing, whose `spawn` imports the user's main script in each
+worker. The pool also cannot start workers with `-P`, so a file in the working folder could hide a module of the standard
+library.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Processes:
         """Set the function; no process starts yet.
 
         Args:
-            function: `file.py:name` or `pkg.mod:name`; a class makes one object in each process, which is called.
-            base: The folder that a relative file path starts from.
-            num: The most calls at once.
+            function: `file.py:name` or `pkg.mod:name`. If it is a class, each process creates one object and calls that.
+            base: The folder from which a relative file path starts.
+            num: Largest number of concurrent calls.
             timeout_s: Seconds that one call may take.
             log: Whether the function's output goes to the output of this process ("inherited") or nowhere ("none").
         """
@@ -82,7 +83,7 @@ class Processes:
             try:
                 is_returned, value = process.call(arguments, timeout_s=self.timeout_s)
             except BaseException:
-                process.close()  # its answer may still arrive, and would be taken for that of the next call
+                process.close()  # its answer may still arrive; reused, the process would give it to the next call
                 raise
             self._idle.append(process)
         if not is_returned:
@@ -111,7 +112,7 @@ class _Process:
         except BaseException as problem:
             self.close()
             if isinstance(problem, LateCallError | EndedCallError):
-                raise RewardError(str(problem)) from problem  # of no call
+                raise RewardError(str(problem)) from problem  # not a LateCallError: no call has been made yet
             raise
 
     def call(self, arguments: dict[str, Any], *, timeout_s: float) -> tuple[bool, Any]:

@@ -14,14 +14,16 @@ from typing import Any
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 MAX_TAGS = 10
-"""The most tags of one kind with which a right answer earns the full score; more tags mean that the model is guessing."""
+"""A right answer gets the full score only up to this number of opening or closing tags; with more, the model is guessing."""
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(
     solution_str: Any, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """Return `score` for a right answer (a quarter beside over ten tags), `format_score` for another, else 0.0.
+    """Return `score` for a right answer, `format_score` for a wrong one, and 0.0 if the text has no answer.
+
+    A right answer in a text with more than `MAX_TAGS` tags of one kind gets a quarter of `score`.
 
     Args:
         solution_str: What the model wrote.

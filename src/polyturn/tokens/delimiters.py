@@ -1,7 +1,7 @@
 """Delimiters: finds the control tokens that open or close turns, roles and media, by rendering sample conversations.
 
-Prompts of the owner may contain other control tokens but not delimiters: a system prompt that explains <think> or
-<tool_call> needs the tokens that the model was trained with, but must not end its turn.
+By default, texts of the owner may become any control token except delimiters. A system prompt that explains <think> or
+<tool_call> needs the tokens with which the model was trained, but it must not end its own turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _ControlRenderer(Renderer, Protocol):
 
 
 def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
-    """Find the tokens that the template writes around messages and media, excluding tags inside a turn."""
+    """Find the tokens that the template writes around messages and media, except pairs of tags such as <think>, </think>."""
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
     delimiters = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}
@@ -69,7 +69,7 @@ def _spans(codec: Renderer, messages: list[Message], *, opened: tuple[bool, ...]
 
 
 def _is_tag(text: str, known: set[str]) -> bool:
-    """Return whether `text` is half of a pair such as <think> and </think>."""
+    """Return whether `text` is one of a pair of control texts such as <think> and </think>."""
     if not (text.startswith("<") and text.endswith(">")) or text[1:2] in "|｜" or text[-2:-1] in "|｜":
         return False
     partner = text.replace("</", "<", 1) if text.startswith("</") else text.replace("<", "</", 1)

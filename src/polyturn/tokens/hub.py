@@ -1,7 +1,7 @@
-"""Checks with one request whether the Hugging Face hub can be reached, because libraries retry for a minute.
+"""Checks with one request whether the Hugging Face hub can be reached, because libraries retry for a minute if it cannot.
 
-only_cached("Qwen/Qwen3-0.6B")    False: the hub answers    True: it does not, but the cache has the model
-                                  ConfigError: neither the hub nor the cache has it
+only_cached("Qwen/Qwen3-0.6B")    False: the hub answers    True: the hub does not answer, but the cache has the model
+                                  ConfigError: the hub does not answer, and the cache does not have the model
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "preprocesso
 def only_cached(name: str, *, revision: str | None = None) -> bool:
     """Return whether to load the files of a model or tokenizer from the cache only; False for a folder.
 
-    Names that can only be a path are not checked.
+    For a name that can only be a path, return False without a request.
 
     Raises:
         ConfigError: the hub is disabled or does not answer, and the cache does not have the name.
@@ -66,7 +66,7 @@ def _without_hub() -> str:
 
 
 def unreachable() -> str | None:
-    """Send one request to the hub and return why it got no answer; None for any answer."""
+    """Send one request to the hub. Return None if the hub answers, even with an error status; else the reason as text."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,15 +1,15 @@
 """MediaProcessor: runs a model's processor on one image, video or sound at a time, and caches the results.
 
-    template   ... <|vision_start|><|image_pad|><|vision_end|> What is this?                        one placeholder an image
-    ids        ... <|vision_start|><|image_pad|> x 4<|vision_end|> What is this?                    as many as it has patches
-    inputs     {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}                               what the model reads
+    template   ... <|vision_start|><|image_pad|><|vision_end|> What is this?                        one placeholder per image
+    ids        ... <|vision_start|><|image_pad|> x 4<|vision_end|> What is this?                    one per image feature
+    inputs     {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}                               inputs of the model
 
-The code is the same for all model families: to find the tokens and inputs of a medium, it processes a text that consists of
-one placeholder. The inputs of a conversation are those of its media in message order, exactly as in one pass over the whole
-conversation, so each medium is processed when it arrives.
+The code is the same for all model families: to find the tokens and inputs of a medium, it runs the processor on a text that
+consists of one placeholder. The inputs of a conversation are the inputs of its media, concatenated in message order. They
+equal those of one pass over the whole conversation, so each medium can be processed when it arrives.
 
-A placeholder in the text of a tool, a user or the model stays text: the encoder does not let it become the token, and a
-wrong number of placeholders is an error.
+If a tool, a user or the model writes the text of a placeholder, it stays text: the encoder does not let it become the token.
+If the template writes another number of placeholders than there are media, that is an error.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ _TEXT_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_
 """Outputs of a processor that describe the text; all other outputs describe the media."""
 _PARTS = {"image": ("image_processor",), "video": ("video_processor",), "audio": ("feature_extractor", "audio_processor")}
 MAX_PIXELS = 1 << 25
-"""The most pixels of an image: about 100 MB after decoding."""
+"""Largest number of pixels of an image: about 100 MB after decoding."""
 MAX_FRAME_PIXELS = 4 * MAX_PIXELS
-"""The most pixels of all frames of a video together."""
+"""Largest number of pixels of all frames of a video together."""
 MAX_SCANS = 100
-"""The most scans of a JPEG file, because decoding a scan goes over all pixels again. Usual files have about ten."""
+"""Largest number of scans of a JPEG file. Decoding each scan goes over all pixels, so a small file with many scans could
+take very long. Usual files have about ten."""
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Formats that Pillow decodes itself. For PostScript, for example, it would start a program that executes the file."""
+"""The accepted formats, which Pillow decodes itself. PostScript, for example, is not accepted, because Pillow would start a
+program that executes the file."""
 _ARGUMENT = {"image": "images", "video": "videos", "audio": "audio"}
 
 
@@ -89,8 +91,8 @@ class MediaProcessor:
         Args:
             processor: A transformers processor with a tokenizer.
             codec: The run's tokenizer and template.
-            max_cached_bytes: Size of the cache of processed media, so that the members of a group, the engine and the
-                trainer process an image only once.
+            max_cached_bytes: Size of the cache of processed media. With the cache, an image is processed only once for the
+                members of a group, the engine and the trainer.
 
         Raises:
             ConfigError: the processor handles no kind of media, or its placeholder is not a token of the tokenizer.
@@ -129,7 +131,7 @@ class MediaProcessor:
 
         Args:
             media: The media.
-            where: The source of the media, for the message.
+            where: The source of the media, for the error message.
 
         Raises:
             DataError: the processor does not support a kind, or a file does not exist.
@@ -166,14 +168,14 @@ class MediaProcessor:
         """Process the media of messages in a thread and cache them, so that encoding does not block the event loop.
 
         Raises:
-            DataError: as `expansion`.
+            DataError: see `expansion`.
         """
         for medium in (medium for message in messages for medium in message.media):
             if medium not in self._cache:
                 await self._thread.submit(functools.partial(self.expansion, medium))
 
     def expand(self, ids: Ids, messages: Sequence[Message]) -> Ids:
-        """Replace each placeholder in `ids` by the expansion of the medium of `messages` that it stands for.
+        """Replace each placeholder in `ids` by the expansion of its medium; the i-th placeholder stands for the i-th medium.
 
         Text at the edges of an expansion is encoded together with the text next to it, as in one pass over the whole text.
 
@@ -273,7 +275,7 @@ class MediaProcessor:
         return type(self.processor).__name__
 
     def _read_kind(self, kind: str) -> str | None:
-        """Find and store the placeholder of a kind; return why there is none, or None on success."""
+        """Find and store the placeholder of a kind. Return None on success, else the reason as text for an error message."""
         if all(_attribute(self.processor, part) is None for part in _PARTS[kind]):
             return f"the processor {self._name} has no {_PARTS[kind][0]}"
         text = _attribute(self.processor, f"{kind}_token")
@@ -458,8 +460,8 @@ def _find(ids: Ids, wanted: Ids, start: int) -> int | None:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """Return the attribute `name` of a processor; None if it does not exist. Processors have different attributes and
-    declare them nowhere."""
+    """Return the attribute `name` of a processor; None if it does not exist. Processors differ in their attributes, and no
+    class declares them."""
     try:
         return owner.__getattribute__(name)
     except AttributeError:

@@ -5,9 +5,9 @@
     height        0   1    2    2    3    3      4   5
     width         0   1    2    3    2    3      4   5
 
-Trainer and engine share this code, because their positions must agree. They come from the model's `get_rope_index`, if it
-has one. A position depends only on the tokens before it, so rows may be cut and extended: after the last medium, each
-position is the token's index plus `offset`.
+Trainer and engine share this code, because their positions must agree. The positions come from the model's `get_rope_index`,
+if it has one. The position of a token depends only on the tokens up to it, so a row may be cut or extended without changing
+the positions of other tokens. After the last medium, each position is the token's index plus `offset`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from polyturn.core.media import KINDS, Media
 from polyturn.tokens.multimodal import MediaProcessor
 
 _TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
-"""Names of the argument with which models take the type of each token."""
+"""Names that models use for the argument with the type of each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowInputs:
-    """The inputs of the model for a row, other than its ids."""
+    """The inputs of the model for a row, except its token ids."""
 
     positions: NDArray[np.int64] | None
     """[3, T], or None if the position of token t is t."""
     offset: int
-    """The position minus the index of text tokens after the row."""
+    """For text tokens appended to the row: their position minus their index."""
     inputs: dict[str, Any]
     """Name -> tensor: the inputs of the row's media."""
     types: NDArray[np.int8]
@@ -43,7 +43,7 @@ class RowInputs:
 
 
 class MediaRows:
-    """Computes the inputs of one model other than token ids."""
+    """Computes the inputs of one model, except token ids."""
 
     def __init__(self, model: Any, media: MediaProcessor) -> None:
         """Read `get_rope_index` and the arguments of `forward` from a transformers model."""

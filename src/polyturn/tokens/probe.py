@@ -1,10 +1,12 @@
-"""Probes a chat template with canned dialogues at the start of a run, to decide how histories grow with it.
+"""Probes a chat template with canned dialogues at the start of a run, to decide how a history is extended by a turn.
 
-    append     sampled ids stay, and only new messages are encoded: every reply of every dialogue equals its full render
-    segment    some reply differs from its full render: every turn is sampled from a full render
-    none       the template cannot show what the run needs, or no dialogue can be encoded
+    strategy   condition                                             how a run builds the prompt of a turn
+    append     each reply, encoded alone, equals its full render     keeps the sampled ids and encodes only new messages
+    segment    some reply differs from its full render               renders and encodes the whole history for every turn
+    none       the template cannot render something that the run     the run stops with an error
+               needs, or no dialogue can be encoded
 
-The first strategy that works is chosen, in well under a second. `cli/template_report.py` reports the traits of a template.
+The probe takes well under a second. `cli/template_report.py` reports the traits of a template.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _READ = ("{}", "{} Go.", "Go. {}", "It {} is.", "So.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateProbe:
-    """How histories grow with a chat template."""
+    """The result of probing a chat template: the strategy with which histories are extended, and its reasons."""
 
     strategy: str
     """"append", "segment", or "none" if no strategy is safe."""
@@ -83,7 +85,7 @@ class Dialogue(NamedTuple):
         return any(m.tool_calls for m in self.messages)
 
     def replies(self) -> Iterator[tuple[Sequence[Message], Sequence[Message]]]:
-        """Yield each reply to an assistant turn, with the messages before it."""
+        """Yield for each assistant turn (the messages up to it, the messages that answer it)."""
         turns = [index for index, m in enumerate(self.messages) if m.role == "assistant"]
         for turn, end in itertools.pairwise([*turns, len(self.messages)]):
             yield self.messages[: turn + 1], self.messages[turn + 1 : end]
@@ -208,7 +210,7 @@ def _differences(dialogue: Dialogue, encoder: DeltaEncoder, rendered: set[str]) 
             text, alone = codec.decode(ids), codec.encode_pieces([(written, False)], last_id=encoder.inside_text)
             if text != codec.decode(alone):
                 yield f"{kind}: the encoded reply reads {text[:60]!r}, not {written[:60]!r}"
-        # The same reply to a turn that was not cut must differ only by the end of that turn.
+        # The reply above follows a completion that was cut. After a complete one, only the end of the turn may be missing.
         ended = encoder.extend(answer, last_id=codec.stop_token_ids[0], history=before)
         if not np.array_equal(ended, ids[len(ids) - len(ended) :]):
             yield f"{kind}: a reply to a turn that was not cut reads {codec.decode(ended)[:60]!r}"
@@ -232,7 +234,7 @@ def _rendered(codec: Codec, tools: Sequence[Mapping[str, Any]]) -> tuple[bool, b
 
 
 def _problem(codec: Codec, num_tools: int, *, renders_tools: bool, renders_results: bool) -> str | None:
-    """Return why no dialogue can be tried; None if some can."""
+    """Return as text why the template cannot be used at all, before any dialogue is tried; None if it may be usable."""
     if codec.chat_template is None:
         return (
             f"the tokenizer {codec.tokenizer.name_or_path!r} has no chat template; give one as `chat_template` "

@@ -1,8 +1,8 @@
-"""Finds the words in contents to which a template reacts, by rendering: `/no_think` as a switch, `<image>` to remove it.
+"""Finds the words in contents that change a template's output: `/no_think` may be a switch, and `<image>` may be removed.
 
-A frame (`frames.py`) can stand for all contents only if the template does not react to them. The candidates are the string
-literals of the template. The template reacts to a word if it writes contents with the word differently from contents with a
-neutral word.
+A frame (`frames.py`) is the same for all contents, so it must not be used for contents with such words. The candidates are
+the string literals of the template. A candidate counts if the template renders contents with it differently from contents
+with a neutral word.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def find_read_words(codec: _TemplateRenderer) -> tuple[str, ...]:
     """Return the literals of the template that change its output when a system, user or tool message contains them."""
     words = []
     for literal in dict.fromkeys(text.strip() for text in string_literals(codec.chat_template or "")):
-        # Control text in contents is hidden from templates (`trust`).
+        # Templates do not see control text in contents, because `trust` replaces it by placeholder words.
         if literal and len(literal) <= _MAX_CHARS and not codec.has_control(literal):
             words.append(literal)
     words_read = set[str]()

@@ -23,16 +23,24 @@ from polyturn.tokens.codec import Codec
 from polyturn.tokens.parsers import HermesParser, ToolCallParser, build_parser
 
 MODES = ("strict", "ignore_strippable", "disable", "off")
-"""`strict` reports every difference; `ignore_strippable` ignores white space; `off`, or `disable`, turns the check off."""
+"""`strict` reports every difference. `ignore_strippable` ignores turns that differ only in white space or in how the same
+text is split into tokens. `off`, or `disable`, turns the check off."""
 
 KINDS = ("generation_prompt", "merge", "whitespace", "tool_call_json", "reasoning_stripped", "end_token", "other")
-"""Kinds of differences between an episode's ids and a full render, in order: the template opens past turns differently; the
-same text has other tokens, merged at a boundary; other white space; the same tool calls are written differently; reasoning
-is dropped; the turn ends with another token than a past turn of the template; anything else."""
+"""Kinds of differences between an episode's ids and a full render:
+
+generation_prompt     the template opens past turns differently from the generation prompt
+merge                 the text is the same, but it is split into other tokens
+whitespace            only white space differs
+tool_call_json        the tool calls are the same, but their text differs
+reasoning_stripped    the full render omits or changes reasoning
+end_token             the turn ends with another token than the template writes after a past turn
+other                 anything else
+"""
 
 UNEXPLAINED = KINDS[-1]
-"""The kind that may be an error. The others result from how the template writes past turns, or how the model writes; in
-those cases the sampled ids are right."""
+"""The kind that may be an error. The other kinds result from how the template writes past turns or how the model writes
+text; then the sampled ids are right."""
 
 _STRIPPABLE = ("merge", "whitespace")
 _CONTEXT = 10
@@ -49,11 +57,11 @@ class Difference:
     full_index: int
     """Index of the same position in the full render."""
     block: int
-    """Number of end-of-turn tokens before this position."""
+    """Index of the differing block; blocks are the parts of the ids that end with an end-of-turn token."""
     kept: str
-    """The text of the episode there, with a few tokens before and after."""
+    """The text of the episode around this position, a few tokens before and after it."""
     full: str
-    """The text of the full render there."""
+    """The text of the full render around the same position."""
 
     def __str__(self) -> str:
         if self.kept == self.full:
@@ -91,7 +99,7 @@ def differences(
     Args:
         incremental_ids: [T] the ids of the episode, ending with the last completion.
         full_ids: [T'] `DeltaEncoder.full` of the same messages.
-        codec: The codec of both.
+        codec: The codec with which both were encoded.
         mode: "strict" or "ignore_strippable".
         parser: Reads calls and reasoning, to classify differences; None detects the parser from the template.
 
@@ -191,7 +199,10 @@ def _squeeze(text: str) -> str:
 
 
 def _unequal_turns(ids: Ids, full: Ids, ends: Ids) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (slice of `ids`, slice of `full`, block) of differing turns; a turn missing on one side joins a neighbour."""
+    """Yield (slice of `ids`, slice of `full`, block) for each differing turn.
+
+    If consecutive differing turns are not equally many on both sides, they are yielded as one pair of slices.
+    """
     ours, theirs = _blocks(ids, ends), _blocks(full, ends)
     matcher = difflib.SequenceMatcher(
         None, [ids[s].tobytes() for s in ours], [full[s].tobytes() for s in theirs], autojunk=False

@@ -2,7 +2,7 @@
 
     model: {path: smollm2, chat_template: hermes}      polyturn check smollm2 --template hermes
 
-Such a name can replace a Jinja source or a file name.
+In a config, the name of such a template can be used in place of a Jinja source or a file name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_TOOLS = (
     "the chat template shows the model no tools; set model.chat_template to hermes (ChatML with tool calls as JSON, which "
     "rollout.parser: auto reads) or to a template of yours"
 )
-"""The advice for runs with tools whose template does not render them."""
+"""The part of an error message for a run with tools whose template does not render tool schemas."""
 
 
 def template_source(value: str, *, base: Path, key: str) -> str:
@@ -28,8 +28,8 @@ def template_source(value: str, *, base: Path, key: str) -> str:
 
     Args:
         value: A Jinja source, a name of `TEMPLATES`, or the path of a file.
-        base: The folder that a relative path starts from.
-        key: The key or option that holds the value, for messages.
+        base: The folder from which a relative path starts.
+        key: The key or option from which the value comes, for error messages.
 
     Raises:
         ConfigError: `value` is none of these, or the file cannot be read.

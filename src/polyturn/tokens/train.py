@@ -1,7 +1,8 @@
 """A byte-level BPE tokenizer with ChatML turns and hermes tools, trained on texts when a run starts.
 
-For models without a tokenizer: the quick start, tests, experiments from scratch. As in published models, the turn tokens are
-special, and the tool and reasoning tags are added tokens that are not special. The same texts give the same tokenizer.
+It is for models without a tokenizer: in the quick start, in tests, and in experiments from scratch. As in published models,
+the turn tokens are special, and the tool and reasoning tags are added tokens that are not special. The same texts always
+give the same tokenizer.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def gpg(
     *,
     f_norm: Annotated[float, Field(gt=0, description="The divisor of the differences.")] = 1.0,
 ) -> BatchAdvantages:
-    """Centre rewards in their group and scale by the share of groups with different rewards: A = alpha (r - mean) / f_norm.
+    """Centre rewards in their group and compensate for groups of equal rewards: A = alpha (r - mean) / f_norm.
 
     alpha = B / (B - M), with B the number of trajectories in the batch and M the number of those in groups of equal rewards.
     The tokens of such groups have a gradient of 0 but count in the mean of the loss, and alpha compensates for that. Source:

@@ -3,9 +3,9 @@
     <think>2 and 2</think>Let me add.<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>
     ->  reasoning "2 and 2", content "Let me add.", one call
 
-A call that cannot be parsed is kept with an error that the model reads, so that a malformed call costs as much as a valid
-one. A call inside reasoning is not executed. Parsers take linear time and never evaluate code. Each model family has a file;
-`build_parser` chooses a parser by name, or by the chat template.
+A call that cannot be parsed is kept as a call with an error, which the model reads in place of a result. So a malformed call
+counts as a call. A call inside reasoning is not executed, unless an option says so. Parsers take linear time and never
+evaluate code. Each model family has a file; `build_parser` chooses a parser by name, or by the chat template.
 """
 
 from polyturn.tokens.parsers.base import ParsedText, ParsedTurn, ToolCallParser, TurnParser, parsers

@@ -2,8 +2,8 @@
 
     text  ->  reasoning format: (reasoning, rest)  ->  tool format: rest -> pieces of content and calls  ->  ParsedTurn
 
-The two formats are separate, because models with the same format of calls write reasoning differently. Each family has
-default reasoning tags (`default_reasoning`), which an option can replace.
+The two formats are chosen separately, because models with the same format of calls may write reasoning differently. Each
+parser names a default reasoning format (`default_reasoning`), which an option can replace.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class ToolCallParser(Protocol):
 
         Args:
             text: The text of the model.
-            id_prefix: The i-th call gets the id `{id_prefix}_{i}`, unless the family's templates need another form of id.
-            tools: Schemas of the tools that may be called; formats with untyped arguments take the types from them.
+            id_prefix: The i-th call gets the id `{id_prefix}_{i}`, unless the model wrote an id or the family's templates
+                need another form of id.
+            tools: Schemas of the tools that may be called. In formats whose arguments have no types, the types come from
+                these schemas.
         """
         ...
 
@@ -59,7 +61,7 @@ class TurnParser(ABC):
     """The base of the built-in parsers; a family implements `read`."""
 
     call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """The tags around a call, so that reasoning tags inside arguments are ignored; "" if the format has none."""
+    """The tags around a call; "" if the format has none. Reasoning tags between them are part of the call's arguments."""
     default_reasoning: ClassVar[str] = "qwen3"
     """The name of the family's reasoning format."""
 
@@ -70,9 +72,9 @@ class TurnParser(ABC):
 
         Args:
             reasoning: Name of a reasoning format; None for the family's own.
-            reasoning_is_open: Whether the generation prompt opens the reasoning. Then all text before the closing tag, or
-                all text if there is none, is reasoning.
-            calls_in_reasoning: Whether to execute calls inside reasoning.
+            reasoning_is_open: Whether the generation prompt ends with the opening tag of reasoning. Then all text before the
+                closing tag is reasoning, or all text if there is no closing tag.
+            calls_in_reasoning: Whether calls inside reasoning count as calls of the turn, before those after it.
 
         Raises:
             UnknownNameError: no reasoning format has that name.
@@ -84,7 +86,7 @@ class TurnParser(ABC):
 
     @abstractmethod
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Find the calls in a text that has no reasoning. Takes linear time, never raises."""
+        """Find the calls in a text from which reasoning has been removed. Must take linear time and never raise."""
 
     def call_id(self, id_prefix: str, index: int) -> str:
         """Return the id for a call that the model wrote without one."""
@@ -105,22 +107,23 @@ class TurnParser(ABC):
         for index, call in enumerate(calls):
             own = call.id if call.id and call.id not in taken else self.call_id(id_prefix, index)
             taken.add(own)
-            # `dataclasses.replace` would take a third of the time of parsing the call.
+            # Not `dataclasses.replace`, which would take a third as long as parsing the call.
             out.append(ToolCall(id=own, name=call.name, arguments=call.arguments, raw=call.raw, error=call.error))
         return tuple(out)
 
 
 _END_MARKS = re.compile(r"(?:<\|[^<>|]{1,40}\|>|<｜[^<>｜]{1,40}｜>|</s>|\s)*+")
-"""Control tokens after the last call; the decoded text may contain them."""
+"""Matches a piece that has only white space and the text of control tokens, such as end tokens after the last call."""
 
 
 def join_content(pieces: Sequence[str]) -> str:
-    """Join the pieces of text around calls with line breaks, each without leading and trailing white space."""
+    """Join the pieces of text around calls with line breaks, without the white space at their ends. Drop pieces of control
+    tokens."""
     return "\n".join(p.strip() for p in pieces if not _END_MARKS.fullmatch(p))
 
 
 _MAX_LONGER = 8
-"""The most opening tags that are tried as text inside an argument; the bound keeps parsing linear."""
+"""Maximum number of opening tags in a text that are tried as part of an argument. The bound keeps parsing linear."""
 
 
 def read_blocks(
@@ -128,14 +131,16 @@ def read_blocks(
 ) -> ParsedText:
     """Parse the calls between two tags.
 
-    A closing tag may be part of an argument. A block therefore ends at the first closing tag with which it can be parsed, or
-    else at the last closing tag before the next block. Each character is read at most twice, a few times with `tells_end`.
+    A closing tag may be part of an argument. So a block ends at its first closing tag if it can be parsed with that end;
+    otherwise at the last closing tag before the next block, if it can be parsed with that one; otherwise at the first. Each
+    character is read at most twice, or a few times with `tells_end`.
 
     Args:
         text: The text with the blocks.
         tags: The opening and the closing tag of a block.
         read: Parses (text between the tags, text with the tags) to a call.
-        tells_end: Whether `read` refuses text after a call, so that an argument may contain an opening tag.
+        tells_end: Whether `read` returns an error for a text that continues after a call. Then a block that has no closing
+            tag before the next opening tag is also tried with that tag as part of an argument.
     """
     opens, closes = tags
     tries = _MAX_LONGER if tells_end else 0
@@ -171,5 +176,5 @@ def read_blocks(
 
 
 def broken(raw: str, error: str, *, name: str = "") -> ToolCall:
-    """Return a call that cannot be executed, with an error that the model reads."""
+    """Return a call that cannot be executed; the model reads `error` in place of a result."""
     return ToolCall(id="", name=name, raw=raw.rstrip(), error=error)

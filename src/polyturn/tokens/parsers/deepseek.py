@@ -1,4 +1,4 @@
-"""Calls between marks of their own: DeepSeek V3 and R1, and V3.1 with a shorter form.
+"""Calls between special marks, in one section: DeepSeek V3 and R1; V3.1 with a shorter form.
 
 V3     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
        ```json

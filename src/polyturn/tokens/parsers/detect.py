@@ -1,9 +1,9 @@
-"""Chooses a parser by rendering: the one that correctly parses the template's render of a turn with calls.
+"""Chooses a parser for a chat template: the one that correctly parses the template's renders of turns with calls.
 
     template(assistant turn that calls add(a=2))  ->  "<tool_call>{...}</tool_call>"  ->  the parser that reads add(a=2)
 
-Model names do not matter. Turns with one call, with two, with nested arguments and with reasoning are rendered; a parser
-fits if it reads exactly those. Call ids are tried in all forms that templates require.
+The model's name is not used. The template renders turns with one call, with two calls, with nested arguments and with
+reasoning; a parser fits if it reads exactly the calls of these turns. All forms of call ids that templates need are tried.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PLAIN = Message(role="assistant", content="Qx9Plain")
 _OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 """An incomplete tag at the end of the common prefix of two texts."""
 _ID_SHAPES = ("call_{}", "zq4Call0{}", "functions.zq_probe:{}")
-"""Forms of call ids: free, nine letters and digits, and one with the name of the tool."""
+"""Forms of call ids that templates require: any, nine letters and digits, or one that contains the tool's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ def build_parser(
     Args:
         codec: Tokenizer and template, from which parser and reasoning format are detected if `options` does not name them.
         options: The names of the parser and the reasoning format.
-        needs_calls: Whether the run has tools, so that a template whose calls no parser reads is an error.
-        base: The folder that relative file paths start from.
+        needs_calls: Whether the run has tools. If so, it is an error if no parser reads the template's calls.
+        base: The folder from which relative file paths start.
 
     Raises:
         UnknownNameError: there is no such parser or reasoning format.
         TemplateError: the name is "auto", the run has tools, and no parser reads the template's calls.
-        ConfigError: options for a parser that takes none.
+        ConfigError: `options` has options besides the name, and the parser takes none.
     """
     name = options.name
     if name == "auto":
@@ -138,7 +138,7 @@ def detect(codec: Codec) -> str:
 
 
 def detect_reasoning(codec: Codec, name: NameOrObject, *, base: Path | None = None) -> str:
-    """Return the name of the template's reasoning format, or else the default of the parser `name`."""
+    """Return the name of the template's reasoning format; the default of the parser `name` if no known format fits."""
     family = parsers.resolve(name, base=base)
     own = family.default_reasoning if inspect.isclass(family) and issubclass(family, TurnParser) else "none"
     if own != "none" and not _writes(codec, reasoning_formats.resolve(own)):
@@ -151,7 +151,7 @@ def detect_reasoning(codec: Codec, name: NameOrObject, *, base: Path | None = No
 
 
 def _parse(parser: ToolCallParser, text: str) -> ParsedTurn:
-    """Parse a rendered turn; if the parser raises, return a turn that never matches."""
+    """Parse a rendered turn. If the parser raises, return a turn without calls, which matches no turn with calls."""
     tools: Tools = (_TOOL,)
     try:
         return parser.parse(text, tools=tools)
@@ -186,8 +186,8 @@ def _render_turn(codec: Codec, turn: Message, is_prompt: bool = True) -> str | N
     Args:
         codec: Tokenizer and template.
         turn: The assistant message.
-        is_prompt: Whether the opening is the prefix that the turn shares with the generation prompt, or the prefix that it
-            shares with another turn, because some templates open past turns differently.
+        is_prompt: True: remove the prefix that the render shares with a generation prompt. False: remove the prefix that it
+            shares with the render of another turn, for templates that open past turns differently.
     """
     render, other = codec.template.try_render, [_USER] if is_prompt else [_USER, _PLAIN]
     for tools in ((_TOOL,), ()):

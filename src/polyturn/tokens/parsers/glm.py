@@ -1,4 +1,4 @@
-"""Calls as a name and key and value elements: GLM 4.5, 4.6 and 4.7 (the later ones without line breaks between).
+"""Calls as a name and pairs of key and value elements: GLM 4.5, 4.6 and 4.7 (the later ones without line breaks).
 
 <tool_call>add
 <arg_key>a</arg_key>

@@ -1,10 +1,10 @@
-"""Harmony channels: gpt-oss. A turn is a row of messages, each with a channel and perhaps an addressee.
+"""Harmony channels: gpt-oss. A turn is a sequence of messages. Each has a channel and may have a recipient (`to=…`).
 
 <|channel|>analysis<|message|>Two and two.<|end|>                                                    reasoning
 <|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>  a call
 <|start|>assistant<|channel|>final<|message|>Four.<|return|>                                         content
 
-A message to a tool is a call, whatever its channel: the model stops after it.
+A message whose recipient is a tool is a call, whatever its channel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
     header: str
     body: str | None
-    """None for a message that was cut in its header."""
+    """The text after the header; None if the message was cut in its header."""
     raw: str
 
 
@@ -61,7 +61,7 @@ class GptOssParser(TurnParser):
         return ParsedTurn(content, self._with_ids(calls, id_prefix), reasoning)
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Return text without marks as content, or as a call that was cut where it names a tool first."""
+        """Return a text without marks as content. If it begins with a recipient, it was cut there and is a broken call."""
         cut = _RECIPIENT.match(text.lstrip())
         return ParsedText([text], []) if cut is None else ParsedText(["", ""], [_read_call(cut[1], _Part(text, None, text))])
 

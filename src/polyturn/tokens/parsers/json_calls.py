@@ -1,4 +1,4 @@
-"""The JSON reader of all parsers. It accepts deviations whose meaning is certain; other errors are shown to the model.
+"""The JSON reader of all parsers. It accepts invalid JSON if its meaning is certain; other errors are shown to the model.
 
 Accepted beyond the standard: a comma after the last element, line breaks and tabs inside strings, arguments that are a JSON
 string of an object, `parameters` instead of `arguments`. Not accepted: NaN, infinite numbers, single quotes, comments, more
@@ -17,7 +17,7 @@ from polyturn.core.messages import ToolCall
 from polyturn.tokens.parsers.base import broken
 
 MAX_DEPTH = 64
-"""The most levels of nesting in arguments; deeper values could break code that handles them later."""
+"""Maximum number of nesting levels in arguments; deeper values could exceed the recursion limit of code that reads them."""
 _MARK = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 _COMMA = re.compile(r'("(?:[^"\\]++|\\.)*+(?:"|\\?\Z))|,(?=\s*+[}\]])', re.DOTALL)
 
@@ -108,7 +108,7 @@ def call_from(data: Any, raw: str) -> ToolCall:
 
 
 def with_arguments(name: str, arguments: Any, raw: str, *, key: str = "arguments", id: str = "") -> ToolCall:
-    """Return the call of `name` with decoded arguments, or with arguments that are still JSON text."""
+    """Return a call of `name`. `arguments` are decoded, or are a string of JSON, which is decoded here."""
     if isinstance(arguments, str):
         try:
             arguments = loads(arguments) if arguments.strip() else {}

@@ -4,7 +4,8 @@
 <|python_tag|>{"name": "add", "parameters": {"a": 2}}
 <|python_tag|>brave_search.call(query="rain")
 
-Without the tag, a turn that begins with JSON is a call only if it looks like one: an answer may be JSON too.
+Without the tag, a turn that begins with a JSON object is a call only if it has the keys of a call, because an answer may be
+JSON too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Llama3Parser(TurnParser):
     call_tags = (_TAG, "")
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Read objects from the tag, or from the beginning, on."""
+        """Read the calls after the tag; without a tag, those at the beginning of the text."""
         content, tag, rest = text.partition(_TAG)
         if not tag:
             return _read_bare(text, tools) if _LOOKS_LIKE.match(text) else ParsedText([text], [])
@@ -59,7 +60,8 @@ def _read_bare(text: str, tools: Tools) -> ParsedText:
 
 
 def _is_call(data: dict[str, Any], tools: Tools) -> bool:
-    """Return whether an object is meant as a call: nothing but a call's keys, and arguments or a known tool's name."""
+    """Return whether an object is meant as a call: it has a name and only keys of a call, and it has arguments or its name
+    is that of a tool."""
     if not data.keys() <= _KEYS or "name" not in data:
         return False
     known = {f.get("name") for f in (t.get("function", t) for t in tools)}
@@ -67,7 +69,7 @@ def _is_call(data: dict[str, Any], tools: Tools) -> bool:
 
 
 def _read_objects(text: str) -> tuple[list[ToolCall], str]:
-    """Read JSON objects one behind the other; return them and the text behind the last."""
+    """Read consecutive JSON objects; return their calls and the text after the last object."""
     calls: list[ToolCall] = []
     position = 0
     while True:

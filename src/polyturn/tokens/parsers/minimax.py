@@ -33,7 +33,7 @@ class MinimaxM2Parser(TurnParser):
     default_reasoning = "minimax"
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Read each block up to the last closing tag before the next."""
+        """Read the calls of each block. A block ends at the last closing tag before the next opening tag."""
         pieces: list[str] = []
         calls: list[ToolCall] = []
         position = 0

@@ -34,7 +34,7 @@ class MistralParser(TurnParser):
         return hashlib.blake2b(f"{id_prefix}_{index}".encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Read from each mark to the next."""
+        """Read the calls after each [TOOL_CALLS]."""
         content, *sections = text.split(_OPEN)
         pieces: list[str] = [content]
         calls: list[ToolCall] = []
@@ -60,7 +60,7 @@ def _read_named(text: str) -> tuple[list[ToolCall], str]:
 
 
 def _read_objects(text: str) -> tuple[list[ToolCall], str]:
-    """Read one object or a list of them, one by one, so that those before a cut are kept."""
+    """Read one object or a list of objects. The objects are read one by one, so that a cut list keeps the complete ones."""
     is_list = text.startswith("[")
     position = 1 if is_list else 0
     calls: list[ToolCall] = []

@@ -179,7 +179,7 @@ class _TokenReader:
         return out
 
     def _strings(self, first: str) -> str:
-        """Return a string and those that stand directly behind it, as Python joins them."""
+        """Return the string `first`, joined with the string literals that directly follow it, as in Python."""
         parts = [_unquote(first)]
         while (token := _TOKEN.match(self.text, self.position)) is not None and token.lastgroup == "string":
             self.position = token.end()

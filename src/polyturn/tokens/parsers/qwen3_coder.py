@@ -37,7 +37,7 @@ class Qwen3CoderParser(TurnParser):
     call_tags = ("<tool_call>", "</tool_call>")
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Read from each opening tag to the last closing one before the next."""
+        """Read the calls. A call ends at the last closing tag before the next opening tag."""
         starts = list(_START.finditer(text))
         pieces: list[str] = []
         calls: list[ToolCall] = []

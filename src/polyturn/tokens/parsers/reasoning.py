@@ -1,8 +1,8 @@
 """Splits a turn into reasoning and the rest, by the reasoning tags of a model family.
 
     <think>2 and 2</think>Four.     ->  ("2 and 2", "Four.")
-    2 and 2</think>Four.            ->  ("2 and 2", "Four.")     the generation prompt wrote <think>
-    <think>2 and                    ->  ("2 and", "")            cut
+    2 and 2</think>Four.            ->  ("2 and 2", "Four.")     <think> is in the generation prompt
+    <think>2 and                    ->  ("2 and", "")            the completion was cut
 
 The names are those of SGLang's `--reasoning-parser`; several of them have the same tags.
 """

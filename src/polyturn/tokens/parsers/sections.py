@@ -2,7 +2,8 @@
 
 SECTION-BEGIN CALL-BEGIN head SEPARATOR {json} CALL-END CALL-BEGIN … CALL-END SECTION-END
 
-The marks of the section carry no information, so a missing end mark (because the turn ended or was cut) is not an error.
+The marks of the section are not needed to find the calls, so a missing SECTION-END (because the turn ended or was cut) is
+not an error.
 """
 
 from __future__ import annotations

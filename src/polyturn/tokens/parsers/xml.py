@@ -1,8 +1,8 @@
 """Parses formats with tags around each argument: consecutive named values up to a closing tag.
 
-<parameter=city>          a tag with the name, the value's text, a closing tag; a closing tag inside a value does not end it
-Köln                      unless another parameter, or the end, stands behind it
-</parameter>
+<parameter=city>          a tag with the name
+Köln                      the text of the value
+</parameter>              a closing tag; it ends the value only if another parameter or the end of the text follows
 
 The type of a value comes from the tool's JSON schema: "5" for a string parameter, 5 for an integer parameter. A text that
 does not fit the type stays a string, so that the tool's own validation reports it. Without a schema, text that is valid JSON
