@@ -33,7 +33,10 @@ def choose_within(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> NDArray[np.bool_]:
-    """Mark a share `clip_cov_ratio` of all tokens (at least one), drawn from those with clip_cov_lb < c < clip_cov_ub."""
+    """Mark a share `clip_cov_ratio` of all tokens (at least one), drawn from those with clip_cov_lb < c < clip_cov_ub.
+
+    If fewer tokens have such a c, mark all of these.
+    """
     value_N = covariance(old_logprobs_N, advantages_N)
     able = np.flatnonzero((value_N > clip_cov_lb) & (value_N < clip_cov_ub))
     count = max(int(clip_cov_ratio * len(value_N)), 1)
