@@ -100,6 +100,8 @@ def truncate_tokens(text: str, *, max_tokens: int | None, codec: Codec, side: Tr
         window *= 4
     head_end = _kept_head(first, max_tokens - tail)
     tail_start = offset + _kept_tail(last, tail) if tail else len(text)
+    if head_end >= tail_start:  # tokens of hundreds of characters, of which the two windows keep all
+        return text
     return _joined(text, _head_end(text, head_end, codec), _tail_start(text, tail_start, codec), side)
 
 

@@ -83,6 +83,7 @@ async def test_summary_is_trained_and_has_the_models_origin() -> None:
     ("work", "error", "key"),
     [
         (lambda: schedulers.resolve("compactoin"), UnknownNameError, "'compactoin'.*'compaction'"),
+        (lambda: Compaction(budget=10, policies=[]), ConfigError, "policies is empty.*window"),
         (lambda: Compaction(budget=10, policies=["windows"]), ConfigError, "'windows'.*'window'"),
         (lambda: Compaction(budget=0), ConfigError, "budget is 0"),
     ],

@@ -216,6 +216,14 @@ def test_cut_by_tokens_keeps_the_documented_side(side: Any):
     assert cut.endswith("2998 2999") == (side != "right")
 
 
+def test_windows_that_meet_keep_the_text(monkeypatch: pytest.MonkeyPatch):
+    codec, text = tiny_codec(), "x" * 2500
+    monkeypatch.setattr(
+        type(codec), "token_spans", lambda _, part: [(at, min(at + 200, len(part))) for at in range(0, len(part), 200)]
+    )
+    assert truncate_tokens(text, max_tokens=20, codec=codec) == text
+
+
 def test_cut_leaves_no_half_of_a_control_token():
     codec = tiny_codec()
     for n in range(3, 40):

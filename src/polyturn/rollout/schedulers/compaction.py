@@ -38,9 +38,10 @@ class Compaction(MultiTurnScheduler):
     def __init__(
         self, *, budget: int, policies: Sequence[str] = ("drop_reasoning", "window"), request: str = REQUEST
     ) -> None:
-        if not policies or (unknown := [p for p in policies if p not in POLICIES]):
-            wrong = unknown[0] if policies else None
-            raise ConfigError(f"compaction: there is no policy {wrong!r}.{did_you_mean(str(wrong), POLICIES)}")
+        if not policies:
+            raise ConfigError(f"compaction: policies is empty; give at least one of {', '.join(POLICIES)}")
+        if unknown := [p for p in policies if p not in POLICIES]:
+            raise ConfigError(f"compaction: there is no policy {unknown[0]!r}.{did_you_mean(str(unknown[0]), POLICIES)}")
         if budget < 1:
             raise ConfigError(f"compaction: the budget is {budget}; it must be a positive number of tokens")
         self.budget = budget
