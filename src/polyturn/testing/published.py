@@ -92,7 +92,8 @@ def tiny(name: str = "", folder: Path | str | None = None, *, turn_tokens: int =
     Args:
         name: The model's name on the hub, one of `PUBLISHED`.
         folder: The folder to write to; None uses the cache of the Hugging Face libraries, where it is created once.
-        turn_tokens: Approximate number of sampled tokens per turn, so that conversations have several turns.
+        turn_tokens: Approximate number of sampled tokens per turn. A random model would hardly ever sample the
+            token that ends a turn.
         seed: Seed of the weights.
 
     Raises:

@@ -9,9 +9,9 @@ all-gather of torch's context parallelism (`flex_cp_allgather`, whose backward p
 shared prefixes attend to the same tokens as on one rank. Source: Llama Team 2024 (The Llama 3 Herd of Models, section
 3.3.2).
 
-The results at all targets are gathered on every rank of the row, so that each computes the same loss, even one that compares
-tokens of a sequence. A rank's backward pass runs through its share of the tokens, so the ranks' gradients add up to the
-gradient that one rank would compute (I7).
+Every rank of the row gathers the results (such as log-probabilities) at all targets, and computes the same loss, so losses
+that need a whole sequence work too. A rank's backward pass runs through its share of the tokens, so the ranks' gradients add
+up to the gradient that one rank would compute (I7).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ContextRow:
 
     @classmethod
     def of(cls, device: torch.device, *, size: int, inner: int = 1) -> ContextRow:
-        """Return this rank's row of `size` ranks; each stands for `inner` ranks that split the layers of the same tokens.
+        """Return this rank's row of `size` ranks. `inner` tensor-parallel ranks at each position have the same tokens.
 
         Raises:
             ConfigError: the ranks do not divide into such rows.
@@ -76,7 +76,7 @@ class ContextRow:
 
 @functools.cache
 def _row(world: Any, device_type: str, size: int, inner: int) -> ContextRow:
-    # Cached by shape, so that policy, critic and reference share one group, because every process group has its own threads.
+    # Cached by shape, because every process group starts threads: policy, critic and reference share one group.
     shape = (world.size() // (size * inner), size, inner)
     return ContextRow(init_device_mesh(device_type, shape, mesh_dim_names=("rows", "cp", "inner"))["cp"].get_group())
 
@@ -97,7 +97,7 @@ class ContextShare:
         # comes last.
         until_M = np.concatenate([packing.until_N, np.full(len(order_M) - packing.num_tokens, len(order_M))])
         self.own_L = torch.from_numpy(own_L).to(device)
-        """[L] index on the axis of each of this rank's tokens; from N on, padding."""
+        """[L] for each token of this rank, its position on the flat axis; positions from N on are padding."""
         self.local_M = torch.from_numpy(local_M).to(device)
         """[M] index of each token among this rank's tokens; -1 for tokens of other ranks."""
         self.until_M = torch.from_numpy(until_M).to(device)
@@ -123,11 +123,11 @@ class ContextShare:
         return (every_M <= at_Q1) & (at_Q1 < self.until_M)
 
     def of_targets(self, values: Tensor) -> Tensor:
-        """Gather the results at this rank's targets into [S] those at all targets; the call is collective."""
+        """Return [S], the results at all targets, from the results at this rank's targets. All ranks must call it."""
         return self._summed(values, self.mine_S.nonzero()[:, 0], len(self.mine_S))
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Gather the results [L, …] at this rank's tokens into [N, …] those at all tokens; the call is collective."""
+        """Return [N, …], the results at all tokens, from [L, …], those at this rank's tokens. All ranks must call it."""
         return self._summed(values, self.own_L, len(self.until_M))[: self._num_tokens]
 
     def _summed(self, values: Tensor, at: Tensor, count: int) -> Tensor:

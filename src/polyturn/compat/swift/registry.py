@@ -25,8 +25,8 @@ class PluginDict(dict[str, Any]):
         Args:
             kind: The registry's name in messages.
             shipped: The shipped entries.
-            shape: The methods that a class needs, checked only when a run uses it, because files register classes that
-                they never use. None if the loader of configs checks them.
+            shape: The methods that a class needs. They are checked when a run uses the class, because a file may register
+                classes that the run never uses. None if the loader of configs checks them.
         """
         super().__init__(shipped or {})
         self.kind = kind
@@ -64,7 +64,7 @@ def _home(entry: Any) -> str:
 
 
 def _file(entry: Any) -> str:
-    """Return the file of an entry, because one file may be imported under two names."""
+    """Return the file that defines an entry. Files are compared, because one file may be imported under two names."""
     home = _home(entry)
     module = sys.modules.get(home)
     return home if module is None or module.__file__ is None else str(Path(module.__file__).resolve())

@@ -2,8 +2,8 @@
 
     result = await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language)
 
-The pool uses threads of this process, with the tool's limit. An error of a function is raised; verl's pool logs it and
-returns None.
+The pool uses threads of this process, at most the tool's `max_concurrency`. An error of a function is raised; verl's pool
+logs it and returns None.
 """
 
 from __future__ import annotations
