@@ -6,6 +6,7 @@ process too, so that each server starts once and the two engines run side by sid
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -16,6 +17,9 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401  (it cannot be imported after distutils of the standard library, which some packages import)
 
 TIME_LIMITS = {"contract": 900, "e2e": 600, "golden": 300, "property": 300, "unit": 300}
 """Seconds after which a hanging test fails, by folder, in the order in which the folders start: the longest first.

@@ -21,7 +21,7 @@ needs_root = pytest.mark.skipif(ISOLATION is not Isolation.ROOT, reason="images 
 
 _PROGRAM = """#!/bin/sh
 # An engine that records its arguments, one call a line, and runs what `exec` names on this machine.
-python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >> "$STAND_IN/calls"
+python3 -c 'import json, os, sys; os.write(1, (json.dumps(sys.argv[1:]) + chr(10)).encode())' "$@" >> "$STAND_IN/calls"
 case $1 in
   image) [ -e "$STAND_IN/built" ] ;;
   build) [ ! -e "$STAND_IN/no-build" ] || { echo "no space left" >&2; exit 1; }; : > "$STAND_IN/built" ;;
