@@ -99,6 +99,6 @@ class Saving:
     export: Callable[[Path], object]
     """Writes the model in Hugging Face format to a folder, from the policy's shards next to the folder."""
     journal: JournalFile | None = None
-    """Journal of conversations in flight; None keeps none."""
+    """Journal of conversations in flight; None if the run writes no journal."""
     fingerprint: str = ""
     """Fingerprint of the tokenizer and its template."""
