@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Callable
 
 BOXES = ("one", "two", "three", "four", "five")
@@ -65,6 +66,13 @@ def prompt(number: int) -> str:
         a, b = factors(number)
         return f"What is {a} {'*' if kind() == 'calculator' else '+'} {b}?"
     return f"Task {number}. Open the boxes."
+
+
+def is_right(question: str, answer: str) -> bool:
+    """Return whether the last number of `answer` is the product or sum that `question` asks for."""
+    a, operation, b = question.removeprefix("What is ").removesuffix("?").split()
+    numbers = re.findall(r"\d+", answer)
+    return bool(numbers) and int(numbers[-1]) == (int(a) * int(b) if operation == "*" else int(a) + int(b))
 
 
 def calculate(expression: str) -> str:

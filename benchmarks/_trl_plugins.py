@@ -60,3 +60,8 @@ def corpus() -> list[str]:
 def by_chance(trajectory: Any) -> float:
     """Return a random reward for a trajectory."""
     return game.reward()
+
+
+def by_product(trajectory: Any) -> float:
+    """Return 1 if the last turn ends with the right product or sum."""
+    return float(game.is_right(str(trajectory.task.prompt[-1].content), trajectory.text_of("answer")))

@@ -28,12 +28,16 @@ class Clock(TrainerCallback):
     def __init__(self) -> None:
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []
+        self.generate_s: list[float] = []
+        self.positions: list[float] = []
         self.trainer: GRPOTrainer | None = None
         self.sampled: list[float] = []
         self.calls: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.perf_counter(), time.process_time()
+        self.generate_s.append(0.0)
+        self.positions.append(0.0)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.wall_s.append(time.perf_counter() - self._began[0])
@@ -41,6 +45,25 @@ class Clock(TrainerCallback):
         metrics = self.trainer._metrics["train"]
         self.sampled.append(metrics["completions/mean_length"][-1])
         self.calls.append(metrics["tools/call_frequency"][-1] if self.trainer.tools else 0.0)
+
+
+def watch(trainer: GRPOTrainer, clock: Clock) -> None:
+    """Make `clock` count the seconds of the trainer's generation and the positions of its passes with a gradient."""
+    generate = trainer._generate
+
+    def timed(*args, **kwargs):
+        start = time.perf_counter()
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            clock.generate_s[-1] += time.perf_counter() - start
+
+    def count(module, args, kwargs):
+        if torch.is_grad_enabled():
+            clock.positions[-1] += kwargs["input_ids"].numel()
+
+    trainer._generate = timed
+    trainer.model.register_forward_pre_hook(count, with_kwargs=True)
 
 
 def by_chance(completions, **kwargs):
@@ -100,12 +123,15 @@ def main() -> None:
             callbacks=[clock],
         )
         clock.trainer = trainer
+        watch(trainer, clock)
         trainer.train()
     print(
         json.dumps(
             {
                 "wall_s": clock.wall_s,
                 "cpu_s": clock.cpu_s,
+                "generate_s": clock.generate_s,
+                "positions": clock.positions,
                 "sampled_per_sample": clock.sampled,
                 "calls_per_sample": clock.calls,
                 "samples": samples,

@@ -3,6 +3,7 @@
     python benchmarks/trl_comparison.py                                    both games, two interleaved rounds
     python benchmarks/trl_comparison.py --threads 2                        two threads for torch on both sides
     python benchmarks/trl_comparison.py --model smollm2 --threads 2        SmolLM2-135M, a real model, in two other games
+    python benchmarks/trl_comparison.py --model smollm2 --causes           also polyturn without one of its savings
     python benchmarks/trl_comparison.py --peer ms_swift                    against ms-swift
     python benchmarks/trl_comparison.py --sizes small --games even         a model of 5 M parameters in place of 0.3 M
     python benchmarks/trl_comparison.py --quick                            one short round of one game, to see that it runs
@@ -11,7 +12,10 @@ Both sides have the same model, tokens and batch. The model first memorizes the 
 model, learns a few products with a calculator, so that both sides sample turns of the same lengths at temperature 1 and call
 the same tool equally often. Then the sides alternate, and each trains for a few optimizer steps in a new process. The figure
 is the median wall time of a step after the first two, with generation, tool calls, rewards and update. CPU seconds are
-compared too, for shared machines. The peer runs in its environment of `scripts/environments/build.py`, with the same torch
+compared too, for shared machines. Both sides also give the seconds of generation in a step (`generate_s`) and the number of
+positions, with padding, in the trainer's passes (`positions`). `--causes` trains again without shared prefixes, and with
+rewards for right answers, so that groups with equal rewards are left out; otherwise rewards are random and every group is
+trained. The peer runs in its environment of `scripts/environments/build.py`, with the same torch
 and the micro-batch that is fastest for it (the first round tries several). Prints one JSON line. The comparison fails if
 tokens or calls per sample differ by more than 3 % (even, calculator) or 10 % (ragged, sums).
 """
@@ -47,6 +51,14 @@ SHARPER = 3.0
 TARGET = 3.0
 CLOCKS = ("wall", "cpu")
 MOST_APART = {"even": 0.03, "ragged": 0.10, "calculator": 0.03, "sums": 0.10}
+CAUSES: Mapping[str, Mapping[str, Any]] = {
+    "no_shared_prefixes": {"train": {"layout": {"shared_prefix": "off"}}},
+    "equal_rewards_left_out": {
+        "reward": {"routes": {"boxes": f"{PLUGINS}:by_product"}},
+        "algorithm": {"drop_zero_variance": True},
+    },
+}
+"""Run of `--causes` -> the sections of the configuration that differ from the compared run."""
 GAMES = {"random": ("even", "ragged"), "smollm2": ("calculator", "sums")}
 QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -139,11 +151,13 @@ def make_model(size: str, folder: Path) -> float:
 
 @dataclass
 class Clock(Observer):
-    """An observer that records the seconds between the ends of steps, and the sampled tokens and calls of each."""
+    """An observer that records the seconds between the ends of steps, and the tokens and calls of each step."""
 
     last: tuple[float, float] = (0.0, 0.0)
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    generate_s: list[float] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)
 
@@ -151,22 +165,27 @@ class Clock(Observer):
         self.last = time.perf_counter(), time.process_time()
 
     def on_step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Any], trained: Any = None) -> None:
-        """Record the seconds, sampled tokens and calls of the step."""
+        """Record the seconds, tokens and calls of the step."""
         now = time.perf_counter(), time.process_time()
         self.wall_s.append(now[0] - self.last[0])
         self.cpu_s.append(now[1] - self.last[1])
+        self.generate_s.append(metrics["time/generate_s"])
+        self.positions.append(metrics.get("tokens/processed", 0.0) / (1 - metrics.get("tokens/padding_share", 0.0)))
         trajectories = [t for group in groups for t in group.trajectories]
         self.sampled.append(mean(t.num_sampled_tokens for t in trajectories))
         self.calls.append(mean(sum(len(turn.tool_results) for turn in t.turns) for t in trajectories))
         self.start()
 
 
-def train_here(model: Path, steps: int) -> dict[str, Any]:
-    """Train `model` for `steps` in this process; return the figures of the steps."""
+def train_here(model: Path, steps: int, cause: str | None) -> dict[str, Any]:
+    """Train `model` for `steps` in this process, perhaps with the settings of a cause; return the figures of the steps."""
     from polyturn import build
     from polyturn.config.models import RunConfig
 
-    place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=model, steps=steps)), base=HERE)
+    values = config_of(model=model, steps=steps)
+    for section, changed in CAUSES[cause].items() if cause else ():
+        values[section] = values[section] | changed
+    place = build.ConfigSource(config=RunConfig.model_validate(values), base=HERE)
     parts, tasks = build.build_parts(place), build.build_run_tasks(place)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +195,8 @@ def train_here(model: Path, steps: int) -> dict[str, Any]:
     return {
         "wall_s": clock.wall_s,
         "cpu_s": clock.cpu_s,
+        "generate_s": clock.generate_s,
+        "positions": clock.positions,
         "sampled_per_sample": clock.sampled,
         "calls_per_sample": clock.calls,
         "samples": GROUPS * GROUP_SIZE,
@@ -216,6 +237,12 @@ def compare(
             theirs.append({**found, "micro_batch": size})
     best = min(tried, key=lambda k: tried[k])
     theirs = [found for found in theirs if found["micro_batch"] == best]
+    causes = {}
+    for cause in CAUSES if args.causes else ():
+        if cause != "equal_rewards_left_out" or kind in GAMES["smollm2"]:
+            found = in_process([*ours_command, f"--cause={cause}"], kind=kind, threads=args.threads)
+            _say(cause, found)
+            causes[cause] = _figures([found]) | {"step_s_ratio": round(1 / _ratio(found, ours[0], "wall"), 2)}
     sides = {"polyturn": _figures(ours), args.peer: _figures(theirs)}
     for what in ("tokens_per_sample", "calls_per_sample"):
         apart = abs(sides["polyturn"][what] - sides[args.peer][what]) / max(sides[args.peer][what], 0.01)
@@ -224,6 +251,7 @@ def compare(
     return {
         **sides,
         "peer_micro_batch": best,
+        **({"causes": causes} if causes else {}),
         "ratio": median(_ratio(a, b, "wall") for a, b in zip(ours, theirs, strict=True)),
         **{f"{clock}_ratio_of_rounds": [_ratio(a, b, clock) for a, b in zip(ours, theirs, strict=True)] for clock in CLOCKS},
     }
@@ -244,6 +272,11 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "samples_per_s": round(runs[0]["samples"] / step_s, 2),
         "step_s": round(step_s, 3),
         "step_cpu_s": round(median(s for run in runs for s in run["cpu_s"][WARM_STEPS:]), 3),
+        **{
+            name: round(median(value for run in runs for value in run[name][WARM_STEPS:]), 1)
+            for name in ("generate_s", "positions")
+            if name in runs[0]
+        },
         "tokens_per_sample": round(mean(n for run in runs for n in run["sampled_per_sample"]), 1),
         "calls_per_sample": round(mean(n for run in runs for n in run["calls_per_sample"]), 2),
     }
@@ -263,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one short round of the tiny model and the even game")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--causes", action="store_true", help="polyturn also without shared prefixes, and with real rewards")
     parser.add_argument("--peer", choices=("trl", "ms_swift"), default="trl")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on both sides")
     parser.add_argument("--steps", type=int, default=5, help="of each run; the first two are not counted")
@@ -271,10 +305,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny"], help="of the model of random weights")
     parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), help="all of the model's where left out")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cause", choices=sorted(CAUSES), help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train is not None:
-        print(json.dumps(train_here(args.train, args.steps)))
+        print(json.dumps(train_here(args.train, args.steps, args.cause)))
         return
     if args.make is not None:
         print(json.dumps({"warm_start_s": round(make_model(args.make[0], Path(args.make[1])), 1)}))
