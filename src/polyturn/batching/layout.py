@@ -146,7 +146,7 @@ def layout(
     """Lay `samples` out as micro-batches.
 
     Args:
-        samples: The samples of one optimizer step. A sample none of whose tokens a loss predicts gets no row.
+        samples: The samples of one optimizer step. A sample gets no row if no loss predicts any of its tokens.
         coefs: For each sample [T] the coefficient of each token's loss, from `loss_coefs`.
         settings: The size of a micro-batch and how samples lie in it.
         batches: One rank's share of a `MicroBatchPlan`; None plans for a single rank.
@@ -166,7 +166,7 @@ def layout(
         if np.shape(coef) != (len(sample),):
             raise AlignmentError(f"sample {sample.id} has {np.shape(coef)} coefficients for {len(sample)} tokens")
         if sample.media and media is None:
-            raise AlignmentError(f"sample {sample.id} shows {len(sample.media)} media and the policy has no processor")
+            raise AlignmentError(f"sample {sample.id} has {len(sample.media)} media, but the policy has no processor")
     lengths = input_lengths(samples)
     step = _Step(
         samples=samples,
@@ -341,6 +341,6 @@ def _all_or_none(samples: Sequence[TrainSample], name: str) -> list[Floats] | No
     if present and len(present) < len(arrays):
         lacking = samples[arrays.index(None)].id
         raise AlignmentError(
-            f"sample {lacking} has no {name}, and others have: set them on all samples of a batch or on none"
+            f"sample {lacking} has no {name}, but other samples have; set {name} on all samples of a batch or on none"
         )
     return present or None

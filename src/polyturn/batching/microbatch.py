@@ -104,7 +104,7 @@ def plan(samples: Sequence[TrainSample], *, settings: LayoutSettings, num_ranks:
     """Plan the micro-batches of one optimizer step.
 
     Args:
-        samples: The samples of the step, for all ranks. A sample none of whose tokens a loss predicts is in no micro-batch.
+        samples: The samples of the step, for all ranks. A sample is left out if no loss predicts any of its tokens.
         settings: The size of a micro-batch and how samples lie in it.
         num_ranks: Number of ranks. Rank r lays out its share with `layout(samples, coefs=…, settings=…,
             batches=plan.ranks[r])`.

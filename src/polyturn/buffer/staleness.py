@@ -35,8 +35,8 @@ def check_staleness(groups: Iterable[TrajectoryGroup], *, step: int, max_stalene
     for group in groups:
         if (oldest := oldest_version(group)) < step - max_staleness:
             raise LifecycleError(
-                f"group {group.id} has a token of policy version {oldest}, and step {step} trains none before "
-                f"{step - max_staleness} (train.max_staleness {max_staleness}); an engine serves older weights than it "
+                f"group {group.id} has a token of policy version {oldest}, but step {step} may only train versions from "
+                f"{step - max_staleness} on (train.max_staleness {max_staleness}); an engine serves older weights than it "
                 "received"
             )
 

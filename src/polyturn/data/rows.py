@@ -259,7 +259,7 @@ class _RowReader:
         return InteractionRef(name=name, kwargs=kwargs, is_optional=True)
 
     def native_interaction(self, value: Any, truth: Any) -> InteractionRef:
-        """Read `interaction`: a name, or a mapping with a name. The row's ground truth is added if it has none."""
+        """Read `interaction`: a name, or a mapping with a name. A mapping without a ground truth gets the row's."""
         kwargs = {"name": value} if isinstance(value, str) else value
         if not isinstance(kwargs, Mapping) or not isinstance(kwargs.get("name"), str):
             self.fail(f"'interaction' must be a name or an object with a 'name', not {_show(value)}")

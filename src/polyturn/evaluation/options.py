@@ -22,6 +22,6 @@ class EvalOptions:
     limit_during: Annotated[int, Field(ge=1)] | None = None
     """Number of tasks to use during training, from the beginning; null uses all."""
     stop_at: float | None = None
-    """Success rate of the first set at which training ends early; null never ends it."""
+    """Training ends early once the first set has this success rate; null never ends it early."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Number of validations without a better result after which training ends; the one before training counts."""

@@ -1,7 +1,7 @@
 """BaseInteraction: the base class of interactions.
 
 One object serves all episodes concurrently, so it must keep an episode's state under the instance id and free it in
-`finalize_interaction`. A config may also name this class itself, which gives every turn the same answer. A method that is
+`finalize_interaction`. A config may also name this class itself; it gives every turn the same answer. A method that is
 not async runs in a thread, concurrently with other episodes, and may block.
 
     id = await interaction.start_interaction(ground_truth="72")
@@ -62,8 +62,8 @@ class BaseInteraction:
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
         """End the episode and free its state. Called exactly once per start.
 
-        After a start that failed or was cancelled, it is called with the id that the start returned, else with the id passed
-        to it. An error of that call is ignored.
+        After a start that failed or was cancelled, `instance_id` is the id that the start returned, or else the id passed to
+        the start. An error of this call is then ignored.
         """
 
 

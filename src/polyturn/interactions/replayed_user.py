@@ -107,7 +107,7 @@ class ReplayedUser(ViewInteraction):
         del self._live[instance_id]  # type: ignore[arg-type]
 
     async def snapshot(self, instance_id: str) -> int | None:
-        """Return the number of user messages at the first reply, from which `turn_of` counts; None if it has not counted."""
+        """Return the number of user messages at the first reply, from which `turn_of` counts; None before its first call."""
         return self._live[instance_id].first
 
     async def restore(self, instance_id: str, state: int | None) -> None:

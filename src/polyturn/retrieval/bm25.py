@@ -80,7 +80,7 @@ def _bm25s() -> Any:
         import bm25s
     except ModuleNotFoundError as missing:
         raise ConfigError(f"word search needs {missing.name}: pip install 'polyturn[search]'") from None
-    logging.getLogger("bm25s").setLevel(logging.INFO)  # it logs every step at DEBUG
+    logging.getLogger("bm25s").setLevel(logging.INFO)  # at DEBUG, bm25s logs every step
     return bm25s
 
 

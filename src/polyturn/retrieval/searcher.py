@@ -48,7 +48,7 @@ class Searcher:
             raise ConfigError(f"the mode {self.mode.value} needs vectors of queries; set `embed`")
         if index.embedder is not None and index.embedder != embedder.name:
             raise ConfigError(
-                f"the vectors of {index.folder} come from {index.embedder!r}, but those of queries from "
+                f"the passages of {index.folder} were embedded by {index.embedder!r}, but queries are by "
                 f"{embedder.name!r}; use the same embedder for both"
             )
 

@@ -204,7 +204,7 @@ class Guard:
         if not self._rules.for_browsers:
             return Refusal(403, "this server is not for web pages")
         if origin is None:
-            is_allowed = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # a link on another page
+            is_allowed = method == "GET" and headers.get("sec-fetch-mode") == "navigate"  # the user followed a link
         else:
             is_allowed = authority == headers.get("host", "").lower()
         return None if is_allowed else Refusal(403, f"a page of {origin or 'another site'!r:.100} may not use this server")

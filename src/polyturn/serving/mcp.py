@@ -109,7 +109,7 @@ class ToolServer:
 
 
 async def _demand_session(ctx: Any, call_next: Any) -> Any:
-    """Refuse the protocol version without sessions, with the error that makes a client fall back to the one before."""
+    """Refuse the protocol version without sessions, with the error on which a client tries an earlier version."""
     if ctx.protocol_version in MODERN_PROTOCOL_VERSIONS:
         versions = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": ctx.protocol_version}
         raise MCPError(

@@ -94,7 +94,7 @@ class RolloutService:
         """Run one episode per request and return the outputs: one per training sample, so a request may have several.
 
         Raises:
-            ConfigError: `config` has a setting that the engine does not support.
+            ConfigError: a setting in `config` is unknown, unsupported or invalid.
         """
         options = self._parse_config(config or {})
         limits = [t for t in (timeout_s, self._deadline_s) if t is not None]
@@ -124,7 +124,7 @@ class RolloutService:
         """Clear the engine's prefix cache.
 
         Raises:
-            EngineError: a served engine drops its prefixes only together with its weights.
+            EngineError: the engine is a server, which drops its prefixes only together with its weights.
         """
         await self.context.engine.update_weights(self.version)
 

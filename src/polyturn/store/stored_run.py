@@ -173,7 +173,7 @@ class StoredRun:
         return self._narrowed(self._table.filter(pa.array(chosen)))
 
     def search(self, text: str, *, is_expression: bool = False, stop: threading.Event | None = None) -> StoredRun:
-        """Return the rows with matches in their id, task, messages, tool calls or tool results.
+        """Return the rows with matches in their id, task id, messages, tool calls or tool results.
 
         Args:
             text: Words, each of which must occur in some text, ignoring case; or a regular expression of RE2.

@@ -89,7 +89,7 @@ class RunTracker:
 
 
 def samples(step: int, split: str, groups: Sequence[TrajectoryGroup], num: int) -> list[Sample]:
-    """Return `num` trajectories as rows, evenly spaced from the worst reward to the best; those without one come first."""
+    """Return `num` trajectories as rows, evenly spaced from worst to best reward; rows without a reward come first."""
     trajectories = [t for g in groups for t in g.trajectories]
     trajectories.sort(key=lambda t: float("-inf") if t.reward is None else t.reward.total)
     if len(trajectories) > num:

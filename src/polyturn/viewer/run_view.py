@@ -136,7 +136,7 @@ class RunView:
         return {**known, **nothing, "problems": [f"the run cannot be read: {why}"]}
 
     def problems(self, *, is_running: bool = False) -> list[str]:
-        """Return one sentence per part that cannot be read, or that is missing although the run is not running."""
+        """Return one sentence for each part that cannot be read, or that a run without a running process lacks."""
         problems_found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:

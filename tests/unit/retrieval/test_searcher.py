@@ -60,7 +60,7 @@ async def test_vectors_come_from_an_endpoint(tmp_path: Path):
         assert (len(searcher.index), searcher.mode) == (3, Mode.HYBRID)
         assert (await titles(searcher, "a pet"))[0] in ("cats", "dogs")
         assert await titles(Searcher.of_config({**config, "mode": "dense"}, base=tmp_path), "an engine") == ["cars", "cats"]
-        with pytest.raises(ConfigError, match="come from 'toy', but those of queries from 'other'"):
+        with pytest.raises(ConfigError, match="embedded by 'toy', but queries are by 'other'"):
             Searcher.of_config({"index": "index", "embed": {"url": server.url, "model": "other"}}, base=tmp_path)
     with pytest.raises(EmbeddingError, match="ClientConnectorError"):
         await titles(Searcher.of_config({**config, "embed": {**embed, "timeout": "0.5"}}, base=tmp_path), "a pet")

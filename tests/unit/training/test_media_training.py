@@ -147,7 +147,7 @@ def test_picture_behind_the_last_target_is_cut() -> None:
 
 def test_samples_with_media_need_a_processor() -> None:
     trainer = local_policy(tiny_vision_model(TOKENIZER), optim=OptimSettings())
-    with pytest.raises(AlignmentError, match="shows 1 media and the policy has no processor"):
+    with pytest.raises(AlignmentError, match="has 1 media, but the policy has no processor"):
         trainer.score([sample(0, prompt(picture("red")))])
 
 

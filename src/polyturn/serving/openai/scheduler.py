@@ -234,7 +234,7 @@ class BlackBox(SessionScheduler):
             )
 
     async def run(self, episode: Episode) -> StopReason:
-        """Open a session on the episode and run its agent; an agent that exceeds its time limit ends it with a timeout.
+        """Open a session on the episode and run its agent; the stop reason is TIMEOUT if the agent exceeds its time limit.
 
         Raises:
             SchedulerError: the agent failed, or sent no request.
@@ -246,7 +246,7 @@ class BlackBox(SessionScheduler):
         """Run the agent and store the reward that it returns.
 
         Raises:
-            SchedulerError: the agent raised, or returned no reward.
+            SchedulerError: the agent raised, or returned a value that is not a reward, or any value with reward "final".
         """
         async with AsyncExitStack() as opened:
             box = None if self._spec is None else await opened.enter_async_context(await open_sandbox(self._spec))

@@ -83,7 +83,7 @@ class Findings:
             self.expect(False, f"{what} raised {one_line(problem)}{'; ' + advice if advice else ''}")
         if pulse.longest_s > LONGEST_BLOCK_S:
             self._blocks.append((what, pulse.longest_s))
-            if len(self._blocks) >= NUM_BLOCKS:  # proved; a slow plug-in would make the rest of the suite take minutes
+            if len(self._blocks) >= NUM_BLOCKS:  # enough to report; with a slow plug-in the rest would take minutes
                 self.stop()
 
     def stop(self) -> None:
