@@ -89,7 +89,7 @@ def filter_groups(groups: Sequence[TrajectoryGroup], *, min_members: int = 1, ze
 def filter_samples(
     samples: Sequence[TrainSample], groups: Sequence[TrajectoryGroup], *, drop_truncated: bool = False
 ) -> FilteredSamples:
-    """Drop samples without a weighted token and, with `drop_truncated`, those of truncated trajectories.
+    """Drop samples without a weighted token and, with `drop_truncated`, the samples of truncated trajectories.
 
     Call it after the advantages are assigned: a truncated trajectory still counts in its group's statistics.
     """

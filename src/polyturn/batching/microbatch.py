@@ -95,7 +95,7 @@ def input_lengths(samples: Sequence[TrainSample]) -> list[int]:
 
 
 def predicted(sample: TrainSample) -> NDArray[np.int64]:
-    """Return the indices of the tokens that a loss predicts: those with a weight, and those of the observation loss."""
+    """Return the indices of the tokens that a loss predicts: tokens with a weight, and observations if a loss uses them."""
     is_read = sample.loss_weights != 0
     return np.flatnonzero(is_read if sample.observed is None else is_read | (sample.observed != 0))
 

@@ -46,7 +46,7 @@ class Embedder:
         """Return the vectors of the texts: [texts, size].
 
         Raises:
-            EmbeddingError: the texts could not be embedded, or the number of vectors differs from that of texts.
+            EmbeddingError: the texts could not be embedded, or there are not as many vectors as texts.
         """
         vectors = await self.vectors_of(texts)
         if len(vectors) != len(texts):
