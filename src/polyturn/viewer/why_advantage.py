@@ -87,9 +87,8 @@ def _by_length(group: GroupComparison) -> Derivation:
 
 def _by_mean(group: GroupComparison) -> Derivation:
     number = group.own - group.mean
-    return Derivation(
-        "A = (r − mean) / mean", f"({_n(group.own)} − {_n(group.mean)}) / {_n(group.mean)}", number / (group.mean + 1e-6)
-    )
+    numbers = f"({_n(group.own)} − {_n(group.mean)}) / ({_n(group.mean)} + {group.eps:g})"
+    return Derivation("A = (r − mean) / (mean + eps)", numbers, number / (group.mean + group.eps))
 
 
 _OF_GROUP: dict[str, Callable[[GroupComparison], Derivation]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyturn.algorithms.advantages import assign_advantages, bind_estimator, dr_grpo, grpo, opo, rloo
+from polyturn.algorithms.advantages import assign_advantages, bind_estimator, dr_grpo, grpo, maxrl, opo, rloo
 from polyturn.batching.samples import to_samples
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.rollout.pool import GroupSpec, RolloutPool
@@ -45,6 +45,7 @@ def recorded(group: TrajectoryGroup, estimator: Any) -> list[StoredTrajectory]:
         ("dr_grpo", dr_grpo, {}),
         ("rloo", rloo, {}),
         ("opo", opo, {}),
+        ("maxrl", maxrl, {"eps": 0.1}),
     ],
 )
 def test_formula_gives_the_advantage_of_the_estimator(name: str, estimator: Any, options: Mapping[str, Any]):
