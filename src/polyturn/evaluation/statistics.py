@@ -68,7 +68,7 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
     if not 1 <= k <= num:
-        raise ValueError(f"k is {k} and there are {num} samples; k must be between 1 and that")
+        raise ValueError(f"k is {k}, but there are {num} samples; use 1 to {num}")
     return 1.0 - math.comb(num - num_correct, k) / math.comb(num, k)
 
 
@@ -86,7 +86,7 @@ def maj_at_k(preds: Sequence[Hashable], correct: Sequence[bool], k: int, *, seed
     """
     num = len(preds)
     if not 1 <= k <= num:
-        raise ValueError(f"k is {k} and there are {num} samples; k must be between 1 and that")
+        raise ValueError(f"k is {k}, but there are {num} samples; use 1 to {num}")
     subsets: Iterable[Sequence[int]] = itertools.combinations(range(num), k)
     if math.comb(num, k) > MAX_SUBSETS:
         rng = np.random.default_rng(seed)

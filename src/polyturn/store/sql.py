@@ -69,7 +69,7 @@ def run_query(
             return pa.table({}) if result is None else result.to_arrow_table().combine_chunks()
         except duckdb.InterruptException:
             if stop is not None and stop.is_set():
-                raise DataError("the query was stopped, because its caller has gone") from None
+                raise DataError("the query was stopped by its caller") from None
             raise DataError(
                 f"the condition or query took longer than {timeout_s:g} s; simplify it, or select fewer rows"
             ) from None

@@ -79,7 +79,7 @@ class TextQuery:
         matching = []
         for start in range(0, len(texts), _PIECE):
             if self.stop is not None and self.stop.is_set():
-                raise DataError("the search was stopped, because its caller has gone")
+                raise DataError("the search was stopped by its caller")
             if time.monotonic() > self.until:
                 raise DataError(f"the search took longer than {TIMEOUT_S:g} s; use fewer words, or filter the table first")
             piece = pc.match_substring_regex(texts.slice(start, _PIECE), pattern, ignore_case=True)

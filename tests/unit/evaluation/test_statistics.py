@@ -60,7 +60,7 @@ def test_maj_at_k_votes_and_splits_ties():
     assert maj_at_k(preds, correct, 4) == 1.0
     assert maj_at_k(["4", "5"], [True, False], 2) == 0.5
     assert maj_at_k([None, None], [False, False], 2) == 0.0
-    refuses(lambda: maj_at_k(preds, correct, 5), ValueError, "between 1 and that")
+    refuses(lambda: maj_at_k(preds, correct, 5), ValueError, "use 1 to 4")
 
 
 def test_interval_covers_the_mean_as_often_as_it_says():

@@ -82,7 +82,8 @@ def _check_schema(tool: Tool, findings: Findings) -> None:
         findings.stop()
     assert isinstance(function, Mapping)
     findings.expect(
-        function.get("name") == tool.name, f"its name is {tool.name!r} and its schema says {function.get('name')!r}"
+        function.get("name") == tool.name,
+        f"its name is {tool.name!r}, but its schema says {function.get('name')!r}; use one name in both",
     )
     findings.expect(bool(function.get("description")), "its schema has no description, which the model needs")
     properties = (function.get("parameters") or {}).get("properties") or {}
