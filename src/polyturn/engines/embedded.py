@@ -32,8 +32,8 @@ from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines import slot_attention
 from polyturn.engines.base import EngineSetup, MeanOverTime
 from polyturn.engines.batch_step import BatchStep
-from polyturn.engines.few_rows import use_few_rows
 from polyturn.engines.media import ShownPrompts
+from polyturn.engines.onednn import use_onednn, use_torch
 from polyturn.engines.request_limits import RequestLimits
 from polyturn.engines.routers import Routers
 from polyturn.engines.slot_allocator import SlotAllocator
@@ -92,8 +92,10 @@ class EmbeddedEngine:
                 raise ConfigError(f"{name} is {value}; the embedded engine needs at least 1")
         self._accepts = RequestLimits.of(model, max_context=max_context, takes_media=media is not None, routes=routes)
         self.module = slot_attention.use(share_parameters(model))
-        if not deterministic:  # its rounding depends on the number of rows
-            use_few_rows(self.module)
+        if deterministic:
+            use_torch(self.module)
+        else:
+            use_onednn(self.module)
         routers = Routers.of(self.module) if routes else None
         if routes and routers is None:
             raise ConfigError(f"{type(model).__name__} has no experts, so there are no routes; remove `routes`")

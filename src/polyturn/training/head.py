@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from polyturn.engines.onednn import OneDnnLinear, product
+
 OUTSIDE = -1e30
 """The logit of a token outside the support: its probability is 0, and 0 times its log-probability is 0, not NaN."""
 
@@ -31,7 +33,7 @@ class HeadScores(NamedTuple):
 
 def is_plain(head: nn.Module | None) -> bool:
     """Return whether a head is a linear map with whole weights and without an adapter."""
-    return type(head) is nn.Linear and not isinstance(head.weight, DTensor)
+    return type(head) in (nn.Linear, OneDnnLinear) and not isinstance(head.weight, DTensor)
 
 
 def target_scores(
@@ -126,7 +128,7 @@ class _Scores(torch.autograd.Function):
                 grad_VC.div_(temperature_S[part])
             grad_VC = grad_VC.to(weight_VH.dtype)
             if grad_hidden_SH is not None:
-                grad_hidden_SH[part] = grad_VC.t() @ weight_VH
+                grad_hidden_SH[part] = product(grad_VC.t(), weight_VH.t())
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(grad_VC, hidden_SH[part])
             if grad_bias_V is not None:
@@ -148,7 +150,7 @@ def _logits(
 ) -> Tensor:
     """Return [V, C] the logits of a part of the targets, divided by their temperatures, in at least float32; `OUTSIDE` for
     tokens outside the support."""
-    logits_VC = weight_VH @ hidden_SH[part].t()
+    logits_VC = product(weight_VH, hidden_SH[part])
     if bias_V is not None:
         logits_VC += bias_V[:, None]
     logits_VC = logits_VC.to(_exact(logits_VC.dtype))

@@ -39,6 +39,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as _SEEING
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
+from polyturn.engines.onednn import use_onednn
 from polyturn.engines.weight_files import write_safetensors
 from polyturn.engines.weight_transport import StreamedTensors, TensorKind, buckets, first_names
 from polyturn.tokens.hub import only_cached
@@ -211,6 +212,7 @@ def choose_kernels(model: PreTrainedModel, *, attention: str | None = None, lige
                 f"model.liger is true and {one_line(problem)}; pip install liger-kernel, or set it to false"
             ) from problem
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    use_onednn(model)
     return model
 
 

@@ -1,0 +1,80 @@
+"""oneDNN's products against torch's: values, gradients, and which layers use them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from polyturn.engines import onednn
+from polyturn.engines.onednn import FEW_ROWS, OneDnnLinear, product, use_onednn, use_torch
+
+WIDE = (512, 512)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 1), (4, 3), (FEW_ROWS, 1), (FEW_ROWS + 1, 1), (3, 200)])
+@pytest.mark.parametrize("width", [32, 2048])
+def test_values_and_gradients_equal_those_of_linear(shape: tuple[int, int], width: int, bias: bool):
+    torch.manual_seed(0)
+    layer = OneDnnLinear(512, width, bias=bias)
+    x, grad = torch.randn(*shape, 512, requires_grad=True), torch.randn(*shape, width)
+    results = []
+    for forward in (layer, lambda x: functional.linear(x, layer.weight, layer.bias)):
+        out = forward(x)
+        assert out.is_contiguous() and out.shape == grad.shape
+        inputs = [x, *layer.parameters()]
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+
+
+def test_product_takes_transposed_matrices():
+    torch.manual_seed(0)
+    x, weight = torch.randn(512, 300).t(), torch.randn(512, 700).t()
+    torch.testing.assert_close(product(x, weight), x @ weight.t(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(product(x[:3], weight), x[:3] @ weight.t(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_multiply_as_torch_does(dtype: torch.dtype):
+    layer, x = OneDnnLinear(*WIDE, dtype=dtype), torch.randn(2, 512, dtype=dtype)
+    assert torch.equal(layer(x), functional.linear(x, layer.weight, layer.bias))
+
+
+def test_autocast_still_lowers_the_precision():
+    layer, x = OneDnnLinear(*WIDE), torch.randn(2, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_large_layers_use_onednn_with_the_same_parameters():
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(512, 512), "inner": nn.Sequential(nn.Linear(*WIDE)), "small": nn.Linear(8, 8)}
+    )
+    model["head"] = nn.Linear(*WIDE, bias=False)
+    model["head"].weight = model["embed"].weight
+    before = dict(model.named_parameters(remove_duplicate=False))
+    use_onednn(model)
+    assert type(model["inner"][0]) is type(model["head"]) is OneDnnLinear and type(model["small"]) is nn.Linear
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    use_torch(model)
+    assert type(model["inner"][0]) is type(model["head"]) is nn.Linear
+
+
+@pytest.mark.parametrize("place", [{"dtype": torch.bfloat16}, {"device": "meta"}])
+def test_other_layers_stay(place: dict[str, torch.dtype]):
+    model = nn.Sequential(nn.Linear(*WIDE, **place))
+    use_onednn(model)
+    assert type(model[0]) is nn.Linear
+
+
+def test_layers_stay_where_torch_has_no_onednn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onednn, "_is_available", lambda: False)
+    model = nn.Sequential(nn.Linear(*WIDE))
+    use_onednn(model)
+    assert type(model[0]) is nn.Linear
+    layer, x = OneDnnLinear(*WIDE), torch.randn(3, 512)
+    assert torch.equal(layer(x), functional.linear(x, layer.weight, layer.bias))
