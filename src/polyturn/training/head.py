@@ -128,7 +128,7 @@ class _Scores(torch.autograd.Function):
                 grad_VC.div_(temperature_S[part])
             grad_VC = grad_VC.to(weight_VH.dtype)
             if grad_hidden_SH is not None:
-                grad_hidden_SH[part] = product(grad_VC.t(), weight_VH.t())
+                grad_hidden_SH[part] = grad_VC.t() @ weight_VH
             if grad_weight_VH is not None:
                 grad_weight_VH.addmm_(grad_VC, hidden_SH[part])
             if grad_bias_V is not None:
