@@ -53,6 +53,30 @@ def test_doctor_explains_a_project(kind: str, tmp_path: Path):
     assert planned.code == 0 and "to train on" in planned.out, planned.err
 
 
+@pytest.mark.parametrize(
+    ("kind", "model", "line"),
+    [
+        ("env", "smollm2", "model: {path: smollm2}"),
+        ("tool", "smollm2", "model: {path: smollm2, chat_template: hermes}"),
+        ("interaction", "Qwen/Qwen3-0.6B", "model: {path: Qwen/Qwen3-0.6B}"),
+    ],
+)
+def test_trained_model_in_place_of_random_weights(kind: str, model: str, line: str, tmp_path: Path):
+    called = call_command(main, "init", tmp_path / "mine", "--kind", kind, "--model", model)
+    assert called.code == 0 and not (tmp_path / "mine" / "model").exists(), called.err
+    config = (tmp_path / "mine" / "config.yaml").read_text()
+    assert line in config.splitlines() and "lr: 1.0e-5" in config
+
+
+def test_folder_of_a_model_is_found_from_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path / "first", "env")
+    called = call_command(main, "init", "second", "--kind", "env", "--model", "first/model")
+    assert called.code == 0, called.err
+    called = call_command(main, "doctor", tmp_path / "second")
+    assert called.code == 0 and "Qwen3ForCausalLM" in called.out, called.out
+
+
 def test_doctor_names_every_problem(tmp_path: Path):
     folder = begun(tmp_path / "mine", "tool")
     (folder / "shop.py").write_text("PRICES = {}\n")

@@ -1,12 +1,13 @@
 """`polyturn init`: create a project with tasks, a plug-in, a config and passing tests.
 
-The files are in `templates/`: `common` for every project, and a folder per kind. Nothing is downloaded: the model is a small
-version of a published one, with random weights.
+The files are in `templates/`: `common` for every project, and a folder per kind. By default nothing is downloaded: the model
+is a small version of a published one, with random weights.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -28,13 +29,18 @@ KINDS = {
     "agent": "an agent with a loop of its own, behind OpenAI's API",
 }
 """Kind of project -> the plug-in that the user writes."""
-MODEL = "Qwen/Qwen3-0.6B"
+TINY = "tiny"
+SMALL_VERSION_OF = "Qwen/Qwen3-0.6B"
 
 
 @declare("init")
 def main(
     folder: Annotated[Path, typer.Argument(metavar="NAME", help="The new folder.")],
     kind: Annotated[str, typer.Option(help="Kind of plug-in: tool, interaction, env or agent.")] = "tool",
+    model: Annotated[
+        str,
+        typer.Option(help="tiny (random weights), smollm2 (trained; learns on a laptop), or a model's folder or name."),
+    ] = TINY,
 ) -> None:
     """Write a project that trains: task, plug-in, config, tests."""
     if kind not in KINDS:
@@ -42,10 +48,15 @@ def main(
     check_writable(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{str(folder)!r} already exists; choose a new folder, so that no file is overwritten")
-    from polyturn.testing import tiny
+    if model == TINY:
+        from polyturn.testing import tiny
 
-    tiny(MODEL, folder / "model")
-    for name, text in files(folder.resolve().name, kind=kind):
+        tiny(SMALL_VERSION_OF, folder / "model")
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        if Path(model).is_dir():  # the config is in another folder
+            model = json.dumps(str(Path(model).resolve()))
+    for name, text in files(folder.resolve().name, kind=kind, model=model):
         (folder / name).write_text(text, encoding="utf-8")
     out = Output()
     out.text(f"{folder}: {KINDS[kind]}\n")
@@ -56,7 +67,7 @@ def main(
     out.text(f"\nNow: {' && '.join(map(shlex.join, commands))}")
 
 
-def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:
+def files(name: str, *, kind: str, model: str = TINY) -> Iterator[tuple[str, str]]:
     """Yield each file of a project with its text."""
     templates = importlib.resources.files("polyturn.cli") / "templates"
     loader = jinja2.FunctionLoader(lambda path: (templates / path).read_text(encoding="utf-8"))
@@ -67,6 +78,10 @@ def files(name: str, *, kind: str) -> Iterator[tuple[str, str]]:
             file = template.name.removesuffix(".jinja").replace("gitignore", ".gitignore")
             if file not in written:
                 written.add(file)
-                lines = environment.get_template(f"{part}/{template.name}").render(name=name).splitlines(keepends=True)
+                lines = (
+                    environment.get_template(f"{part}/{template.name}")
+                    .render(name=name, model=model, is_tiny=model == TINY)
+                    .splitlines(keepends=True)
+                )
                 # An empty block of a kind leaves a blank line; remove blank lines from configs.
                 yield file, "".join(line for line in lines if file != "config.yaml" or line.strip())
