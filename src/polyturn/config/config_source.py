@@ -30,14 +30,13 @@ class ConfigSource:
     config: RunConfig
     base: Path
     is_plan: bool = False
-    """Whether nothing will be sampled or trained, so that the weights of a large model are not read."""
+    """Whether nothing will be sampled or trained. The weights of a large model are then not read."""
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
     """In a plan, reasons why the run would not start on this machine."""
     reads_parts: bool = False
     """Whether this process makes the model without reading its weights. A rank reads its part of them after sharding."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
-    """Name -> environment adapter made so far, because tasks, tools and scheduler must share one adapter. A copy in another
-    process starts empty."""
+    """Name -> environment adapter. Tasks, tools and scheduler share it. A copy in another process starts empty."""
 
     def __getstate__(self) -> dict[str, Any]:
         named = {value for _, value in leaves(self.config.model_dump(), ()) if isinstance(value, str)}
@@ -113,7 +112,7 @@ def model_folder(path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    # Newest first. A checkpoint that was killed before its export has no model; then use the previous one.
+    # Newest first. If the run was killed before a checkpoint's export, use the previous checkpoint.
     steps = sorted((*path.glob("step-*"), *path.glob("checkpoints/step-*")), reverse=True)
     for candidate in (path, *([path / "model"] if _is_checkpoint(path) else []), *(step / "model" for step in steps)):
         if (candidate / "config.json").is_file() or (candidate / "adapter_config.json").is_file():
@@ -123,7 +122,7 @@ def model_folder(path: Path | None) -> Path | None:
     inner = [str(f) for f in sorted(path.glob("*")) if f.is_dir() and _holds_model(f)][:3]
     hint = "give a folder with config.json, a checkpoint or a run"
     if steps or _is_checkpoint(path):
-        hint = "train.export leaves it out of checkpoints before the run's end; resume the run, which writes it at its end"
+        hint = "with its train.export, the run writes the model only at its end; resume the run"
     elif inner:
         hint = f"did you mean {' or '.join(map(repr, inner))}?"
     raise CheckpointError(f"there is no model in {path}; {hint}")

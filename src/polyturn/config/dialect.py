@@ -37,6 +37,6 @@ class ConfigDialect:
     usual_keys: frozenset[str]
     """Keys of its files. A file with two of them that polyturn's configuration lacks is assumed to be in this dialect."""
     own_keys: frozenset[str] = frozenset()
-    """Keys of which one is enough to recognise the dialect."""
+    """Keys that only this dialect has: one of them is enough to recognise it."""
     train: TrainDialect
     migrate: MigrateDialect | None = None

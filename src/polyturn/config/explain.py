@@ -36,11 +36,11 @@ def explain(
     wrong: dict[KeyPath, list[str]] = {}
     sentences: list[str] = []
     secrets = secrets_in(values, raw_env)
-    places: set[KeyPath] = set()
+    locations: set[KeyPath] = set()
     explained: set[KeyPath] = set()
     for problem in error.errors(include_url=False):
         path, is_meant = _locate(problem["loc"], model, values)
-        places.add(path)
+        locations.add(path)
         if problem["type"] in (*UNKNOWN_KEY, "is_instance_of") or not is_meant:
             continue
         message = expected(problem)
@@ -65,7 +65,7 @@ def explain(
                 text = f"it must be a list, such as [{entry}]"
             wrong.setdefault(path, []).append(text)
     for path, texts in wrong.items():  # at the end, because a key may have an error for each member of a union
-        inside = any(p != path and p[: len(path)] == path for p in places)
+        inside = any(p != path and p[: len(path)] == path for p in locations)
         if path in explained or (inside and isinstance(value_at(values, path), Mapping | list)):
             continue  # it is a section or a list, and the errors inside are reported
         problem_text = " or ".join(dict.fromkeys(texts)).replace(" or it must be", " or")

@@ -1,9 +1,9 @@
-"""Find keys without effect, because another key's value turns off the part that reads them.
+"""Find keys that have no effect because another key's value turns off the part that reads them.
 
     algorithm: {aggregate: {norm_length: 512}}
       ->  Idle(path=("algorithm", "aggregate", "norm_length"), by=("algorithm", "aggregate", "name"), now="token-mean", …)
 
-This is reported but not an error, because configurations are often changed one key at a time.
+Such a key causes a warning and not an error, because configurations are often changed one key at a time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def idle_keys(section: Any, path: KeyPath = ()) -> Iterator[Idle]:
         of, now = _at(section, key.rpartition(".")[0]), _at(section, other)
         # Only keys that differ from the default, because a run's saved configuration contains every key.
         value, default = _at(section, key), keys_of(cast(Any, type(of)))[key.rpartition(".")[2]].default
-        is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # the keys that it reads are unknown
+        is_own = isinstance(_at(section, other.rpartition(".")[0]), OwnPart)  # a user's part may read any key
         if value != default and not is_own and not (now in values if values else now):
             yield Idle((*path, *key.split(".")), (*path, *other.split(".")), now, values)
     for name, value in inside:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _BASE_LINE = "# Relative paths in it start at "
-"""Second line of a run's saved configuration, if relative paths refer to another folder than the run's."""
+"""Start of the second line of a run's saved configuration, if its relative paths do not start at the run's folder."""
 _JOINED = re.compile(r"[A-Za-z_]\w*:(?!//).+")
 """A key written like `{top_p:0.9}`, without a space."""
 MAX_NAME = 1000
@@ -77,11 +77,11 @@ def load_config(
     Args:
         model: The pydantic model; unknown keys are errors at all levels.
         path: The YAML file; None for overrides only.
-        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries have numbers as keys. The
-            path of a YAML file merges that file at this point; its relative paths still refer to `path`'s folder.
-        defaults: Values below the file.
-        values: Values above the file, from a program.
-        warns: Warn of repeated overrides and of keys without effect; False if it will be loaded again, with warnings.
+        overrides: `key.path=value`, the value read as YAML; `+key=value` is the same. List entries have numbers as keys. An
+            override may also be a YAML file, which is merged at this point; its relative paths start at `path`'s folder.
+        defaults: Values that the file overrides.
+        values: Values from a program, which override the file.
+        warns: Warn about repeated overrides and keys without effect. False if the configuration is loaded again later.
 
     Raises:
         ConfigError: a missing or damaged file, an unknown key, a wrong type, an unresolvable `${…}`; one sentence each.
@@ -178,7 +178,7 @@ def _load(model: type[ModelT], sources: Sources, *, warns: bool = True) -> Loade
     for idle in idle_keys(config) if warns else ():
         message = sources.statement(idle.path, as_shown(value_at(resolved, idle.path), idle.path, raw_env))
         where = " or ".join(map(repr, idle.values)).replace("None", "null")
-        read = f"; it is read where that is {where}" if where else ""
+        read = f", only with {where}" if where else ""
         now = as_shown(idle.now, idle.by, raw_env).replace("None", "null")
         logger.warning("%s, which has no effect while %s is %s%s", message, dotted(idle.by), now, read)
     return Loaded(config, writable(config, resolved, raw_env), frozenset(path for path, _ in leaves(written, ())))
@@ -250,7 +250,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _named(model: type, path: KeyPath, at: Any) -> Any:
-    """Expand a section written as a bare name, `env: a:B`, to the key `name`; return other values unchanged."""
+    """Expand a section written as a bare name, `env: a:B`, to {"name": "a:B"}; return other values unchanged."""
     if not isinstance(at, str | LiveObject):
         return at
     annotation: Any = model
@@ -281,8 +281,8 @@ def _override(model: type, sources: Sources, override: str) -> None:
         is_last = depth == len(parts) - 1
         if isinstance(at, list):
             if not part.isdigit() or int(part) >= len(at):
-                known = f"0 to {len(at) - 1}" if at else "nothing"
-                raise ConfigError(f"the override {override!r}: {dotted(path)} is a list, {part!r} is not one of {known}")
+                entries = f"with the entries 0 to {len(at) - 1}" if at else "without entries"
+                raise ConfigError(f"the override {override!r}: {dotted(path)} is a list {entries}; it has no {part!r}")
             step: str | int = int(part)
         elif isinstance(at, dict):
             step = part

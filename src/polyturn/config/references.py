@@ -108,7 +108,7 @@ def writable(config: BaseModel, resolved: Mapping[str, Any], raw_env: Mapping[Ke
 
 
 def secrets_in(resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> dict[str, str]:
-    """Return text from the environment -> the configured expression.
+    """Return a mapping from each text that came from the environment to its configured expression.
 
     A validator may copy such a text into another key or a message. Short texts are left out, because they may occur by
     chance.

@@ -22,7 +22,7 @@ RETIRED: Mapping[str, str] = {
     "algorithm.advantage_kwargs": "write its entries beside the name: algorithm.advantage={name: …, gamma: …}",
     "data.mix": "write data.sampler={name: mix, weights: {…}}",
     "data.sampler_kwargs": "write its entries beside the name: data.sampler={name: …, start: …}",
-    "engine.in_process": "remove it: engine.kind=sglang starts servers, as engine.launch says",
+    "engine.in_process": "remove it: engine.kind=sglang starts servers, with the options of engine.launch",
     "engine.order": "remove it: waiting requests are served in the order of arrival",
     "engine.order_kwargs": "remove it: waiting requests are served in the order of arrival",
     "model.lora.rank_stabilized": "multiply model.lora.alpha by the square root of the rank, which has the same effect",

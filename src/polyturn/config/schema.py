@@ -41,7 +41,7 @@ class KeyInfo(NamedTuple):
     """As YAML; "required" without a default, "" for a section."""
     doc: str
     of: str = ""
-    """The kinds of the section with this key, if not all."""
+    """The kinds of the section that have this key; "" if all kinds have it."""
     declared: str = ""
     """The class and field that declare it, the same for all occurrences of the section."""
 
@@ -186,7 +186,7 @@ def with_choices(annotation: Any, value: Any) -> Any:
 
 
 def no_numbers(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield invalid values of numeric keys that pydantic would accept: booleans, and numbers that are too large."""
+    """Yield path and reason for invalid values that pydantic accepts as numbers: booleans, and numbers too large."""
     if isinstance(value, Mapping | list):
         of = meant(annotation, value)
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
@@ -309,11 +309,11 @@ def _rows(model: type, prefix: str, above: tuple[type, ...], instance: Any) -> I
             kind = "name | section"
         of_kind = " or ".join(getattr(model, "ONLY", {}).get(name, ()))
         yield KeyInfo(key, kind, _default_text(keys, is_section), doc, of=of_kind, declared=_declaration(model, name))
-        places: dict[str, list[type]] = {}
+        sections_at: dict[str, list[type]] = {}
         for at, of in inner:
             if of not in above:
-                places.setdefault(at, []).append(of)
-        for at, sections in places.items():
+                sections_at.setdefault(at, []).append(of)
+        for at, sections in sections_at.items():
             yield from _rows_of_kinds(sections, f"{at}.", above, keys.default if at == key else None)
 
 

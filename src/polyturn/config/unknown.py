@@ -84,7 +84,7 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
     names = offered(getattr(of, "GROUP", ""))
     if names and now not in names and (near := did_you_mean(str(now), names)).startswith(" Did"):
         return f" {where}: there is no {now!r}.{near}"
-    return f" It is for {where} {' or '.join(kinds)}, and that is {now!r}; set {by}, or remove {key} (null)."
+    return f" It is for {where} {' or '.join(kinds)}, and {by} is {now!r}; set {by}, or remove {key} (null)."
 
 
 def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:

@@ -3,7 +3,7 @@
     suggestion("learning_rate", 1e-5)   ->  "train.optim.lr=1e-05"
     WELL_KNOWN["batch_size"].keys       ->  several keys, from which the user has to choose
 
-`unknown.py` uses it for hints.
+Error messages about unknown keys, keywords and options use it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _is(*keys: str, call: str = "") -> WellKnown:
 
 _TASKS = "data.train.files (or dataset, generator)"
 _EVAL_TASKS = "evaluation.data.files (or dataset, generator)"
-_PER_DEVICE = "train.groups_per_step=16 train.group_size=8; train.max_tokens_per_batch bounds what is computed at once"
+_PER_DEVICE = "train.groups_per_step=16 train.group_size=8; train.max_tokens_per_batch bounds a micro-batch"
 _CLIP = "algorithm.loss.clip_low={value} algorithm.loss.clip_high={value}"
-_MINIBATCHES = "train.minibatches=4, the number of updates that a step is cut into"
-_PIECES = "train.max_tokens_per_batch, the tokens that are computed at once"
-_WITH_MINIBATCHES = "minibatches=4, the number of updates that a step is cut into"
+_MINIBATCHES = "train.minibatches=4, the number of updates per step"
+_PIECES = "train.max_tokens_per_batch, the tokens of a micro-batch"
+_WITH_MINIBATCHES = "minibatches=4, the number of updates per step"
 _OF_SECTION = WellKnown(
     write="its keys by their names here (polyturn config migrate FILE translates a whole file)",
     call="its keys as keywords: group_size=8, lr=1e-6 (in a shell, polyturn config migrate FILE translates a whole file)",
@@ -53,7 +53,9 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "model_name_or_path": _is("model.path", call="model={value}"),
     "processing_class": WellKnown(write="model.tokenizer", call="tokenizer=tokenizer"),
     "reward_funcs": WellKnown(write="reward.function=file.py:right", call="reward=right, a function of one trajectory"),
-    "args": WellKnown(write="each of them as a key", call="its settings as keywords: steps=100, lr=1e-6, group_size=8"),
+    "args": WellKnown(
+        write="each of its settings as a key", call="its settings as keywords: steps=100, lr=1e-6, group_size=8"
+    ),
     "peft_config": WellKnown(write="model.lora.rank=16", call="**{'model.lora.rank': 16}"),
     "lora_rank": _is("model.lora.rank"),
     "lora_alpha": _is("model.lora.alpha"),
@@ -71,18 +73,18 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     ),
     "actor_rollout_ref": _OF_SECTION,
     "trainer": _OF_SECTION,
-    # How much
+    # Batch sizes and length
     "num_generations": _is("train.group_size"),
     "n": _is("train.group_size"),
     "train_batch_size": _is("train.groups_per_step"),
     "batch_size": _is("train.groups_per_step", "train.group_size", "train.max_tokens_per_batch", "warm_start.batch_size"),
     "per_device_train_batch_size": WellKnown(
         write=_PER_DEVICE,
-        call="groups_per_step=16, group_size=8; **{'train.max_tokens_per_batch': 16384} bounds what is computed at once",
+        call="groups_per_step=16, group_size=8; **{'train.max_tokens_per_batch': 16384} bounds a micro-batch",
     ),
     "gradient_accumulation_steps": WellKnown(
-        write="train.groups_per_step: a step has that many groups, in as many pieces as memory asks",
-        call="groups_per_step=16: a step has that many groups, in as many pieces as memory asks",
+        write="train.groups_per_step: a step has that many groups, in micro-batches that fit into memory",
+        call="groups_per_step=16: a step has that many groups, in micro-batches that fit into memory",
     ),
     "ppo_mini_batch_size": WellKnown(write=_MINIBATCHES, call=_WITH_MINIBATCHES),
     "num_iterations": _is("train.passes"),
@@ -94,7 +96,7 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "total_training_steps": _is("train.steps"),
     "num_train_epochs": _is("train.epochs"),
     "total_epochs": _is("train.epochs"),
-    # Lengths
+    # Lengths of prompts and completions
     "max_completion_length": _is("rollout.limits.max_tokens_per_turn"),
     "max_new_tokens": _is("rollout.limits.max_tokens_per_turn"),
     "max_response_length": _is("rollout.limits.max_tokens_per_turn", "rollout.limits.max_tokens"),
@@ -127,7 +129,7 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "loss_type": WellKnown(write="algorithm.loss=ppo_clip", call="loss='ppo_clip'"),
     "loss_agg_mode": _is("algorithm.aggregate"),
     "scale_rewards": WellKnown(write="algorithm.advantage.norm_by_std=true", call="norm_by_std=True"),
-    # What a run leaves, and where it runs
+    # Outputs, evaluation and devices
     "output_dir": _is("out"),
     "default_local_dir": _is("out"),
     "run_name": _is("name"),

@@ -24,7 +24,7 @@ def test_value_of_several_lines_stays_a_value(odd: str, tmp_path: Path):
     run(path, [*OVERRIDES, f"+polyturn.model.chat_template='{odd}'"], out=None)
     native = yaml.safe_load((tmp_path / "run.polyturn.yaml").read_text())
     assert native["model"]["chat_template"] == odd and native["name"] == "gsm8k"
-    assert (tmp_path / "run.polyturn.md").read_text().startswith(f"# What became of each key of {path}")
+    assert (tmp_path / "run.polyturn.md").read_text().startswith(f"# The translation of each key of {path}")
 
 
 @pytest.mark.parametrize("out", ["run.yaml", "../{}/run.yaml", "new.md", "new"])
@@ -35,7 +35,7 @@ def test_wrong_target_is_refused_before_anything_is_written(out: str, tmp_path: 
         lambda: run(path, OVERRIDES, out=tmp_path / out.format(tmp_path.name)),
         ConfigError,
         "--out is ",
-        "which ends in .yaml",
+        "name a .yaml file",
     )
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
 

@@ -99,7 +99,7 @@ class EvalSetConfig(Section):
     samples: int = Field(1, ge=1, le=2**16)
     """Number of samples per task; more than one adds mean@N, best@N and, if reward functions return a `pred`, maj@N."""
     every: bool = True
-    """Whether it also runs every `evaluation.every` steps; false runs it only before and after training."""
+    """Whether the set also runs every `evaluation.every` steps; false runs it only before and after training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

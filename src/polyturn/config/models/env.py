@@ -3,7 +3,7 @@
     env: textarena:GuessTheNumber-v0
     env: {name: gymnasium:FrozenLake-v1, tasks: 256, kwargs: {is_slippery: false}}
 
-It replaces `data`, `rollout.scheduler` and a reward.
+An environment replaces `data`, `rollout.scheduler` and a reward.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class AnyModelConfig(Section):
     """Arguments of the chat template, for instance {enable_thinking: false}."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters in training and in the embedded engine. auto: bfloat16 on CUDA GPUs that support it, otherwise
-    float32. With bfloat16 the optimizer keeps float32 masters, and gradients are summed in float32."""
+    float32. With bfloat16 the optimizer keeps float32 master weights, and gradients are summed in float32."""
     lora: LoraSettings | None = None
     """Train an adapter; null trains all weights."""
 
@@ -121,7 +121,7 @@ class PolicyConfig(Section):
     def _speaks(self) -> PolicyConfig:
         if self.model is None and self.checkpoint is None:
             raise ValueError(
-                "a policy needs a model (a folder, a hub id, or self for a copy of the one that is trained) or a checkpoint"
+                "a policy needs a model (a folder, a hub id, or self for a copy of the trained policy) or a checkpoint"
             )
         if self.model == SELF and self.checkpoint is not None:
             raise ValueError(f"model is self and checkpoint is {self.checkpoint!r}: remove one of them")

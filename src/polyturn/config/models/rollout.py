@@ -19,7 +19,7 @@ from polyturn.tokens.options import ParserOptions
 from polyturn.tools.options import ToolsOptions
 
 LIMITS = Limits(timeout_s=7200.0)
-"""Default limits: more time than 8 turns take in which every call uses its whole deadline."""
+"""Default limits. The time is enough for 8 turns in which every call takes its whole deadline."""
 
 
 class RolloutConfig(Section):
@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     interactions: str | list[dict[str, Any]] | None = None
     """A YAML file with an `interaction` list, or the list."""
     interaction_timeout_s: float = Field(60.0, gt=0)
-    """Deadline of an answer of an interaction, in seconds; after it the trajectory fails."""
+    """Deadline of an interaction's answer, in seconds; a later answer fails the trajectory."""
     parser: Annotated[ParserOptions, BY_NAME] = ParserOptions()
     scheduler: NameOrObject | None = None
     """A built-in scheduler, or `file.py:Class` of a MultiTurnScheduler; the default runs tool calls first, otherwise the

@@ -144,7 +144,8 @@ class RunConfig(Section):
         if self.evaluation.before_warm_start and self.cluster.address is not None:
             raise ValueError(
                 f"evaluation.before_warm_start is true and cluster.address is {self.cluster.address!r}: the process "
-                "that starts a run would have to evaluate the untouched model; remove it, and use polyturn eval"
+                "that starts a run would have to evaluate the untouched model; remove evaluation.before_warm_start, and "
+                "use polyturn eval"
             )
         late = {"train.max_staleness": train.max_staleness, "train.oversample": train.oversample}
         for name, value in late.items():

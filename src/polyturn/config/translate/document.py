@@ -14,8 +14,8 @@ def rows_as_markdown(rows: Iterable[KeyRule]) -> Iterator[str]:
 
 
 def fate_table(translation: Translation, *, source: str) -> str:
-    """Return the table of one config: first the written keys, then the defaults with an effect."""
-    lines = [f"# What became of each key of {source}\n"]
+    """Return the table of one config: first the written keys, then the defaults of the base."""
+    lines = [f"# The translation of each key of {source}\n"]
     for title, written in (("Written", True), ("Defaults of the base", False)):
         fates = [f for f in translation.fates if bool(f.where) is written]
         cells = ([f"`{f.key}`", f"`{f.value}`", _targets(f.to) or f.kind, f.says] for f in fates)

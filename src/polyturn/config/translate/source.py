@@ -38,7 +38,7 @@ class Source:
         return default if value is None else value
 
     def polyturn(self, key: str) -> Any:
-        """Return a native key of the section `polyturn`, or None."""
+        """Return the value of a native key in the section `polyturn`, or None."""
         at: Any = self.values.get("polyturn")
         for part in key.split("."):
             at = at.get(part) if isinstance(at, Mapping) else None

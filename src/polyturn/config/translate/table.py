@@ -59,7 +59,7 @@ class KeyRule:
         """The rule's text for the documentation."""
         parts = [self.rejected or self.ignored or "", self.note or "", self.notice or ""]
         if self.rejected is not None and self.unless:
-            parts.append(f"accepted where it asks for nothing: {', '.join(_yaml(v) for v in self.unless)}")
+            parts.append(f"accepted without effect: {', '.join(_yaml(v) for v in self.unless)}")
         refusals = (self.rejected_values or {}).items()
         parts += [f"{'anything else' if v == '*' else _yaml(v)} is rejected: {why}" for v, why in refusals]
         return "; ".join(p for p in parts if p)

@@ -18,7 +18,7 @@ from polyturn.config.translate.table import KeyRule, Table
 from polyturn.config.translate.tree import Composed, Unresolved, leaves
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
-UNREAD = "nothing that this config asks for reads it"
+UNREAD = "no part that this config uses reads it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def translate(
         keys: The table of keys.
         converters: Name -> function, for the table.
         check: Returns a sentence per problem of a key with its value and row.
-        wrong_kind: Returns why a key cannot have a value of this kind.
+        wrong_kind: Returns the reason why a key cannot have this kind of value, or None.
 
     Raises:
         ConfigError: a key is unknown, unsupported, or contradicts another; one line each.
@@ -105,7 +105,7 @@ def translate(
             except (ArithmeticError, AttributeError, OSError, LookupError, RuntimeError, TypeError, ValueError) as problem:
                 read = [k for k in source.values if (row := keys.find(k)) is not None and row.convert == name]
                 values = ", ".join(f"{k} = {_show(source.values[k])}" for k in read)
-                raise ConfigError(f"one of {values} is not what it should be ({one_line(problem):.200})") from problem
+                raise ConfigError(f"one of {values} is invalid ({one_line(problem):.200}); correct it") from problem
         refused = source.problems
     problems += _sentences(refused, source.values, tree)
     section = source.values.get("polyturn")
@@ -116,7 +116,7 @@ def translate(
     own = [(path, value) for path, value in leaves(section) if path]
     for path, value in own:
         source.put(".".join(path), value, by=f"polyturn.{'.'.join(path)}")
-    _places_on_servers(source, {path for path, _ in own})
+    _move_slots_to_servers(source, {path for path, _ in own})
     _without_unread(source, {path for path, _ in own})
     return Translation(
         native=source.native,
@@ -127,8 +127,8 @@ def translate(
     )
 
 
-def _places_on_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
-    """Set the number of sequences that an engine decodes concurrently as the servers' number of requests."""
+def _move_slots_to_servers(source: Source, own: Collection[Sequence[Any]]) -> None:
+    """If servers sample, move the number of concurrent sequences from `num_slots` to `max_in_flight`."""
     engine, slots = source.native.get("engine"), ("engine", "num_slots")
     if isinstance(engine, dict) and engine.get("kind") in ("vllm", "sglang") and slots in source.origin and slots not in own:
         by, number = source.origin.pop(slots), engine.pop("num_slots")
@@ -191,7 +191,7 @@ def _without_value(key: str, value: Any, row: KeyRule, tree: Composed) -> Iterat
         name = ".".join((key, *path))
         if isinstance(one, Unresolved) and (row.ignored is None or (one != "???" and tree.is_written(name))):
             what = "has no value yet" if one == "???" else "cannot be resolved: it refers to a key that has no value"
-            yield f"{name} is {str(one)!r}{tree.where(name)}, which {what}; give it one"
+            yield f"{name} is {str(one)!r}{tree.where(name)}, which {what}; give it a value"
 
 
 def _resolved(value: Any) -> Any:
@@ -231,8 +231,8 @@ def _refusal(key: str, value: Any, row: KeyRule) -> str | None:
             if _same(one, refused) or (refused == "*" and not any(_same(one, v) for v in row.values or {})):
                 return why
         if row.values is not None and one is not None and not any(_same(one, v) for v in row.values):
-            what = "that value" if one is value else _show(one)
-            return f"{what} is not known here.{did_you_mean(str(one), map(str, row.values))}"
+            what = "this value" if one is value else _show(one)
+            return f"{what} is not supported.{did_you_mean(str(one), map(str, row.values))}"
     return None
 
 
@@ -261,7 +261,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
         notice = source.notes.get(key) or row.ignored or (row.notice if value is not None else None) or ""
         if row.convert is not None and value is not None and not notice and key not in source.read:
             notice = UNREAD
-        nothing = "it asks for nothing" if row.rejected is not None else ""
+        nothing = "it has no effect" if row.rejected is not None else ""
         if isinstance(value, Mapping) and any(v for _, v in leaves(value)):
             notice = notice or nothing  # a section that only names its class
         target = known.find(row.means) if row.means is not None else None
