@@ -1,4 +1,4 @@
-"""Options of the advantage estimators, made from the signatures of their functions.
+"""Options of the advantage estimators, generated from the signatures of their functions.
 
     advantage: {name: grpo, norm_by_std: false}                          GroupOptions
     advantage: {name: gae, lam: 0.95}                                    GaeOptions
@@ -28,7 +28,7 @@ class EstimatorOptions(BaseModel):
 
 
 def _options(class_name: str, *names: str, default: str | None = None) -> type[EstimatorOptions]:
-    """Make the options of the estimators `names`, whose arguments are those of the first."""
+    """Create the options class of the estimators `names`, with the arguments of the first one's function."""
     function = getattr(advantages, names[0])
     hints, fields = get_type_hints(function, include_extras=True), dict[str, Any]()
     text = "A registered estimator, or `file.py:function`."
@@ -41,7 +41,7 @@ def _options(class_name: str, *names: str, default: str | None = None) -> type[E
     return create_model(class_name, __base__=EstimatorOptions, __module__=__name__, **fields)
 
 
-# Under their own names, by which pickle finds them.
+# Each class has the name of its variable, because pickle finds classes by name.
 GroupOptions = _options("GroupOptions", "grpo", default="grpo")
 GroupOptions.__doc__ = "Compares a reward with those of its group."
 PassAtKOptions = _options("PassAtKOptions", "grpo_passk")

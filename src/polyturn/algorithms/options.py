@@ -48,9 +48,9 @@ class CorrectionSettings:
     """Off-policy correction: the weight of tokens sampled by a policy that differs from the trained one."""
 
     weight: Literal["none", "token", "sequence", "geometric"] = "token"
-    """Importance weights of the policy loss. token: rho of each token, truncated importance sampling. sequence: for every
-    token the product of rho over its segment, unbiased but of high variance. geometric: for every token the geometric mean
-    of rho over its segment. none: only reject and measure."""
+    """Importance weights of the policy loss, from the ratio rho of trained to sampling policy. token: rho of each token,
+    truncated importance sampling. sequence: for every token the product of rho over its segment, unbiased but of high
+    variance. geometric: for every token the geometric mean of rho over its segment. none: only reject and measure."""
     cap: Annotated[Bound, Field(gt=0)] = 2.0
     """Upper bound of weights: min(rho, cap), Ionides 2008."""
     beyond: Literal["truncate", "drop"] = "truncate"
@@ -80,9 +80,8 @@ class CorrectionSettings:
             if name not in REJECTIONS:
                 raise UnknownNameError(f"there is no rejection by {name!r}.{did_you_mean(name, REJECTIONS)}")
             if not low < high or (name.endswith("_k1") and not low <= 1 <= high):
-                raise ConfigError(
-                    f"the bounds of {name} are {low} and {high}; the interval must contain the value for equal policies"
-                )
+                contains = ", and the interval must contain the ratio 1 of equal policies" if name.endswith("_k1") else ""
+                raise ConfigError(f"the bounds of {name} are {low} and {high}; the first must be below the second{contains}")
         if self.veto is not None and not 0 < self.veto < 1:
             raise ConfigError(f"the correction's veto is {self.veto}; it must be a ratio between 0 and 1, for instance 1e-4")
 
@@ -134,7 +133,7 @@ class KlOptions:
             raise ConfigError(f"algorithm.kl.target is {self.target} and coef is 0; set coef to the initial weight")
         if self.importance and self.place == "reward":
             raise ConfigError(
-                "algorithm.kl.importance applies to a KL in the loss, and this one is in the reward; remove it"
+                "algorithm.kl.importance applies to a KL in the loss, and this KL is in the reward; remove importance"
             )
 
     @property
@@ -268,7 +267,7 @@ class AlgorithmOptions:
     trajectories. Within a trajectory all tokens weigh the same, wherever its history was cut into segments."""
     loss_scale: NameOrObject = "default"
     """The sampled tokens to train: default (all turns), last_round (the last message of each sample), ignore_empty_think,
-    `file.py:function`, or several as `a+b`. Weights that a scheduler set stay."""
+    `file.py:function`, or several as `a+b`. Weights that a scheduler set are kept."""
     kl: KlOptions | list[KlOptions] = KlOptions()
     """The KL from the weights at the start of the run, or from `model.reference`; a list to have one in the loss and one in
     the reward."""
@@ -308,7 +307,7 @@ class AlgorithmOptions:
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ConfigError(
                 f"algorithm.entropy_target is {self.entropy_target:g} and entropy_coef {self.entropy_coef:g}, which lowers "
-                "entropy; set it to 0 or more"
+                "entropy; set entropy_coef to 0 or more"
             )
         if self.self_distill is not None and self.served_teachers is not None:
             raise ConfigError("algorithm.self_distill and algorithm.served_teachers both change advantages; set one of them")

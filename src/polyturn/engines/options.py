@@ -109,7 +109,7 @@ class ServerOptions(AskedOptions):
     urls: list[str] = field(default_factory=list)
     """Addresses of running servers; they must serve the same model, with the flags listed in docs/guides/engines.md."""
     api_key_env: str | None = None
-    """Environment variable with the key that those servers require (their `--api-key`)."""
+    """Environment variable with the API key that the servers of `urls` require (their `--api-key`)."""
     launch: LaunchOptions | None = None
     """How to start servers; null starts them with the defaults if `urls` is empty."""
     max_in_flight: Annotated[int, Field(ge=1)] = 256
@@ -122,7 +122,7 @@ class ServerOptions(AskedOptions):
     """Number of tries of a request whose server is lost before its trajectory fails."""
     weights: Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"] = "auto"
     """The transport of new weights. folder: the server reads a folder. nccl, gloo: the server's broadcast of tensors,
-    between GPUs or between processors. ipc: handles of memory on the same GPU. auto: folder, or a broadcast if a server is
+    between GPUs (nccl) or CPUs (gloo). ipc: handles of memory on the same GPU. auto: folder, or a broadcast if a server is
     on another machine. adapter: a folder with only the adapter of model.lora (vLLM); otherwise the adapter is merged into
     the weights."""
     weights_folder: str | None = None
@@ -142,7 +142,7 @@ class ServerOptions(AskedOptions):
         if self.update == "sleep" and self.weights == "adapter":
             raise ConfigError(
                 "engine.update is sleep, which drops a server's weights, and engine.weights is adapter, which sends "
-                "only the adapter; set it to auto, which sends the merged weights"
+                "only the adapter; set engine.weights to auto, which sends the merged weights"
             )
         if self.update == "sleep" and self.weights == "nccl":
             raise ConfigError(

@@ -24,4 +24,4 @@ class EvalOptions:
     stop_at: float | None = None
     """Training ends early once the first set has this success rate; null never ends it early."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Number of validations without a better result after which training ends; the one before training counts."""
+    """Number of validations without a better result after which training ends. The one before training counts too."""

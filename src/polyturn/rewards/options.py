@@ -13,23 +13,23 @@ from pydantic import Field
 from polyturn.core.trajectory import TextOf
 
 DEFAULT_WEIGHTS = {"outcome": 1.0, "tool_step": 1.0}
-"""Weights of a reward's components where a config names none; `overlong` always weighs 1."""
+"""Default weights of a reward's components; `overlong` always has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRate:
-    """The rate at which reward functions may be called, for those that ask a paid or a slow service; null means no limit."""
+    """Limits on calls of reward functions, for those that use a paid or slow service."""
 
     PART: ClassVar[str] = "the rate"
 
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Calls at once; null means no limit."""
+    """Largest number of concurrent calls; null means no limit."""
     calls_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Calls a minute; null means no limit."""
+    """Largest number of calls per minute; null means no limit."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Tokens a minute, at `tokens_per_call` each; null means no limit."""
+    """Largest number of tokens per minute, with `tokens_per_call` for each call; null means no limit."""
     tokens_per_call: Annotated[int, Field(ge=1)] = 2000
-    """The tokens that one call is taken to cost of `tokens_per_minute`."""
+    """Estimated number of tokens of a call."""
 
     @property
     def per_minute(self) -> float | None:
@@ -40,35 +40,35 @@ class CallRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOptions:
-    """The sandbox that runs the model's programs for the reward of code."""
+    """The sandbox in which code rewards run the model's programs."""
 
     PART: ClassVar[str] = "the sandbox"
 
     url: str | None = None
     """Address of a SandboxFusion `run_code` endpoint; null runs programs on this machine, isolated by bubblewrap."""
     python: str | None = None
-    """The interpreter for programs that run on this machine, whose packages they may import; null is this one's, with the
-    standard library alone."""
+    """Python interpreter of programs on this machine, with its packages; null takes the interpreter that runs polyturn, with
+    only the standard library."""
     token_env: str | None = None
-    """The environment variable that holds the token which the sandbox demands."""
+    """Environment variable with the token that the sandbox requires."""
     max_concurrent: Annotated[int, Field(ge=1)] = 64
-    """Programs that run at once."""
+    """Largest number of programs that run at once."""
     memory_limit_mb: Annotated[int, Field(ge=16)] = 1024
-    """Megabytes that one program may use."""
+    """Largest memory of a program, in megabytes."""
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    """Seconds that one test may run."""
+    """Deadline of a test, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The number of trajectories in one call of a function of `solution_strs`."""
+    """The number of trajectories per call of a reward function of `solution_strs`."""
 
     PART: ClassVar[str] = "a function of solution_strs"
 
     size: Annotated[int, Field(ge=1)] | None = 64
-    """Trajectories in one call; null means no bound."""
+    """Largest number of trajectories per call; null means no limit."""
     wait_s: Annotated[float, Field(ge=0)] = 0.05
-    """Seconds that a call waits for more of them, from the first on."""
+    """Seconds that a call waits for further trajectories after the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,14 @@ class CallOptions:
     """The calls of a run's reward functions."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds of what a reward function does by itself; beyond, the trajectory fails. Programs in a sandbox and comparisons
-    of mathematics have limits of their own, and waiting for them, for a turn or for a thread does not count."""
+    """Deadline of a call, in seconds; after it the trajectory fails. Programs in a sandbox and mathematical comparisons have
+    their own limits. Waiting for them, for a slot or for a thread does not count."""
     text: TextOf = "answer"
-    """The text of `solution_str`: the last message without reasoning and calls, the last turn to the
-    letter as the model wrote it, or every turn so. Never what a tool or an interaction said."""
+    """The text of `solution_str`, always without observations. answer: the last message without reasoning and calls. turn:
+    the last turn exactly as the model wrote it. turns: all turns exactly as the model wrote them."""
     rate: CallRate = CallRate()
     batch: BatchOptions = BatchOptions()
     num_processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes that call each plain function of `solution_str` or `solution_strs` that is named by its file or module, in
-    their main thread, where time-outs that are built on signals work; null calls them in threads of this process."""
+    """Number of processes that call a plain function of `solution_str` or `solution_strs` in their main threads, where
+    timeouts based on signals work. The function must be named by its file or module. Null calls it in threads of this
+    process."""

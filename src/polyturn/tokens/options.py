@@ -1,4 +1,4 @@
-"""Options of reading a completion's text.
+"""Options of the parsers that read a completion's text.
 
 rollout: {parser: hermes}
 rollout: {parser: {name: hermes, reasoning: deepseek_r1, calls_in_reasoning: true}}
@@ -21,6 +21,6 @@ class ParserOptions:
     name: NameOrObject = "auto"
     """A registered name or `file.py:Class`; auto: the one that reads what the chat template writes."""
     reasoning: str | None = None
-    """Name of the reasoning format; null for the one that the chat template, or else the parser's family, writes."""
+    """Name of the reasoning format; null takes the format of the chat template, or else of the parser's family."""
     calls_in_reasoning: bool = False
-    """Execute calls inside reasoning too; they are thoughts otherwise."""
+    """Also execute calls inside reasoning; false treats them as reasoning text."""

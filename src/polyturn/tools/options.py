@@ -1,4 +1,4 @@
-"""Options of the tools of a run: their files, and the deadlines, sizes and numbers of their calls.
+"""Options of the tools of a run: their files, and the limits of their calls.
 
 tools: {functions: [tools.py], timeout_s: 10, max_concurrency: {search: 32}}      ToolsOptions
 """
@@ -22,24 +22,25 @@ class ToolOptions:
     """The limits of each call. A tool's own config may be stricter."""
 
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds of a call; beyond, the model reads that it took too long."""
+    """Deadline of a call, in seconds; after it the model gets the timeout as the result."""
     max_parallel_calls: Annotated[int, Field(ge=1)] = 16
-    """Calls of one turn beyond this many are answered as skipped."""
+    """Largest number of calls of one turn; further calls are answered as skipped."""
     max_result_chars: Annotated[int, Field(ge=16)] | None = 8192
-    """Characters of a result that the model reads; null is all."""
+    """Largest number of characters of a result that the model gets; null means no limit."""
     max_result_tokens: Annotated[int, Field(ge=4)] | None = None
-    """The same in tokens of the run's tokenizer; the smaller of both holds."""
+    """The same limit in tokens of the run's tokenizer; the smaller limit applies."""
     truncate_side: TruncateSide = "middle"
     """The side on which a longer result is cut: left keeps its end, right its beginning, middle both."""
     max_concurrency: Mapping[str, Annotated[int, Field(ge=1)]] = field(default_factory=dict)
-    """Tool -> its calls at once; others wait, which is not part of their `timeout_s`. Goes before `max_concurrency` in a
-    tool's own config."""
+    """Tool -> largest number of concurrent calls; others wait, and waiting does not count towards `timeout_s`. Overrides
+    `max_concurrency` in a tool's own config."""
     max_per_host: Annotated[int, Field(ge=1)] | None = None
-    """Calls at once to one host, of all tools that ask it; null means no limit."""
+    """Largest number of concurrent calls to one host, over all tools; null means no limit."""
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     unreachable: Literal["observation", "failure"] = "observation"
-    """The outcome of a call whose tool is gone (`connection`, `circuit_open`): an observation, which the model reads and is
-    scored with; or a failure of the trajectory, which then is in no loss, for services that no call can bring down."""
+    """The outcome of a call to an unreachable tool (`connection`, `circuit_open`). observation: the model gets the error,
+    and the trajectory is scored. failure: the trajectory fails and is not trained, for services that no call can bring
+    down."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0 or self.max_parallel_calls < 1:

@@ -71,8 +71,8 @@ class OptimSettings:
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients of a larger norm are scaled down to this norm; null does not clip."""
     offload: bool = False
-    """Keep masters, moments and summed gradients in the machine's memory, and update there: 16 bytes a parameter less on the
-    GPUs, and slower steps. For model.dtype bfloat16."""
+    """Keep master weights, moments and summed gradients in the machine's memory, and update there. This saves 16 bytes per
+    parameter on the GPUs and makes steps slower. For model.dtype bfloat16."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more ends the run."""
 
@@ -110,7 +110,7 @@ class CriticSettings:
     PART: ClassVar[str] = "gae, turn_gae, bilevel_gae"
 
     path: str | None = None
-    """Folder or hub id of the model whose backbone it starts from, with the same vocabulary; null takes the policy's."""
+    """Folder or hub id of the model whose backbone the critic starts from, with the same vocabulary; null: the policy's."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Number of steps at the start of the run that train only the critic, so that the policy does not follow an untrained
     critic."""
@@ -230,8 +230,8 @@ class TrainOptions:
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """Largest number of policy versions that a trained token may be behind; 0 is synchronous training."""
     oversample: Annotated[float, Field(ge=0, le=8)] = 0.0
-    """Groups that are started in addition to those that a step trains on, as a share of the latter; a step takes the first
-    to finish."""
+    """Number of groups started in addition to the groups of a step, as a share of these; a step takes the first to
+    finish."""
     leftover: Literal["cancel", "carry"] = "cancel"
     """What happens to the remaining groups. cancel: they are cut off and counted. carry: they continue and are trained in a
     later step, within max_staleness, which avoids a bias against long episodes."""
@@ -239,7 +239,7 @@ class TrainOptions:
     """Number of further tasks to try in place of a group whose rewards are all equal (for an estimator of turns, also the
     scores of turns)."""
     replay: Annotated[float, Field(ge=0, le=4)] = 0.0
-    """Groups of earlier steps that are trained again with the new ones, as a share of the latter, within max_staleness."""
+    """Number of groups of earlier steps that a step trains on again, as a share of its new groups, within max_staleness."""
     checkpoint_every: Annotated[int | str, AfterValidator(_steps_or_time)] = "10m"
     """Number of steps between checkpoints, or the time between them, such as 30s, 10m or 2h. The time grows such that
     writing takes at most a fiftieth of it. 0 saves only at the start, at the end, and when the run is interrupted (except by
@@ -247,7 +247,7 @@ class TrainOptions:
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Number of newest checkpoints to keep; the best one is always kept."""
     keep_checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Keep the checkpoints of every so many steps forever; 0 keeps none."""
+    """Keep the checkpoint of every n-th step forever; 0 keeps none this way."""
     export: Literal["all", "best", "last"] = "all"
     """The checkpoints that also contain the model in Hugging Face format: all; last: only the one at the run's end or
     interruption; best: that one and the best of an evaluation. A run resumes from any of them."""

@@ -158,7 +158,7 @@ def test_bad_settings_and_samples_are_refused():
     refuses(
         lambda: CorrectionSettings(reject={"token_k1": Bounds(1.5, 2.0)}),
         ConfigError,
-        "must contain the value for equal policies",
+        "must contain the ratio 1",
     )
     refuses(lambda: CorrectionSettings(cap=0), ConfigError, "cap")
     refuses(lambda: CorrectionSettings(veto=2), ConfigError, "veto is 2")
