@@ -146,7 +146,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 
 
 class AliasPackage(ModuleType):
-    """A synthetic package. Other names than its own are read, set and deleted in its body."""
+    """A synthetic package. Names that are not the package's own are read, set and deleted in its body."""
 
     def __init__(self, name: str, body: Sequence[str], refusal: Callable[[str], str | None]) -> None:
         super().__init__(name, None)
@@ -233,7 +233,7 @@ class _AliasLoader(importlib.abc.Loader):
 
 
 def _find_own(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a project's own module; a project inside a checkout of the library has some in its folders."""
+    """Return the spec of a project's own module under the root, as in a project inside a checkout of the library."""
     parts = fullname.split(".")[:-1]
     folders = [str(folder) for entry in sys.path if (folder := Path(entry, *parts)).is_dir()]
     own = importlib.machinery.PathFinder.find_spec(fullname, folders)

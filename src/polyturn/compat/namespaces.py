@@ -102,7 +102,7 @@ _SFT = "Supervised training is `polyturn sft CONFIG`."
 _GENERATION = (
     "`polyturn rollout CONFIG` writes completions, `polyturn eval` scores them, `polyturn rescore` with another reward."
 )
-_TRAINER = f"This is why: {TRAINER}."
+_TRAINER = f"The reason: {TRAINER}."
 _INSTEAD = {
     **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), _SFT),
     **dict.fromkeys((f"verl.trainer.main_{name}" for name in ("generation", "generation_server", "eval")), _GENERATION),

@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 TRAINER = (
-    "verl's trainer and its workers are not here, and a program built of them does not run; polyturn trains what "
-    "verl.trainer.main_ppo is asked for, with rewards, tools, interactions, agent loops, estimators and losses of your own"
+    "polyturn does not replace verl's trainer and workers, so a program built from them does not run; it replaces "
+    "verl.trainer.main_ppo, with your own rewards, tools, interactions, agent loops, estimators and losses"
 )
-MEDIA = "media are read by the native data and template; see `polyturn train --dry-run`"
-REQUEST = "a conversation is an episode, whose turns keep the sampled ids; a tool or an interaction sees its messages"
+MEDIA = "polyturn's data loading and chat template read media; see `polyturn train --dry-run`"
+REQUEST = "polyturn keeps a conversation as an episode with its sampled ids; tools and interactions get the messages"
 METHODS = dict.fromkeys(
     (
         "chunk", "split", "reorder", "rename", "make_iterator", "sample_level_repeat", "unfold_column_chunks", "padding",
         "is_padding_enabled", "save_to_disk", "load_from_disk", "to_tensordict", "print_size", "get_data_info",
     ),
-    "it spreads a batch over workers or keeps it in a file, and no worker takes one; index the batch, or read its columns",
+    "it sends a batch to workers or to a file, which polyturn does not do; index the batch, or read its columns",
 )  # fmt: skip
 """Methods of `DataProto`."""
 NAMES = {
@@ -59,8 +59,8 @@ SWIFT_NAMES = dict.fromkeys(
         "rlhf_main", "sft_main", "SftArguments", "TrainArguments", "get_dist_setting", "is_dist", "parse_args",
         "EncodePreprocessor",
     ),
-    "programs of ms-swift that train or infer are not here; `polyturn train`, `rollout` and `eval` are, and `swift rlhf` "
-    "behind `polyturn run-as swift`",
+    "polyturn does not replace ms-swift's functions for training and inference; use `polyturn train`, `rollout` and "
+    "`eval`, or `swift rlhf` through `polyturn run-as swift`",
 )  # fmt: skip
 """Name of ms-swift -> reason."""
 

@@ -141,7 +141,7 @@ def test_widths_may_be_fixed() -> None:
     rows = [group(made(segment(3, 2)))]
     batch = to_dataproto(rows, prompt_length=5, response_length=8)
     assert (batch["prompts"].shape, batch["responses"].shape) == ((1, 5), (1, 8))
-    refuses(lambda: to_dataproto(rows, response_length=2), DataError, "g0/0, segment 0: ", " 3 ", "response_length is 2")
+    refuses(lambda: to_dataproto(rows, response_length=2), DataError, "g0/0, segment 0 has 3 tokens", "response_length is 2")
     refuses(lambda: to_dataproto(rows, prompt_length=2), DataError, "prompt_length is 2")
 
 

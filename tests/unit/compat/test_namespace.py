@@ -99,7 +99,7 @@ def test_missing_program_of_verl_names_its_replacement(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compat.install("verl")
-    for name, said in (("ppo.ray_trainer", "a program built of them does not run"), ("main_eval", "polyturn rescore")):
+    for name, said in (("ppo.ray_trainer", "a program built from them does not run"), ("main_eval", "polyturn rescore")):
         with pytest.raises(ModuleNotFoundError, match=said):
             importlib.import_module(f"verl.trainer.{name}")
     started: list[str] = []

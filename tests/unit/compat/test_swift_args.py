@@ -262,7 +262,7 @@ def test_process_variables_are_reported(
         dispatch(line)
     (message,) = (one for one in caplog.messages if one.startswith("NPROC_PER_NODE is 8 and NNODES is 2"))
     assert "polyturn.train.distributed.ranks" in message
-    assert ("a batch is counted" in message) == (program == "swift")  # a batch of Megatron's is that of all
+    assert ("batch sizes are per process" in message) == (program == "swift")  # a batch of Megatron's is that of all
     monkeypatch.setenv("NNODES", "two")
     refuses(lambda: dispatch(line), ConfigError, "NNODES is 'two'")
 
@@ -321,14 +321,14 @@ def test_megatron_run_is_as_long_as_there() -> None:
     assert both.native["train"]["epochs"] == 2
     assert "steps" not in both.native["train"]
     assert any(line.startswith("train_iters:") for line in both.notices())
-    refuses(lambda: translate("megatron", "--train_iters null"), ConfigError, "how long is the run")
+    refuses(lambda: translate("megatron", "--train_iters null"), ConfigError, "the length of the run is missing")
 
 
 @pytest.mark.parametrize(
     ("flags", "notice"),
     [
         ("--tuner_type lora", "have a pair of matrices each"),
-        ("--multi_turn_scheduler mine", "the last turn of a conversation alone is trained"),
+        ("--multi_turn_scheduler mine", "only the last turn of a conversation is trained"),
         ("", None),
         ("--multi_turn_scheduler mine --loss_scale last_round", None),
     ],

@@ -70,7 +70,7 @@ def test_facts_of_joined_batches_agree() -> None:
 
 @pytest.mark.parametrize("name", ["chunk", "make_iterator", "save_to_disk", "to_tensordict"])
 def test_method_for_workers_is_refused_by_name(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"'{name}' here: it spreads"):
+    with pytest.raises(AttributeError, match=f"'{name}' here: it sends"):
         getattr(batch(), name)
 
 

@@ -106,7 +106,7 @@ def test_files_and_overrides_are_merged(files: dict[str, str], overrides: list[s
     ("files", "overrides", "names"),
     [
         ({"main": "defaults: [ppo_trainr]\n"}, [], "'ppo_trainr'.*'ppo_trainer'"),
-        ({"main": "defaults: [other]\n", "other": "defaults: [main]\n"}, [], "lead back to"),
+        ({"main": "defaults: [other]\n", "other": "defaults: [main]\n"}, [], "form a circle"),
         ({"main": "a: 1\n  b: 2\n"}, [], "main.yaml line 2"),
         *[({"main": PLAIN}, [text], "key.path=value") for text in ("train_batch_size", "--multirun", "=3")],
         *[({"main": text}, [], "main") for text in ("data: [", "defaults: 3", "- 1", "defaults: [main]")],

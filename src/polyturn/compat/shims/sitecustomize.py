@@ -1,7 +1,7 @@
 """Runs first in every process of `polyturn run-as` and makes the shim take precedence over the library on the path.
 
 Otherwise a program that adds its working directory, its own folder or the root of its tests to the path would import the
-library from a checkout. polyturn itself is imported only when the library is.
+library from a checkout. polyturn itself is imported only when the program imports the library.
 """
 
 import importlib.machinery
@@ -21,7 +21,7 @@ class _StandIn:
 
 sys.meta_path.insert(0, _StandIn)  # type: ignore[arg-type]
 
-# The interpreter imports only one module of this name, so the environment's own one is run here.
+# The interpreter imports only one module of this name, so the environment's own sitecustomize is run here.
 _others = [folder for folder in sys.path if os.path.abspath(folder or ".") != _HERE]
 _next = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
 if _next is not None and _next.origin is not None:

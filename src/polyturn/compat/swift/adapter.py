@@ -107,7 +107,7 @@ class SwiftScheduler(MultiTurnScheduler):
         return self
 
     def check_task(self, task: Task) -> None:
-        """Refuse a row that lacks a column of a shipped scheduler, or names an unknown environment or context manager."""
+        """Refuse a row that lacks a column of the shipped scheduler, or names an unknown environment or context manager."""
         request = to_request(task, uuid=task.id)
         self._check_batches(request)
         columns = request.data_dict
@@ -126,7 +126,7 @@ class SwiftScheduler(MultiTurnScheduler):
                 context_managers.find(manager)
 
     def _check_batches(self, request: RolloutInferRequest) -> None:
-        """Try a user's own `async_infer` once, if its object can be created without a tokenizer; else the first run does."""
+        """Check a user's own `async_infer` once. The first `run` checks it if the check needs a tokenizer or the engine."""
         if self._is_checked or self._has_tried:
             return
         self._has_tried = True
@@ -159,7 +159,7 @@ class SwiftScheduler(MultiTurnScheduler):
             return StopReason.ABORTED
         if not engine.asked and engine.over is None:
             raise SchedulerError(
-                f"{type(scheduler).__name__} ended trajectory {episode.id!r} without one call of infer_engine.infer_async"
+                f"{type(scheduler).__name__} ended trajectory {episode.id!r} without calling infer_engine.infer_async"
             )
         prompt = to_request(episode.task, uuid=episode.id).messages
         turn_weights.settle(episode, engine, outputs, prompt=prompt, is_own_loop=_runs_own_loop(scheduler))
@@ -216,7 +216,8 @@ class SwiftScheduler(MultiTurnScheduler):
             raise
         except Exception as problem:
             raise ConfigError(
-                f"the scheduler {self._class.__name__} cannot be made with {sorted(offered)}: {one_line(problem)}"
+                f"the scheduler {self._class.__name__} cannot be created with the arguments {sorted(offered)}: "
+                f"{one_line(problem)}"
             ) from problem
         if "infer_engine" not in vars(instance):
             instance.infer_engine = offered.get("infer_engine")
@@ -235,7 +236,7 @@ class SwiftScheduler(MultiTurnScheduler):
 
 
 async def scheduler_run(scheduler: RolloutScheduler, request: RolloutInferRequest, config: RequestConfig) -> Any:
-    """Await a user's `run`, or an `async_infer` around it; errors get the names of the scheduler and the trajectory.
+    """Await a user's `run`, or the user's `async_infer`, which calls `run`. Errors name the scheduler and the trajectory.
 
     Raises:
         SchedulerError: the method raised, or is not async.
@@ -285,7 +286,7 @@ def to_request(task: Task, *, uuid: str) -> RolloutInferRequest:
 
 
 def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
-    """Return whether the user wrote the loop, so that only its outputs determine the trained turns."""
+    """Return whether the user wrote the loop. If so, only its outputs determine which turns are trained."""
     return overrides_batches(type(scheduler)) or type(scheduler).run.__module__ != RolloutScheduler.__module__
 
 

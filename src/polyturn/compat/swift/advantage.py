@@ -1,12 +1,13 @@
 """ms-swift's advantages: an estimator (grpo, rloo, reinforce_plus_plus) and a scale (group, batch, none, gdpo).
 
-    rewards [1, 1], [0, 1] with reinforce_plus_plus    none 0, 0, -0.5, 0.5    group ±0.70701    batch ±1.22444
+    groups with rewards [1, 1] and [0, 1], reinforce_plus_plus  ->  advantages 0, 0, -a, a
+        a = 0.5 with scale none, 0.70701 with group, 1.22444 with batch
 
     algorithm:
       advantage: {name: "polyturn.compat.swift.advantage:estimate", estimator: reinforce_plus_plus, scale_rewards: batch}
 
-Statistics are over trajectories, unbiased, with 1e-4 added. A trajectory with several samples counts once, and all its
-tokens get its advantage. Native estimators use other constants, and whiten over tokens if their sources do.
+Standard deviations are over trajectories, with Bessel's correction. A trajectory with several samples counts once, and all
+its tokens get its advantage. Native estimators use other constants, and some of them normalise over tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def estimate(
 ) -> BatchAdvantages:
     """Return one advantage per trajectory: A = b (r - mean of the group) / (std + 1e-4).
 
-    b is K / (K - 1) for rloo, else 1. `std` is over the group or the batch: of A for reinforce_plus_plus, else of r. gdpo
-    normalises each reward function within the group and the weighted sum over the batch, for both grpo and rloo; it has no
-    effect on reinforce_plus_plus. A function without a score for a trajectory contributes nothing.
+    b is K / (K - 1) for rloo in a group of K, else 1. `std` is over the group or the batch: of the centred rewards for
+    reinforce_plus_plus, else of r. Scale none does not divide. gdpo normalises each reward function within the group and the
+    weighted sum over the batch, for both grpo and rloo; for reinforce_plus_plus it is the same as none. A function without a
+    score for a trajectory adds nothing to that trajectory's sum.
 
     Args:
         batch: The groups of a step.

@@ -42,7 +42,7 @@ _OF_TURN_END = ("done", "rollout_infos", "score")
 class EngineOver(BaseException):
     """A limit of the trajectory is reached, so the engine refuses further requests.
 
-    It is not an `Exception`, so that a scheduler that catches every error and retries does not loop forever.
+    It is not an `Exception`: otherwise a scheduler that catches every error and retries would loop forever.
     """
 
 
@@ -199,7 +199,7 @@ class RolloutScheduler(ABC):  # noqa: B024
         **kwargs: Any,
     ) -> list[RolloutOutput]:
         """Run all requests and return their outputs in order."""
-        assert request_config.n == 1, f"request_config.n is {request_config.n}; a scheduler runs one reply a request"
+        assert request_config.n == 1, f"request_config.n is {request_config.n}; a scheduler runs one reply per request"
         requests = [as_request(one) for one in infer_requests]
         if use_tqdm is None:
             use_tqdm = len(requests) > 1
@@ -356,13 +356,13 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 f"response_loss_mask must have the same length as response_token_ids ({len(mask)} and {len(ids)} {where})"
             )
         if odd := [m for m in mask if m not in (0, 1)]:
-            raise MaskError(f"response_loss_mask holds {odd[0]!r:.40} {where}; 1 trains an id and 0 leaves it out")
+            raise MaskError(f"response_loss_mask holds {odd[0]!r:.40} {where}; 1 trains an id, 0 does not")
         logprobs = result.get("rollout_logprobs") or []
         num_trained = sum(mask) if mask else len(ids)
         if ids and logprobs and len(logprobs) not in (len(ids), num_trained):
             raise MaskError(
                 f"rollout_logprobs has {len(logprobs)} entries {where}, for {len(ids)} response_token_ids of which "
-                f"{num_trained} are trained; return one for each of either"
+                f"{num_trained} are trained; return one for each id, or for each trained id"
             )
         _refuse_misspelt(result, _OF_STEP, f"{type(self).__name__}.step", where)
         return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
@@ -375,9 +375,7 @@ def _refuse_misspelt(answer: Mapping[str, Any], known: Sequence[str], who: str, 
     """Refuse a key that is similar to a known one, because it is probably misspelt; other keys are allowed."""
     for key in answer:
         if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
-            raise SchedulerError(
-                f"{who} returned the key {key!r} {where}, which nothing reads.{did_you_mean(str(key), known)}"
-            )
+            raise SchedulerError(f"{who} returned the unknown key {key!r} {where}.{did_you_mean(str(key), known)}")
 
 
 def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> None:

@@ -69,7 +69,7 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
     is_file = len(rest) == 1 and not rest[0].startswith("-")
     for flag, value in itertools.pairwise([] if is_file else arguments):
         if flag in own and not value.startswith("--"):
-            raise ConfigError(f"{flag} takes no value, but is followed by {value!r}; remove that, or add its flag")
+            raise ConfigError(f"{flag} takes no value, but is followed by {value!r}; remove the value, or write its flag")
     defaults = MEGATRON_DEFAULTS if megatron else DEFAULTS
     tree = read(Path(rest[0]), defaults=defaults) if is_file else parse(rest, defaults)
     translation = _of_processes(tree, megatron=megatron)
@@ -89,7 +89,7 @@ def train(
     Args:
         translation: The translated arguments.
         folder: The folder of their file.
-        again: Returns the command that continues the run of a given name.
+        again: Returns the command that resumes a run, by the run's name.
         resume: Whether to continue from the latest checkpoint.
         dry_run: Whether to check and show everything without training.
     """
@@ -168,7 +168,7 @@ def read_swift(arguments: Sequence[str]) -> tuple[Loaded[RunConfig], ServeOption
 
 def _tell_unread_variables() -> None:
     for name in (n for n in _OF_IMAGES if os.environ.get(n)):
-        logger.info("%s is %s, and nothing reads it here: %s", name, os.environ[name], _OF_IMAGES[name])
+        logger.info("%s is %s, which has no effect: %s", name, os.environ[name], _OF_IMAGES[name])
 
 
 def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
@@ -184,8 +184,8 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     processes = math.prod(map(int, variables.values()))
     if processes > 1:
         text = " and ".join(f"{name} is {value}" for name, value in variables.items())
-        batch = "" if megatron else " a batch is counted as that of as many processes, and"
-        logger.info("%s:%s polyturn.train.distributed.ranks says how many train here", text, batch)
+        batch = "" if megatron else f" batch sizes are per process and count {processes} times, and"
+        logger.info("%s:%s polyturn.train.distributed.ranks sets the number of training processes", text, batch)
     _tell_unread_variables()
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 
@@ -193,7 +193,7 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
 _SIZE = "the size of images is the processor's; set it in the model's preprocessor_config.json"
 _OF_IMAGES = {
     **dict.fromkeys(("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"), _SIZE),
-    "ROOT_IMAGE_DIR": "images are looked for beside the file that names them",
+    "ROOT_IMAGE_DIR": "paths of images are relative to the file that names them",
 }
 """Environment variables of ms-swift about images and videos -> why they have no effect."""
 _HELP = ("-h", "--help")
@@ -222,8 +222,8 @@ def dispatch(arguments: Sequence[str]) -> None:
     if name in ("", *_HELP) or set(_HELP) & set(rest):
         written = " or ".join(f"`{of} {one}`" for one in commands)
         raise ConfigError(
-            f"write {written} with ms-swift's arguments, or the name of a YAML file of them; the guide "
-            "migrate/swift-args lists each argument with what becomes of it"
+            f"write {written} with ms-swift's arguments, or with a YAML file of them; the guide migrate/swift-args lists "
+            "the native keys of each argument"
         )
     if name not in commands:
         raise ConfigError(

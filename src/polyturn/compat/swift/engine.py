@@ -64,10 +64,10 @@ class InferCall(NamedTuple):
     text: SampledText
     """The text in the response, without the part that a stop word cut off."""
     is_open: bool
-    """Whether a stop word cut the reply, so that the message has no end token."""
+    """Whether a stop word cut the reply. The message then has no end token."""
 
 
-class _Given(NamedTuple):
+class _StepIds(NamedTuple):
     """The ids and mask that a step returned for the answered turn."""
 
     ids: Sequence[int] | None
@@ -108,9 +108,9 @@ class EpisodeEngine(SchedulerEngine):
         self._config = config
         self._base = base
         self._lock = asyncio.Lock()
-        self._held: list[Message] = []
+        self._conversation: list[Message] = []
         """The conversation including the last reply, as the scheduler wrote it."""
-        self._given: _Given | None = None
+        self._step_ids: _StepIds | None = None
         self.asked: list[InferCall] = []
         self.over: StopReason | None = None
         self.why: str | None = None
@@ -118,7 +118,7 @@ class EpisodeEngine(SchedulerEngine):
         kind = ThinkingTemplate if is_thinking else Template
         self.template: Template = kind(self.tokenizer, TemplateMeta(is_thinking=is_thinking), max_length=self.max_model_len)
         self.default_template = self.template
-        """The name of this attribute before release 4."""
+        """The same template under its name in ms-swift before release 4."""
 
     @property
     def tokenizer(self) -> Any:
@@ -148,7 +148,7 @@ class EpisodeEngine(SchedulerEngine):
 
     def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
         """Receive the ids and mask that a step returned for the turn that it answers."""
-        self._given = _Given(ids, mask)
+        self._step_ids = _StepIds(ids, mask)
 
     def score(self, value: float) -> None:
         """Score the last turn."""
@@ -178,7 +178,7 @@ class EpisodeEngine(SchedulerEngine):
                 self._begin(messages, goes_on=goes_on)
             else:
                 self._episode.record(self.asked[-1].turn, self._next(messages, goes_on=goes_on))
-            self._given = None
+            self._step_ids = None
             if (reason := await self._episode.prepare()) is not None:
                 self.over = reason
                 raise EngineOver(reason.value)
@@ -238,8 +238,8 @@ class EpisodeEngine(SchedulerEngine):
 
     def _next(self, messages: list[Message], *, goes_on: bool) -> Reply:
         """Set the episode's next prompt to a request's messages."""
-        call, pending = self.asked[-1], self._held
-        turn, own_ids = call.turn, self._given
+        call, pending = self.asked[-1], self._conversation
+        turn, own_ids = call.turn, self._step_ids
         kept = own_ids.kept(turn) if own_ids is not None else None
         cuts = kept is not None and kept < turn.num_tokens
         is_extended = messages[: len(pending)] == pending
@@ -252,11 +252,11 @@ class EpisodeEngine(SchedulerEngine):
         return self._rewritten(messages, goes_on=goes_on) if reply is None else reply
 
     def _continued(self, call: InferCall, text: str, kept: int | None) -> Reply | None:
-        """Continue the last message after the step's version of it; None if the history must be rendered again."""
-        own_ids = None if self._given is None else self._given.ids
+        """Continue the last message from the step's ids or text; return None if the history must be rendered again."""
+        own_ids = None if self._step_ids is None else self._step_ids.ids
         if kept is not None and own_ids is not None:
             return self._episode.go_on(np.asarray(own_ids[kept:], np.int32), keep=kept)
-        before = self._held[-1].text
+        before = self._conversation[-1].text
         if text.startswith(before):
             return self._episode.go_on(text[len(before) :], keep=call.text if call.is_open else None)
         return None
@@ -271,7 +271,7 @@ class EpisodeEngine(SchedulerEngine):
         self._episode.rewrite(read[:first])
         return Reply(messages=tuple(read[first:]), goes_on=True)
 
-    def _mask(self, turn: OpenTurn, own_ids: _Given | None) -> None:
+    def _mask(self, turn: OpenTurn, own_ids: _StepIds | None) -> None:
         """Set the weights of the turn's sampled tokens from the step's ids and mask; missing ids get 0."""
         if own_ids is None or own_ids.ids is None:
             return
@@ -308,7 +308,7 @@ class EpisodeEngine(SchedulerEngine):
             turn.observation, turn.is_continued = (), False
         text_so_far = messages[-1].text + text if goes_on else text
         before = messages[:-1] if goes_on else messages
-        self._held = [*before, Message(role="assistant", content=text_so_far)]
+        self._conversation = [*before, Message(role="assistant", content=text_so_far)]
         ids = tuple(map(SampledId, turn.completion.token_ids[: turn.num_tokens].tolist()))
         sampled = SampledText(text)
         probs = turn.completion.logprobs

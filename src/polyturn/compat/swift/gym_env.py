@@ -65,7 +65,7 @@ class SimpleMathEnv(Env):
         return self.tips_prompt, reward, reward == 1, {"math_reward": reward}
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class ContextManager(ABC):

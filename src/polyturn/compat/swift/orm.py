@@ -46,7 +46,7 @@ class AsyncORM(ORM):
 
 
 class PRM:
-    """A scorer of steps, for sampling; it exists so that files that define one can be loaded."""
+    """A scorer of steps for ms-swift's sampling tool, which a run does not use. Files that define one can be loaded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the scores."""
@@ -135,7 +135,7 @@ class SoftOverlong(ORM):
         self.soft_max_length = int(_option(args, "soft_max_length", None) or _option(args, "max_completion_length", 512))
         self.soft_cache_length = int(_option(args, "soft_cache_length", None) or 0)
         assert 0 < self.soft_cache_length < self.soft_max_length, (
-            f"soft_cache_length is {self.soft_cache_length}; it must be between 0 and, {self.soft_max_length}"
+            f"soft_cache_length is {self.soft_cache_length}; it must be above 0 and below {self.soft_max_length}"
         )
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
@@ -145,7 +145,10 @@ class SoftOverlong(ORM):
 
 
 class ReactORM(ORM):
-    """Scores whether the last action equals that of the `solution`: the name, and the input as JSON or else as text."""
+    """Scores whether the last action has the name and input of the solution's last action.
+
+    Inputs are compared as JSON if both are JSON, else word by word.
+    """
 
     def __call__(self, completions: list[str], solution: Sequence[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         """Return 1.0 or 0.0."""

@@ -3,10 +3,11 @@
     reward:
       function:
         name: polyturn.compat.swift.reward_adapter:score
-        kwargs: {names: [accuracy, format], weights: [1.0, 0.2]}
+        names: [accuracy, format]
+        weights: [1.0, 0.2]
 
-Each function is called once per trajectory, with lists of one item per output: one, unless the scheduler returned several.
-All outputs must have the same reward, because a trajectory has one reward for all its tokens.
+Each function is called once per trajectory, with lists that have an item for each output of the scheduler, usually one. All
+outputs must have the same reward, because a trajectory has one reward for all its tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ async def score(
     rows = reward_rows(trajectory)
     if not rows:
         return {"score": 0.0}
-    keyword_columns = _told(trajectory, rows)
+    keyword_columns = _arguments(trajectory, rows)
     columns: dict[str, list[float | None]] = {}
     for name, function in zip(names, functions, strict=True):
         columns[name] = _checked(await _call(function, keyword_columns), name=name, num=len(rows))
@@ -81,7 +82,7 @@ def make(names: tuple[str, ...], options: str) -> tuple[Any, ...]:
         ConfigError: a name is unknown, or its function cannot be created.
     """
     args = SimpleNamespace(**json.loads(options))
-    return tuple(_made(orms.find(name), name=name, args=args) for name in names)
+    return tuple(_create(orms.find(name), name=name, args=args) for name in names)
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_gym_env: bool) -> list[float]:
@@ -103,7 +104,7 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None, *, use_
     return [float(w) for w in weights]
 
 
-def _made(entry: Any, *, name: str, args: Any) -> Any:
+def _create(entry: Any, *, name: str, args: Any) -> Any:
     if not isinstance(entry, type):
         return entry
     offered = {"args": args}
@@ -111,10 +112,10 @@ def _made(entry: Any, *, name: str, args: Any) -> Any:
     try:
         return entry(**arguments)
     except Exception as problem:
-        raise ConfigError(f"the reward function {name!r} cannot be made: {one_line(problem)}") from problem
+        raise ConfigError(f"the reward function {name!r} cannot be created: {one_line(problem)}") from problem
 
 
-def _told(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _arguments(trajectory: Trajectory, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the arguments of reward functions: `completions`, and each column as a list."""
     names = dict.fromkeys(name for row in rows for name in row)
     versions = [int(s.versions.max(initial=-1)) for s in trajectory.segments]
@@ -148,8 +149,8 @@ def _total(row: Mapping[str, Any]) -> float:
     infos = row["rollout_infos"]
     if "total_reward" not in infos:
         raise RewardError(
-            f"rollout_infos of request_id={row['request_id']} has no total_reward, it has {sorted(infos)}; a scheduler with "
-            "an environment sets it, or remove use_gym_env"
+            f"rollout_infos of request_id={row['request_id']} has no total_reward, only {sorted(infos)}; let the scheduler "
+            "set it, or remove use_gym_env"
         )
     return float(infos["total_reward"])
 

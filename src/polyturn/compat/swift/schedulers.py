@@ -188,7 +188,7 @@ class GYMScheduler(MultiTurnScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Act."""
+        """Pass the reply to the environment as an action, and return the reward."""
         env = self._envs.get(infer_request.uuid)
         if env is None:
             return {"done": True, "rollout_infos": {}}
@@ -279,7 +279,7 @@ class OpenEnvScheduler(GYMScheduler):
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> Any:
-        """Act."""
+        """Pass the reply to the environment as an action, and return the reward."""
         env = self._envs.get(infer_request.uuid)
         if env is None:
             return {"done": True, "rollout_infos": {}}
@@ -290,7 +290,7 @@ class OpenEnvScheduler(GYMScheduler):
 
 
 def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:
-    """Return the number of ids of the first `len_text` characters."""
+    """Return the smallest number of ids whose text has at least `len_text` characters."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

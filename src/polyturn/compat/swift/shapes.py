@@ -58,7 +58,7 @@ async def refuse_groups(scheduler: RolloutScheduler, request: RolloutInferReques
     override that only changes requests or reads outputs passes all of them to `run`.
 
     Returns:
-        Whether the check came to an end: it needed no attribute of a missing engine, and no completion.
+        Whether the check is complete. It is not if the method asks for a completion, or for an engine that is missing.
 
     Raises:
         ConfigError: the method raises for a single request, or does not pass all requests to `run`.
@@ -95,7 +95,7 @@ def _needs_group(scheduler: RolloutScheduler, why: str) -> ConfigError:
 
 
 class _Samples(Exception):
-    """Code needs a completion, which the check does not sample."""
+    """The method asks for a completion, which the check does not sample."""
 
 
 class _TrialEngine:

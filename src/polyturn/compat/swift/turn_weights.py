@@ -6,7 +6,7 @@
 
 An output contains the sampled ids and texts as objects (`SampledId`, `SampledText`), so a turn is recognised by object
 identity, and two turns with equal ids are never confused. If an output has other objects, such as numbers from a tensor or
-from JSON, turns are found by content, in order, back from the turn of the output's response.
+from JSON, turns are recognised by content, going backwards from the turn of the output's response.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def settle(
         episode: The episode.
         engine: The engine of the scheduler.
         outputs: The result of the scheduler's `run`.
-        prompt: The row's messages; the conversation of an output without messages is these and its response.
-        is_own_loop: Whether the user wrote the loop, so that only its outputs determine which turns count.
+        prompt: The row's messages. An output without messages gets these, followed by its response.
+        is_own_loop: Whether the user wrote the loop. If so, only its outputs determine which turns count.
     """
     if not outputs:
         return
@@ -148,7 +148,7 @@ class _SampledTurns:
         return [[next(rest) for _ in one] for one in lists]
 
     def _find_text(self, content: str, before: int) -> int | None:
-        """Return the latest turn before `before` with this text; if there is none, the latest whose text is part of it."""
+        """Return the latest turn before `before` whose text is `content`; else the latest whose text is part of it."""
         texts = [(i, self.asked[i].turn.said_before, self.asked[i].text) for i in reversed(range(before))]
         whole = (i for i, said_before, text in texts if content == said_before + text)
         parts = (i for i, _, text in texts if text and text in content)
@@ -160,8 +160,8 @@ def _weights_in(
 ) -> dict[int, Floats | None]:
     """Return turn -> weights of its tokens for the turns in an output; None means weight 1 for all tokens.
 
-    As in ms-swift, the last list belongs to the last reply in the messages, and so on backwards. So a masked list of the
-    scheduler's own ids excludes only its own reply.
+    As in ms-swift, the last list belongs to the last reply in the messages, and so on backwards. A masked list of the
+    scheduler's own ids therefore leaves out one reply.
     """
     if not output.response_token_ids:
         is_ours = any(one.response is output.response for one in turns.asked)
@@ -174,9 +174,7 @@ def _weights_in(
             f"response_token_ids of {lengths}; the lengths must be equal"
         )
     if odd := [value for mask in masks or () for value in mask if value not in (0, 1)]:
-        raise SchedulerError(
-            f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id and 0 leaves it out"
-        )
+        raise SchedulerError(f"response_loss_mask of trajectory {name!r} holds {odd[0]!r:.40}; 1 trains an id, 0 does not")
     weights_by_turn: dict[int, Floats | None] = {}
     seen: set[_TokenSource] = set()
     replies = [at for at, message in enumerate(output.messages or ()) if message.get("role") == "assistant"]

@@ -56,7 +56,7 @@ class TokenOutput(BaseModel):
 
 
 class TokenList(list[int]):
-    """The result of `generate` for loops of the first form, which expect the ids themselves."""
+    """The result of `generate` for loops written for verl 0.5, which expect a list of ids."""
 
     def __init__(self, output: TokenOutput) -> None:
         super().__init__(output.token_ids)
@@ -317,7 +317,7 @@ AGENT_LOOP = Shape(
     needs=(("run",),),
     bases=(AgentLoopBase,),
     calls={
-        # or_num: of 0.5, run(self, messages, sampling_params)
+        # or_num: run(self, messages, sampling_params), as in verl 0.5
         "run": CallShape(num=1, names=("raw_prompt",), or_num=2, write="async def run(self, sampling_params, **kwargs)")
     },
 )

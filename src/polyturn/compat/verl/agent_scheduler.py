@@ -102,7 +102,7 @@ class EpisodeServer(AsyncLLMServerManager):
             EpisodeOver: a limit is reached.
         """
         if image_data or video_data:
-            raise SchedulerError("an agent loop that shows media is not run here; use the native scheduler for such tasks")
+            raise SchedulerError("agent loops with media are not supported; use the native scheduler for such tasks")
         ids = ids_array(prompt_ids["input_ids"] if isinstance(prompt_ids, Mapping) else prompt_ids)
         async with self._lock:
             self._episode.show_ids(ids)
@@ -164,7 +164,8 @@ class AgentLoopScheduler(MultiTurnScheduler):
             loops: Name -> `_target_`, the import path of a class, and its further arguments. A registered class needs no
                 entry.
             default: The loop of rows without an `agent_name`.
-            config: A config tree in verl's form for the loop; the lengths in it are replaced by the episode's.
+            config: A config tree in verl's form for the loop. The run's lengths and sampling fill in values that are
+                missing or null.
             kwargs: Further arguments of the class `loop`.
 
         Raises:
@@ -209,7 +210,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         if not server.claims:
             if server.over is not None:
                 return server.over
-            raise SchedulerError("the agent loop returned without a single call of server_manager.generate")
+            raise SchedulerError("the agent loop returned without calling server_manager.generate")
         _weigh(episode, server.claims, outputs)
         _score(server.claims, outputs)
         return server.over or StopReason.STOP
@@ -239,7 +240,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
             arguments: dict[str, Any] = {
                 "dataset_config" if "dataset_config" in named else "data_config": DictConfigWrap(config.data)
             }
-            if "tools" in named:  # since 0.8 loops do not load tools themselves
+            if "tools" in named:  # since verl 0.8 loops do not load tools themselves
                 arguments["tools"] = ToolListWrap(tools_of(config.actor_rollout_ref.rollout.multi_turn))
             loop = cls(
                 trainer_config=DictConfigWrap(config),
@@ -267,7 +268,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
 
 
 def _constructor_names(cls: type) -> set[str]:
-    """Return the names of the parameters of a loop's constructors, up to the base class."""
+    """Return the parameter names of the constructors of a loop's class and its bases, without AgentLoopBase's own."""
     own = (vars(c).get("__init__") for c in itertools.takewhile(lambda c: c is not AgentLoopBase, cls.__mro__))
     return {name for init in own if inspect.isfunction(init) for name in inspect.signature(init).parameters}
 
@@ -367,7 +368,7 @@ def _plain(value: Any) -> Any:
 
 
 def _config(episode: Episode, config: Any) -> Any:
-    """Return the config tree for a loop: the given one with the episode's lengths."""
+    """Return the config tree for a loop: `config`, with defaults and the episode's settings for missing and null values."""
     limits = episode.limits
     response = limits.max_tokens or limits.max_context or limits.max_tokens_per_turn or 1 << 20
     own = {

@@ -65,9 +65,9 @@ def as_estimator(fn: AdvFn) -> Estimator:
         }
         own = ("index", "config", *options) if takes_any_keyword(fn) else ()
         wanted = {k: v for k, v in offered.items() if has_parameter(fn, k) or k in own}
-        found_BR, returns_BR = fn(token_level_rewards=rewards_BR, response_mask=mask_BR, **wanted)
+        advantages_BR, returns_BR = fn(token_level_rewards=rewards_BR, response_mask=mask_BR, **wanted)
         returns = _cut(batch, returns_BR * mask_BR) if has_parameter(fn, "values") else None
-        return BatchAdvantages(_cut(batch, found_BR * mask_BR), returns)
+        return BatchAdvantages(_cut(batch, advantages_BR * mask_BR), returns)
 
     return estimate
 
@@ -78,7 +78,7 @@ def _baseline(group: GroupView) -> float:
 
 
 def _rows(members: Sequence[MemberView], of: Callable[[TrainSample], Floats | None]) -> Tensor:
-    """Return [B, R] an array of each member's samples, concatenated and padded with 0."""
+    """Return [B, R]: a row per member with the arrays of its samples, concatenated and padded with 0."""
     width = max([1, *(sum(map(len, m.samples)) for m in members)])
     rows = torch.zeros(len(members), width)
     for b, member in enumerate(members):
@@ -92,7 +92,7 @@ def _rows(members: Sequence[MemberView], of: Callable[[TrainSample], Floats | No
 
 
 def _cut(batch: Sequence[GroupView], rows_BR: Tensor) -> list[list[list[Floats]]]:
-    """Return [group][member][sample] the sample's part of its row."""
+    """Cut the rows into parts per sample, in nested lists [group][member][sample]."""
     rows = iter(rows_BR.detach().numpy().astype(np.float32))
     out: list[list[list[Floats]]] = []
     for group in batch:

@@ -48,7 +48,10 @@ def apply_chat_template(
     return_dict: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Return a conversation's ids or text. Without a user message, it is rendered after an empty one, then removed."""
+    """Return a conversation's ids or text.
+
+    If the template refuses a conversation without a user message, an empty one is put first and its part is removed.
+    """
     options = {"tokenize": tokenize, "tools": tools, "return_dict": return_dict, **kwargs}
     try:
         return processor.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, **options)

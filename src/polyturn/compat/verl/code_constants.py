@@ -12,7 +12,7 @@ from typing import Any
 
 
 def names_in(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the identifiers among the text constants in the code of `function`; empty for code without a source."""
+    """Return the identifiers among the text constants in the code of `function`; empty if it has no Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return frozenset() if code is None else frozenset(name for name in _texts(code) if name.isidentifier())
 

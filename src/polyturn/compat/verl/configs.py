@@ -2,7 +2,7 @@
 
     ActorConfig(clip_ratio=0.2, policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.1)).get("clip_ratio_c", 20.0)
 
-They are for files that create a config to call a function; runs do not read them. Fields that no function reads are stored.
+Files create such a config to call a function; runs do not read them. Fields that no function reads are stored too.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from polyturn.core.errors import ConfigError
 
 
 class BaseConfig(Mapping[str, Any]):
-    """Options with access as attributes and as a mapping; options with a default are optional."""
+    """Options that can be read as attributes and as a mapping."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
+    """The values of options that are not given."""
 
     def __init__(self, **values: Any) -> None:
-        """Take the fields."""
+        """Set the options."""
         vars(self).update({**self.defaults, **values})
 
     def __getitem__(self, key: str) -> Any:
@@ -48,7 +49,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         return config
     if dataclass_type is None:
         if "_target_" not in config:
-            raise ConfigError(f"the config {config!r:.200} has no _target_; give the dataclass that it is for")
+            raise ConfigError(f"the config {config!r:.200} has no _target_; pass its dataclass as dataclass_type")
         from hydra.utils import instantiate
 
         return instantiate(config, _convert_="partial")

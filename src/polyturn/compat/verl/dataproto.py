@@ -3,8 +3,8 @@
     data = DataProto.from_dict(tensors={"responses": ids_BR}, non_tensors={"uid": ["a", "b"]}, meta_info={"step": 1})
     data[0].batch["responses"]   data[[1, 0]]   data.select(["responses"])   data.union(more)
 
-Errors raise a BatchError where verl asserts. Methods that distribute a batch to workers or save it to a file are not
-offered; `not_offered.py` lists them.
+Where verl fails an assertion, a BatchError is raised. Methods that distribute a batch to workers or save it to a file are
+not offered; `not_offered.py` lists them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DataProto:
         )
         for key, column in self.non_tensor_batch.items():
             kind = type(column).__name__
-            check(isinstance(column, np.ndarray), f"the column {key!r} is a {kind}; it must be an array of numpy")
+            check(isinstance(column, np.ndarray), f"the column {key!r} is a {kind}; it must be a NumPy array")
             check(len(column) == len(self), f"the column {key!r} has {len(column)} rows, but the batch has {len(self)}")
 
     @classmethod

@@ -92,7 +92,7 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Centre scores in their group and scale by the share of rows with a score (Chu et al. 2025)."""
+    """Centre scores in their group and divide by the share of rows with a nonzero score (Chu et al. 2025)."""
     scores_B = token_level_rewards.sum(-1)
     scale = len(scores_B) / scores_B.count_nonzero().clamp(min=1)
     return _spread(scale * _centred(scores_B, index) / f_norm, response_mask)

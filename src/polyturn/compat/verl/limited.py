@@ -39,7 +39,7 @@ class AsyncTokenBucket:
         self.lock = asyncio.Lock()
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Wait for tokens and take them; more tokens than the bucket's size are taken in advance and waited for."""
+        """Wait for tokens and take them. More tokens than the bucket's size are taken first, and then waited for."""
         while True:
             async with self.lock:
                 self._refill(asyncio.get_running_loop().time())
@@ -93,7 +93,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         reward_fn_key: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create a manager from verl's composed config; the last three arguments of batch managers have no effect.
+        """Create a manager from verl's composed config. `num_examine`, `reward_fn_key` and `kwargs` have no effect.
 
         Raises:
             TypeError: the tokenizer is None.

@@ -101,9 +101,9 @@ def agg_loss(
 ) -> Tensor:
     """Reduce [B, R] token losses to a scalar.
 
-    token-mean: the mean over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: the mean over rows with an
-    unmasked token, of the row's sum or mean. seq-mean-token-sum-norm: the former divided by `loss_scale_factor`, by default
-    the width R. token-sum: the sum. All are multiplied by `dp_size`, so that the mean over processes is that of the batch.
+    token-mean: the mean over all unmasked tokens. seq-mean-token-sum and seq-mean-token-mean: the mean, over rows with an
+    unmasked token, of the row's sum or mean. seq-mean-token-sum-norm: seq-mean-token-sum divided by `loss_scale_factor`, by
+    default the width R. token-sum: the sum. All are multiplied by `dp_size`, because verl averages over processes.
 
     Raises:
         UnknownNameError: the mode is unknown.

@@ -28,7 +28,10 @@ def is_correct_minerva(
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None) -> tuple[int, str | None]:
-    """Return 1 or -1 for the last box in the last 100 characters (or from 100 before an index on), and its answer."""
+    """Return 1 if the last box holds `gt`, else -1, and the box's content.
+
+    The box is searched in the last 100 characters, or from 100 characters before the last of `pause_tokens_index` on.
+    """
     start = -_STRICT_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - _STRICT_CHARS
     answer = last_boxed(pred[start:])
     return 1 if answer == gt else -1, answer

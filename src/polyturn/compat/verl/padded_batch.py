@@ -164,7 +164,7 @@ def _width(lengths: Sequence[int], wanted: int | None, rows: Sequence[_Row], *, 
     longest = max(lengths)
     if wanted is not None and longest > wanted:
         row = rows[lengths.index(longest)]
-        raise DataError(f"{row.id}: it has {longest} tokens, but {name} is {wanted}; raise it, or lower the run's limits")
+        raise DataError(f"{row.id} has {longest} tokens, but {name} is {wanted}; raise {name}, or lower the run's limits")
     return longest if wanted is None else wanted
 
 

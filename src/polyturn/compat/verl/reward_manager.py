@@ -95,7 +95,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self.reward_fn_key = reward_fn_key
 
     def __call__(self, data: Any, return_dict: bool = False) -> Any:
-        """Return the rewards [B, R]; if the batch already has `rm_scores`, these are returned."""
+        """Return the rewards [B, R]: the batch's `rm_scores` if it has them, else the function's scores."""
         if "rm_scores" in data.batch:
             return with_known_rewards(data, return_dict)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)

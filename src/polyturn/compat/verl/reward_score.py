@@ -63,4 +63,4 @@ def default_compute_score(
 
 
 _default_compute_score = default_compute_score
-"""Its name before the multi-turn releases."""
+"""The function's name in verl before its multi-turn releases."""

@@ -110,7 +110,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         for file in self.data_files:
             kind = _KINDS.get(Path(file).suffix)
             if kind is None:
-                raise DataError(f"{file} is none of {', '.join(_KINDS)}; write its rows into one of them")
+                raise DataError(f"{file} ends in none of {', '.join(_KINDS)}; write its rows to such a file")
             parts.append(datasets.load_dataset(kind, data_files=file)["train"])
         self.dataframe = datasets.concatenate_datasets(parts)
         if 0 < self.max_samples < len(self.dataframe):
@@ -271,7 +271,7 @@ class _Rows(TaskSequence):
             raise DataError(f"{where}: it is {row!r:.100}; __getitem__ must return a dict")
         prompt = row.get("raw_prompt", row.get("prompt"))
         if prompt is None:
-            raise DataError(f"{where}: it has no raw_prompt, the messages; it has {sorted(map(str, row))}")
+            raise DataError(f"{where}: it has no raw_prompt (the messages), only {sorted(map(str, row))}")
         kept = {k: v for k, v in row.items() if k not in _OF_A_BATCH and not isinstance(v, torch.Tensor)}
         for kind, items in (row.get("multi_modal_data") or {}).items():
             kept.setdefault(f"{kind}s", items)

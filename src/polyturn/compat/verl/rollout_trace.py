@@ -23,7 +23,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def get_instance(cls) -> type[RolloutTraceConfig]:
-        """Return the place."""
+        """Return the class itself, which has the settings."""
         return cls
 
     @classmethod
@@ -35,7 +35,7 @@ class RolloutTraceConfig:
         """
         if backend is not None:
             raise ConfigError(
-                f"the trace backend {backend!r} is not available; a run stores every trajectory: see store.folder"
+                f"the trace backend {backend!r} is not available; a run stores every trajectory (polyturn show RUN)"
             )
 
     @classmethod

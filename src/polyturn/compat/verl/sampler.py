@@ -75,7 +75,7 @@ _END = object()
 
 @dataclass(slots=True)
 class _Drawn:
-    """A sampler and the indices it has yielded; shared by all orders that begin at the start."""
+    """A sampler and the indices that it has yielded; all orders of a run share it."""
 
     sampler: Any
     size: int
@@ -152,7 +152,7 @@ class SamplerOrder(Curriculum):
             kwargs: Further arguments of a native `Curriculum`.
 
         Raises:
-            ConfigError: the class is neither of them, or cannot be created.
+            ConfigError: the class is neither, or cannot be created.
         """
         sampler_class: Any = import_attr(sampler, base=base)
         if isinstance(sampler_class, type) and issubclass(sampler_class, Curriculum):
@@ -168,7 +168,7 @@ class SamplerOrder(Curriculum):
                 data_source=_RowsOf(tasks), data_config=OmegaConf.create({"seed": seed, **dict(config or {})})
             )
         except Exception as problem:
-            raise ConfigError(f"the sampler {sampler!r} cannot be made: {one_line(problem)}") from problem
+            raise ConfigError(f"the sampler {sampler!r} cannot be created: {one_line(problem)}") from problem
         return functools.partial(cls, tasks, _Drawn(instance, len(tasks)), seed=seed)
 
     def next(self) -> Visit:

@@ -58,7 +58,7 @@ def init_execution_pool(
 
 
 class VerlSandboxFusionTool(sandbox.SandboxFusionTool):
-    """Runs code; its own `execute` calls the sandbox without a thread."""
+    """The native tool with a pool of threads, for subclasses whose `execute` runs `execute_code` in the pool."""
 
     @functools.cached_property
     def execution_pool(self) -> ExecutionPool:

@@ -112,10 +112,10 @@ def _process_single_case(  # users' own tools call it by this name
         )
     result, status = _judge(answer, expected_output, is_call=fn_name is not None)
     known = {"case_index": case_index, "input": stdin, "expected_output": expected, "status": status}
-    return result, known | {"api_request_error": problem, "api_response": answer} | _said_of(answer or {})
+    return result, known | {"api_request_error": problem, "api_response": answer} | _fields_of(answer or {})
 
 
-def _said_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a service's answer for one program, with verl's field names."""
     run_result, compile_result = (answer.get(key) or {} for key in ("run_result", "compile_result"))
     return {

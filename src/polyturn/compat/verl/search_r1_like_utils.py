@@ -64,21 +64,21 @@ def perform_single_search_batch(
         "formatted_result": None,
     }
     if problem is not None:
-        return _said(f"Search error: {problem}"), known
+        return _as_json(f"Search error: {problem}"), known
     try:
         results = result_lists(answer)
         text = "\n---\n".join(map(passages_text, results))
     except (KeyError, TypeError, ValueError) as wrong:
-        return _said(f"Error processing search results: {wrong!r:.200}"), {**known, "status": "processing_error"}
+        return _as_json(f"Error processing search results: {wrong!r:.200}"), {**known, "status": "processing_error"}
     if not results:
-        return _said(NO_RESULTS), {**known, "status": "no_results"}
+        return _as_json(NO_RESULTS), {**known, "status": "no_results"}
     total = sum(map(len, results))
-    return _said(text), {**known, "status": "success", "total_results": total, "formatted_result": text}
+    return _as_json(text), {**known, "status": "success", "total_results": total, "formatted_result": text}
 
 
 def _passages2string(retrieval_result: Sequence[Mapping[str, Any]]) -> str:
     return passages_text(retrieval_result)
 
 
-def _said(text: str) -> str:
+def _as_json(text: str) -> str:
     return json.dumps({"result": text}, ensure_ascii=False)

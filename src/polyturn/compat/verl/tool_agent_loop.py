@@ -149,15 +149,15 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.INTERACTING if self.interaction_config_file else AgentState.TERMINATED
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """Call the tools, at most `max_parallel_calls` concurrently, and append their results."""
+        """Execute the first `max_parallel_calls` calls concurrently and append their results; the others are dropped."""
         calls, before = agent_data.tool_calls[: self.max_parallel_calls], list(agent_data.messages)
         with simple_timer("tool_calls", agent_data.metrics):
             results = await asyncio.gather(*(self._call_tool(c, agent_data.tools_kwargs, agent_data) for c in calls))
         for call, (response, reward, _) in zip(calls, results, strict=True):
             if response.image or response.video:
                 raise ConfigError(
-                    f"the tool {call.name!r} answers with media, which an agent loop does not show; let the native loop run "
-                    "such rows"
+                    f"the tool {call.name!r} returned media, which agent loops do not support; use the native loop for such "
+                    "rows (agent_name tool_agent)"
                 )
             arguments = {} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id}
             agent_data.messages.append({"role": "tool", "content": response.text or "", **arguments})
@@ -228,8 +228,8 @@ class ToolAgentLoop(AgentLoopBase):
             else:
                 created = await tool.create(create_kwargs=create_kwargs)
             instance_id = created[0] if isinstance(created, tuple) else created
-            is_told = has_parameter(tool.execute, "agent_data") or takes_any_keyword(tool.execute)
-            extra = {"agent_data": agent_data} if is_told else {}
+            takes_data = has_parameter(tool.execute, "agent_data") or takes_any_keyword(tool.execute)
+            extra = {"agent_data": agent_data} if takes_data else {}
             response, reward, metrics = normalize(await tool.execute(instance_id, arguments, **extra))
         except Exception as problem:
             return _problem(f"The tool {name!r} failed: {one_line(problem)}")

@@ -109,7 +109,7 @@ class GptOssToolParser(NativeToolParser):
 
 
 class Qwen3XMLToolParser(NativeToolParser):
-    """Calls as `<function=name><parameter=key>…`."""
+    """Parses calls as `<function=name><parameter=key>…`."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, "qwen3_coder")
@@ -128,7 +128,7 @@ class KimiToolParser(NativeToolParser):
         super().__init__(tokenizer, "kimi_k2")
 
     def _calls(self, text: str, tools: Sequence[Any] | None) -> tuple[str, list[FunctionCall]]:
-        """Return the text and its calls; an id in another form refers to the only tool whose name is part of it."""
+        """Return the text and its calls; an unknown name becomes the only tool name that it contains, if there is one."""
         content, calls = super()._calls(text, tools)
         names = {_name_of(tool) for tool in tools or ()}
         for call in calls:

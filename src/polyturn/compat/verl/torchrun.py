@@ -15,7 +15,7 @@ from polyturn.core.errors import ConfigError
 
 
 def main() -> None:
-    """Refuse a program of verl that is not available with one sentence; run all others."""
+    """Run torch's torchrun, after one error message if it would start a program of verl that is not available."""
     guarded(_check_program)
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 

@@ -82,7 +82,7 @@ _DOTTED = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 @contextmanager
 def advice_in_verls_keys() -> Iterator[None]:
-    """Add to an error how the native keys that it names are written in a config of verl.
+    """Add to an error the verl spelling of the native keys that it names.
 
     Raises:
         ConfigError: the same error, with that sentence.
@@ -106,8 +106,8 @@ def tell_unread_checkout() -> None:
     """Warn inside a checkout of verl that its modules, including changed ones, are not used."""
     if (tree := base_folder()) != BASE:
         logger.warning(
-            "%s: modules of verl are not loaded from this checkout, so what was changed in them has no effect here; it "
-            "belongs in files of your own (rewards, tools, interactions, agent loops, losses), which the config names",
+            "%s: modules of verl are not loaded from this checkout, so changes to them have no effect; move them to files "
+            "of your own (rewards, tools, interactions, agent loops, losses), which the config names",
             tree.parents[2],
         )
 
@@ -116,7 +116,7 @@ class HydraArguments(NamedTuple):
     """A parsed command line of a Hydra program."""
 
     folder: Path | None
-    """Of `--config-path`."""
+    """The folder of `--config-path`."""
     name: str
     overrides: list[str]
     more: list[Path]
@@ -127,7 +127,7 @@ def parse_arguments(arguments: Sequence[str]) -> HydraArguments:
     """Parse a Hydra program's command line.
 
     Raises:
-        ConfigError: an option is not about the location of the config.
+        ConfigError: an option is unknown or lacks its value, or a folder does not exist.
     """
     folder: Path | None = None
     name = "ppo_trainer"
@@ -171,7 +171,7 @@ _OPTIONS = {
 
 
 def config_path(path: Path) -> Path:
-    """Return the folder of `--config-path`, resolved against the program's folder verl/trainer and then this one.
+    """Return the folder of `--config-path`, resolved against verl/trainer, else against the working directory.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -183,5 +183,5 @@ def config_path(path: Path) -> Path:
     if path == Path("config"):
         return own
     raise ConfigError(
-        f"--config-path is {str(path)!r}, which is not a folder, neither below {own.parent} nor here; check the path"
+        f"--config-path is {str(path)!r}, which is not a folder in {own.parent} or the working directory; check the path"
     )

@@ -148,7 +148,7 @@ def _about_hydra(own: Mapping[str, Any], changes: Sequence[Override]) -> dict[st
 
 
 def _verls_own(base: Path, name: str) -> DictConfig:
-    """Return verl's tree with a name."""
+    """Return a config of verl's own tree by its name."""
     return copy.deepcopy(_shipped()) if (base, name) == (BASE, BASE_NAME) else _fresh(base, name)
 
 
@@ -181,7 +181,7 @@ class _Hydra:
         name = "config" if top.get("defaults") == [self._path.stem, "_self_"] else self._path.stem
         text = OmegaConf.to_yaml(OmegaConf.create({**top, "hydra": {"searchpath": self._search}}))
         chosen = [g.text for g in groups]
-        with tempfile.TemporaryDirectory(prefix="polyturn-") as folder, self._told():
+        with tempfile.TemporaryDirectory(prefix="polyturn-") as folder, self._as_config_errors():
             (Path(folder) / f"{name}.yaml").write_text(text, encoding="utf-8")
             with initialize_config_dir(folder, version_base=None):
                 tree = compose(name, chosen)
@@ -191,7 +191,7 @@ class _Hydra:
         return tree
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_config_errors(self) -> Iterator[None]:
         from hydra.errors import HydraException, MissingConfigException
 
         wrong = (HydraException, OmegaConfBaseException, OSError, LookupError, AttributeError, TypeError, ValueError)
@@ -204,7 +204,7 @@ class _Hydra:
                 where = "a part of it" if mark is None else f"{mark.name} line {mark.line + 1}"
                 raise ConfigError(f"{self._path}: {where} is not YAML ({error.problem}); correct it") from error
             except RecursionError:
-                raise ConfigError(f"{self._path}: its defaults lead back to themselves, or it is nested too deep") from None
+                raise ConfigError(f"{self._path}: its `defaults` form a circle, or it is nested too deep") from None
             except MissingConfigException as error:
                 reason, searched = str(error).partition("\n")[0].rstrip("."), ", ".join(map(str, self._folders))
                 known = error.options or [BASE_NAME, *(p.stem for f in self._folders for p in f.glob("*.yaml"))]

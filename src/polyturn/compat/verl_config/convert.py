@@ -35,7 +35,7 @@ MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 FUTURES = f"{MULTI_TURN}.num_repeat_rollouts"
 NO_LIMIT_CHARS = 1_000_000
-_OWN = "one of your own is named as file.py:function, or by its name where it was registered before the run begins"
+_OWN = "name your own as file.py:function, or by the name under which it is registered before the run begins"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
 AGENT_SCHEDULER = "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
@@ -140,9 +140,9 @@ def max_tokens_per_batch(s: Source) -> None:
 
 
 def clip(s: Source) -> None:
-    """Set the bounds of the ratio; `clip_ratio` applies if only it was written.
+    """Set the bounds of the ratio. A written `clip_ratio` sets each side whose own key is not written.
 
-    A user's own loss gets only the written ones, because it may not use them; verl's losses have defaults.
+    A user's own loss gets only the written bounds, because it may not use them; verl's losses have defaults.
     """
     both, last = f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_c"
     name = s.text(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
@@ -177,7 +177,7 @@ def validation(s: Source) -> None:
     samples |= f"{at}.temperature" in s.written and f"{at}.do_sample" not in s.written
     temperature = s.number(f"{at}.temperature", 0) if samples else 0
     if samples and not temperature:
-        s.notes[f"{at}.do_sample"] = "at temperature 0 the likeliest token is taken all the same"
+        s.notes[f"{at}.do_sample"] = "the temperature is 0, so the most likely token is taken anyway"
     sampling = {
         "temperature": temperature,
         "top_p": s.number(f"{at}.top_p", 1.0),
@@ -223,8 +223,8 @@ def futures(s: Source) -> None:
     if s.get(FUTURES) and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
         s.refuse(
             FUTURES,
-            "only an agent loop of your own forks so many conversations from a first turn, and agent_loop_config_path names "
-            "none; the scheduler in examples/schedulers/lookahead.py forks from every turn, and needs a judge",
+            "it needs an agent loop of your own that forks conversations after the first turn, and agent_loop_config_path "
+            "is not set; the scheduler in examples/schedulers/lookahead.py forks after every turn, and needs a judge",
         )
 
 
@@ -241,7 +241,7 @@ def agent_loop(s: Source) -> None:
             s.refuse(file_key, f"it must be a list of {{name, _target_}} ({one_line(problem)})")
             return
     if name not in NATIVE_AGENTS and name not in loops:
-        s.refuse(key, f"agent_loop_config_path does not name it.{did_you_mean(name, [*loops, *NATIVE_AGENTS])}")
+        s.refuse(key, f"agent_loop_config_path has no such loop.{did_you_mean(name, [*loops, *NATIVE_AGENTS])}")
     elif loops:
         s.put("rollout.scheduler", AGENT_SCHEDULER, by=file_key)
         own = {"loops": loops, "default": name, "config": s.sections("actor_rollout_ref", "algorithm", "data", "trainer")}
@@ -260,15 +260,15 @@ def engine(s: Source) -> None:
     kind = kinds[name]
     if kind != "embedded" and importlib.util.find_spec(kind) is None:
         s.notes[key] = (
-            f"{kind} is not installed beside polyturn, so the embedded engine samples; +polyturn.engine.kind={kind} and "
-            "+polyturn.engine.launch.python=… start one from another environment"
+            f"{kind} is not installed in polyturn's environment, so the embedded engine samples; "
+            f"+polyturn.engine.kind={kind} with +polyturn.engine.launch.python=… starts {kind} from another environment"
         )
         kind = "embedded"
     s.put("engine.kind", kind, by=key)
 
 
 def sanity_mode(s: Source) -> None:
-    """Set the mode. verl compares every episode."""
+    """Set the mode of the sanity check, and check every episode, as verl does."""
     key = f"{MULTI_TURN}.tokenization_sanity_check_mode"
     s.put("rollout.tokenization_sanity_check_mode", s.get(key, "strict"), by=key)
     s.put("rollout.sanity_every", 1, by=key)
@@ -308,9 +308,7 @@ def policy_loss(s: Source) -> None:
     if name == "vanilla":
         section = key.removesuffix("loss_mode")
         for option in sorted(k for k in s.written if k.startswith(section) and not is_of_verl(k)):
-            s.refuse(
-                option, "the loss vanilla has no such option; leave it out, or name the loss that reads it in loss_mode"
-            )
+            s.refuse(option, "the loss vanilla has no such option; remove it, or name its loss in loss_mode")
         return
     if name not in policy_losses and ":" not in name:
         known = sorted({"vanilla", *policy_losses})

@@ -36,10 +36,10 @@ def critic(s: Source) -> None:
         return
     model = "critic.model.path"
     if model in s.written and s.get(model) != s.get("actor_rollout_ref.model.path"):
-        s.refuse(model, "the critic starts from the policy's model; name that one, or leave the key out")
+        s.refuse(model, "the critic starts from the policy's model; name the same model, or remove the key")
     epochs = s.get("actor_rollout_ref.actor.ppo_epochs", 1)
     if "critic.ppo_epochs" in s.written and s.get("critic.ppo_epochs") not in (None, epochs):
-        s.refuse("critic.ppo_epochs", f"the critic passes over a step as often as the policy, {epochs}; leave the key out")
+        s.refuse("critic.ppo_epochs", f"the critic passes over a step as often as the policy ({epochs}); remove the key")
     s.put("algorithm.critic.optim.lr", s.number("critic.optim.lr", 1e-5), by="critic.optim.lr")
     s.put("algorithm.critic.clip", s.number("critic.cliprange_value", 0.5) or None, by="critic.cliprange_value")
     s.put("algorithm.critic.optim.max_grad_norm", s.number("critic.grad_clip", 1.0), by="critic.grad_clip")

@@ -40,7 +40,7 @@ def kl(s: Source) -> None:
     estimators = KL_ESTIMATORS | {f"{name}+": f"{native}+" for name, native in KL_ESTIMATORS.items() if native != "k2"}
     uses = s.switch(f"{ACTOR}.use_kl_loss")
     if not uses and s.get("algorithm.use_kl_in_reward"):
-        return  # the section says what the rewards have
+        return  # `kl_in_reward` sets the section
     s.put("algorithm.kl.coef", s.number(f"{ACTOR}.kl_loss_coef", 0.001) if uses else 0.0, by=f"{ACTOR}.use_kl_loss")
     name = s.get(key, "low_var_kl")
     if name in estimators and uses:
@@ -62,7 +62,7 @@ def lora(s: Source) -> None:
             if (value := s.get(f"{MODEL}.{name}")) is not None:
                 s.put(f"model.lora.{name}", value if isinstance(value, str) else list(value), by=f"{MODEL}.{name}")
     elif adapter:
-        s.refuse(f"{MODEL}.lora_adapter_path", "an adapter is read into one of lora_rank; set it too")
+        s.refuse(f"{MODEL}.lora_adapter_path", "lora_rank is 0; set it to the rank of this adapter")
     if adapter and (fused or rank):
         s.put_path("model.lora.adapter", str(Path(adapter).expanduser()), by=f"{MODEL}.lora_adapter_path")
 
@@ -70,7 +70,7 @@ def lora(s: Source) -> None:
 def _lora_of_megatron(s: Source, rank: int) -> None:
     """Set the adapter of Megatron's layers."""
     if s.get(f"{ACTOR}.strategy") != "megatron" or s.get(f"{MODEL}.lora_rank"):
-        why = "it is read where actor.strategy is megatron and lora_rank is 0; else write lora_rank and lora_alpha"
+        why = "it needs actor.strategy megatron and lora_rank 0; otherwise set lora_rank and lora_alpha instead"
         s.refuse(f"{MODEL}.lora.rank", why)
     names = s.get(f"{MODEL}.lora.target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
     for name in (name for name in names if name not in _LAYERS):
@@ -102,8 +102,8 @@ def correction(s: Source) -> None:
         if s.get(f"{CORRECTION}.bypass_mode"):
             s.refuse(
                 f"{CORRECTION}.bypass_mode",
-                "with it the ratio of the loss compares with the engine already, and there is nothing left to correct; "
-                "leave out rollout_is and rollout_rs, or bypass_mode",
+                "with bypass_mode the loss's ratio is already relative to the engine's logprobs, so nothing is left to "
+                "correct; remove rollout_is and rollout_rs, or bypass_mode",
             )
             return
         by = "rollout_is" if "cap" in settings else "rollout_rs"
@@ -120,7 +120,7 @@ def _weight(s: Source, key: str, name: str, threshold: Any) -> dict[str, Any]:
     if name not in ("token", "sequence"):
         s.refuse(key, f"{name!r} is not a level of importance weights; use token or sequence")
     if isinstance(threshold, str) and "_" in threshold:
-        s.refuse(f"{key}_threshold", "weights have an upper bound alone; bound ratios from both sides with rollout_rs")
+        s.refuse(f"{key}_threshold", "weights have only an upper bound; use rollout_rs to bound ratios on both sides")
         return {}
     return {"weight": name, "cap": float(threshold)}
 
@@ -154,7 +154,7 @@ def _rejections(s: Source, names: str) -> dict[str, Any]:
 
 
 def _of_first_release(s: Source) -> dict[str, Any]:
-    """Return the correction of the keys algorithm.rollout_is…."""
+    """Return the correction from the keys of the first release, `algorithm.rollout_is…`."""
     upper = float(s.number("algorithm.rollout_is_threshold", 2.0))
     level = s.text("algorithm.rollout_is_level", "token")
     veto = s.get("algorithm.rollout_is_veto_threshold")

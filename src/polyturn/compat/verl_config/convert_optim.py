@@ -16,25 +16,25 @@ ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 
 
 def backend(s: Source) -> None:
-    """Set the training backend and its parallel sizes, with at least as many ranks as they need."""
+    """Set the training backend, its parallel sizes, and the smallest number of ranks for them."""
     is_megatron = s.get(STRATEGY) == "megatron"
     if is_megatron:
         s.put("train.backend", "megatron", by=STRATEGY)
     ranks = 1
-    for what in ("tensor", "pipeline", "expert", "context"):
-        key = f"{ACTOR}.megatron.{what}{'' if what == 'context' else '_model'}_parallel_size"
+    for kind in ("tensor", "pipeline", "expert", "context"):
+        key = f"{ACTOR}.megatron.{kind}{'' if kind == 'context' else '_model'}_parallel_size"
         size = s.whole(key, 1, least=1)
         if size != 1 and not is_megatron:
-            s.refuse(key, "it is read where actor_rollout_ref.actor.strategy is megatron, and it is not")
+            s.refuse(key, "it needs actor_rollout_ref.actor.strategy megatron; set that, or remove the key")
         elif size != 1:
-            s.put(f"train.distributed.{what}_parallel", size, by=key)
-            ranks *= 1 if what == "expert" else size
+            s.put(f"train.distributed.{kind}_parallel", size, by=key)
+            ranks *= 1 if kind == "expert" else size
             s.put("train.distributed.ranks", ranks, by=key)
     if (size := s.whole(ULYSSES, 1, least=1)) == 1:
         return
     if is_megatron:
         s.notes[ULYSSES] = (
-            "it is of FSDP; actor.megatron.context_parallel_size splits the tokens of a sequence under Megatron"
+            "it is a key of FSDP; under Megatron, actor.megatron.context_parallel_size splits the tokens of a sequence"
         )
     else:
         s.put("train.distributed.context_parallel", size, by=ULYSSES)
@@ -47,7 +47,7 @@ def megatron_schedule(s: Source) -> None:
     twins = [key for name in ("lr_scheduler_type", "warmup_style") if (key := f"{ACTOR}.optim.{name}") in s.written]
     if s.get(STRATEGY) != "megatron" or (twins and style in s.written):
         for key in (key for key in (style, low, last) if key in s.written):
-            s.refuse(key, "it is read where actor.strategy is megatron; else write lr_scheduler_type and min_lr_ratio")
+            s.refuse(key, "it needs actor.strategy megatron; otherwise set only lr_scheduler_type and min_lr_ratio")
     elif (name := s.text(style, "constant")) != "constant":
         s.put("train.optim.schedule.name", name, by=style)
         if least := s.number(low, 0.0):
@@ -71,6 +71,6 @@ def warmup(s: Source) -> None:
     if steps > 0 or (steps == 0 and s.get(STRATEGY) != "megatron"):  # Megatron's trees take the ratio at 0 steps too
         s.put("train.optim.warmup_steps", steps, by=key)
     elif ratio >= 1:
-        s.refuse(f"{key}_ratio", "a share of the run's steps is below 1")
+        s.refuse(f"{key}_ratio", "it is a share of the run's steps, so it must be below 1")
     elif ratio:
         s.put("train.optim.warmup_steps", ratio, by=f"{key}_ratio")

@@ -29,7 +29,7 @@ def reward_function(s: Source) -> None:
     s.put("reward.weights", {"outcome": 1.0}, by=key)
     s.put("reward.text", "turns", by=key)
     if (where := s.get(key)) is not None and not str(where).startswith("pkg://") and not str(where).endswith(".py"):
-        s.refuse(key, "it must be a file of Python, or pkg://MODULE")
+        s.refuse(key, "it must be a Python file, or pkg://MODULE")
         return
     name = None if where is None else f"{module_of(where)}:{s.get('custom_reward_function.name', 'compute_score')}"
     if s.get(MANAGER, "naive") not in MANAGERS or s.get(SOURCE) == "importlib":
@@ -55,7 +55,7 @@ def _arguments(s: Source, arguments: Mapping[str, Any], *, by: str) -> None:
     """Set further arguments of the function."""
     for name, value in arguments.items():
         if name == "name":
-            s.refuse(by, "an argument called `name` cannot stand beside the function's; call it something else")
+            s.refuse(by, "an argument cannot be called `name`, which is the function's own key; rename the argument")
         else:
             s.put(f"reward.function.{name}", value, by=by)
 
@@ -98,7 +98,7 @@ def reward_manager(s: Source) -> None:
     overlong = {**s.get("reward_model.overlong_buffer", {}), **(kwargs.pop("overlong_buffer_cfg", None) or {})}
     longest = kwargs.pop("max_resp_len", None)
     if kwargs:
-        s.refuse("reward_model.reward_kwargs", f"{sorted(kwargs)[0]!r} is read by no reward manager here")
+        s.refuse("reward_model.reward_kwargs", f"no reward manager reads {sorted(kwargs)[0]!r}; remove it")
     if name == "dapo" and overlong.get("enable"):
         s.put("reward.overlong.buffer", overlong.get("len", 0), by=key)
         s.put("reward.overlong.penalty", overlong.get("penalty_factor", 0.0), by=key)
@@ -117,13 +117,13 @@ def reward_manager(s: Source) -> None:
 def _check_imported(s: Source, name: str) -> None:
     """Refuse a file of managers that does not exist or does not mention the class; nothing is imported."""
     if (where := s.get(MODULE)) is None:
-        s.refuse(SOURCE, f"it asks for the file of the manager; set {MODULE}, and {MANAGER} to the class")
+        s.refuse(SOURCE, f"it needs the manager's file; set {MODULE} to the file, and {MANAGER} to the class")
         return
     file = Path(module_of(str(where)))
     if str(where).startswith("pkg://"):
         return
     if file.suffix != ".py" or not file.is_file():
-        s.refuse(MODULE, "it must be a file of Python that is there, or pkg://MODULE")
+        s.refuse(MODULE, "it must be an existing Python file, or pkg://MODULE")
     elif name not in (known := re.findall(r"\w+", file.read_text(encoding="utf-8"))):
         s.refuse(MANAGER, f"{where} has no class of that name.{did_you_mean(name, [w for w in known if w[0].isupper()])}")
 

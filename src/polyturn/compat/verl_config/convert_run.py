@@ -67,8 +67,8 @@ def trackers(s: Source) -> None:
         s.put("tracking", trackers, by=key)
     if missing:
         s.notes[key] = (
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not here, so the terminal and metrics.jsonl in "
-            f"the run's folder get the metrics; of these {', '.join(TRACKERS)} can be installed"
+            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not available, so the terminal and "
+            f"metrics.jsonl in the run's folder get the metrics; {', '.join(TRACKERS)} are available if installed"
         )
 
 

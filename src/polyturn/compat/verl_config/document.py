@@ -15,8 +15,8 @@ from polyturn.config.translate.table import KeyRule
 _HEAD = """\
 # verl's keys
 
-What becomes of every key of a verl config. Made from `src/polyturn/compat/verl_config/keys.yaml` by
-`python -m polyturn.compat.verl_config.document`; `polyturn config migrate FILE` makes the same table for one config.
+Every key of a verl config, with its native keys. Generated from `src/polyturn/compat/verl_config/keys.yaml` by
+`python -m polyturn.compat.verl_config.document`; `polyturn config migrate FILE` writes the same table for one config.
 An unknown key is an error that names the nearest known key. `**` stands for everything below a section.
 """
 

@@ -29,7 +29,7 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
     """
     target = path.with_suffix(".polyturn.yaml") if out is None else out
     if target.suffix != ".yaml" or target.resolve() == path.resolve():
-        raise ConfigError(f"--out is {str(target)!r}; name another file than the config's, which ends in .yaml")
+        raise ConfigError(f"--out is {str(target)!r}; name a .yaml file other than the config")
     notes = target.with_suffix(".md")
     for file in (target, notes):
         check_file_writable(file, instead="name another --out")
@@ -57,7 +57,7 @@ def run(path: Path, overrides: Sequence[str], *, out: Path | None) -> None:
 
 
 def _without_defaults(values: dict[str, Any], defaults: Any) -> dict[str, Any]:
-    """Return the values without those equal to the defaults."""
+    """Return the values that differ from the defaults."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         default = defaults.get(key) if isinstance(defaults, dict) else None

@@ -76,7 +76,7 @@ class Override:
         is_section = self.is_group or (table().find(self.key) is None and table().goes_deeper(self.key))
         is_empty = not self.value and not isinstance(self.value, Mapping) and not self.removes
         if is_section and is_empty and not self.key.startswith("hydra/"):
-            raise ConfigError(f"the override {self.text!r:.200} empties a whole section; set its keys, or leave it out")
+            raise ConfigError(f"the override {self.text!r:.200} empties a whole section; set its keys, or remove it")
 
     def apply(self, tree: DictConfig, origin: dict[str, str]) -> None:
         """Change the tree, and record the written keys in `origin`."""
@@ -90,7 +90,7 @@ class Override:
             OmegaConf.update(tree, self.key, self.value, merge=True, force_add=True)
         except (OmegaConfBaseException, AttributeError, LookupError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
-            raise ConfigError(f"the override {self.text!r:.200} has no place in the config ({why:.200})") from error
+            raise ConfigError(f"the override {self.text!r:.200} cannot be set in the config ({why:.200})") from error
         source = f"from the override {self.text!r}"
         origin.update({".".join((self.key, *path)): source for path, _ in leaves(self.value)})
 
@@ -100,8 +100,8 @@ class Override:
         if isinstance(section, DictConfig) and last in section:
             if "=" in self.text and section[last] != self.value:
                 raise ConfigError(
-                    f"the override {self.text!r:.200} removes the key if that is its value, and it is "
-                    f"{section[last]!r:.100}; leave the value out"
+                    f"the override {self.text!r:.200} removes the key only if it has this value, but it is "
+                    f"{section[last]!r:.100}; write the key without a value"
                 )
             del section[last]
         elif not table().knows(self.key):
@@ -112,6 +112,6 @@ def refuse_backend(text: str, *, what: str) -> None:
     for name, backend in BACKENDS.items():
         if name in text:
             raise ConfigError(
-                f"{what}: {backend} and its keys do not exist here: start from ppo_trainer, use strategy fsdp, and leave "
-                f"out every {name} key"
+                f"{what}: {backend} and its keys are not supported; start from ppo_trainer, use strategy fsdp, and remove "
+                f"every {name} key"
             )

@@ -48,7 +48,11 @@ def wrong_kind(key: str, value: Any) -> str | None:
     """Return why a value has a kind that the key cannot have, such as null or a text for a number; else None."""
     kinds = release_keys().get(key, frozenset([NULL, OTHER])) & {NULL, BOOL, NUMBER, OTHER}
     if value is None:
-        return None if NULL in kinds else "no release of verl has null there; give it a value, or leave the key out"
+        return (
+            None
+            if NULL in kinds
+            else "null is not a value of this key in any release of verl; set another value, or remove the key"
+        )
     meant = kinds - {NULL}
     if value == "" and BOOL in meant:
         return None  # a script's unset variable, which verl reads as false

@@ -20,10 +20,10 @@ def translate(tree: Composed) -> Translation:
     Raises:
         ConfigError: a key is unknown, unsupported, or contradicts another; one line each.
     """
-    return translation.translate(tree, keys=table(), converters=CONVERTERS, check=_unheard_of, wrong_kind=wrong_kind)
+    return translation.translate(tree, keys=table(), converters=CONVERTERS, check=_unknown_keys, wrong_kind=wrong_kind)
 
 
-def _unheard_of(tree: Composed, key: str, value: Any, row: KeyRule) -> list[str]:
+def _unknown_keys(tree: Composed, key: str, value: Any, row: KeyRule) -> list[str]:
     """Return a sentence for each written key of an ignored section that no release has."""
     is_section = "**" in row.key or isinstance(value, Mapping)
     if not is_section or row.ignored is None or row.key.startswith(("hydra", "**")):

@@ -60,12 +60,12 @@ DEFAULTS: Mapping[str, Any] = {
     "bf16": None,
 }
 """ms-swift's defaults that differ from native ones."""
-_SAID_OTHERWISE = (
+_OTHER_IN_MEGATRON = (
     "output_dir", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_ratio", "num_train_epochs",
     "max_steps",
 )  # fmt: skip
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
-    **{name: value for name, value in DEFAULTS.items() if name not in _SAID_OTHERWISE},
+    **{name: value for name, value in DEFAULTS.items() if name not in _OTHER_IN_MEGATRON},
     "tensor_model_parallel_size": 1,
     "global_batch_size": 16,
     "train_iters": None,
@@ -78,7 +78,7 @@ _TEXTS = frozenset({
     "dataset", "val_dataset", "external_plugins", "custom_register_path", "reward_funcs", "multi_turn_scheduler", "gym_env",
     "context_manager", "stop_words", "loss_scale",
 })  # fmt: skip
-"""Arguments that are always texts or lists of texts, such as a token 0123 or the stop word [/INST]."""
+"""Arguments that are always texts or lists of texts: a token 0123 is not a number, and a stop word [/INST] not a list."""
 
 
 @functools.cache
@@ -114,8 +114,8 @@ def parse(arguments: Sequence[str], defaults: Mapping[str, Any] = DEFAULTS) -> C
         if name in values:
             raise ConfigError(f"the argument --{name} is given twice; keep one of them")
         if name in _TEXTS and not raw:
-            raise ConfigError(f"the argument --{name} has no value; write --{name} VALUE, or leave it out")
-        parsed = [_given(name, one) for one in raw]
+            raise ConfigError(f"the argument --{name} has no value; write --{name} VALUE, or remove it")
+        parsed = [_value_of(name, one) for one in raw]
         values[name] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         origin[name] = f"from the argument '--{name}'"
     return over_defaults(values, origin, defaults)
@@ -130,7 +130,7 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
     if not path.is_file():
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(f"the file {str(path)!r} does not exist.{did_you_mean(path.name, near) if near else ''}")
-    written = {name: _given(name, v) if isinstance(v, str) else v for name, v in read_yaml(path).items()}
+    written = {name: _value_of(name, v) if isinstance(v, str) else v for name, v in read_yaml(path).items()}
     values = _as_tree(written)
     origin = dict.fromkeys(written, f"in {path}")
     tell_repeated(overrides)
@@ -139,7 +139,7 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
         if not equals or not name or name.startswith("-"):
             raise ConfigError(f"the override {text!r} cannot be read; write name=value")
         key, _, below = name.lstrip("+").partition(".")
-        value = _given(key, raw)
+        value = _value_of(key, raw)
         if below:
             at = values[key] = _section(values.get(key), key, text)
             *above, last = below.split(".")
@@ -168,8 +168,11 @@ def read_value(text: str) -> Any:
     return text
 
 
-def _given(name: str, text: str) -> Any:
-    """Return the value of an argument's text: the text itself, or a list, which must be JSON for free texts."""
+def _value_of(name: str, text: str) -> Any:
+    """Return an argument's value. For `_TEXTS` it is the text, or a list of texts if the text is a list in brackets.
+
+    Stop words, the system message and the key may begin with a bracket, so only a JSON list of texts counts as their list.
+    """
     if name not in _TEXTS or text in ("None", "null"):
         return read_value(text)
     value = read_value(text) if text.startswith('["' if name in {"stop_words", "system", "api_key"} else "[") else text
@@ -177,7 +180,7 @@ def _given(name: str, text: str) -> Any:
 
 
 def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with dotted native keys as a tree."""
+    """Return the arguments as a tree: dotted keys `polyturn.…` become nested mappings."""
     tree = {k: v for k, v in values.items() if not k.startswith("polyturn.")}
     for key in (k for k in values if k.startswith("polyturn.")):
         section = nested(tuple(key.split(".")), values[key])["polyturn"]
@@ -205,7 +208,7 @@ def _section(value: Any, name: str, override: str) -> dict[str, Any]:
 
 
 def over_defaults(values: Mapping[str, Any], origin: Mapping[str, str], defaults: Mapping[str, Any] = DEFAULTS) -> Composed:
-    """Return arguments on top of ms-swift's defaults; dotted native keys become a tree.
+    """Return the arguments on top of ms-swift's defaults; dotted keys `polyturn.…` become nested mappings.
 
     Raises:
         ConfigError: a native key is both a value and a section, or is set twice.
@@ -221,7 +224,7 @@ def rollout_table() -> Table:
 
 
 def rollout_to_native(arguments: Sequence[str]) -> Translation:
-    """Translate the flags of `swift rollout` to the native keys of a run, and `serve.host`, `port` and `token`.
+    """Translate the flags of `swift rollout` to native keys: those of a run, and the server's host, port and token.
 
     Raises:
         ConfigError: an argument is unknown, unsupported, or contradicts another; one line each.

@@ -76,12 +76,12 @@ def val_dataset(s: Source) -> None:
 
 
 def columns(s: Source) -> None:
-    """Set the names of columns, which ms-swift maps in the other direction; its `query` is a prompt."""
+    """Set the names of columns. ms-swift maps column to field, polyturn field to column; its `query` is our `prompt`."""
     columns = s.get("columns", {})
     if not isinstance(columns, Mapping) or not all(
         isinstance(name, str) and name for pair in columns.items() for name in pair
     ):
-        s.refuse("columns", 'give the names of the files with those that they stand for, as JSON: {"question": "query"}')
+        s.refuse("columns", 'map each column of the files to the field that it holds, as JSON: {"question": "query"}')
         return
     names = ["prompt" if name == "query" else name for name in columns.values()]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -98,7 +98,7 @@ def system(s: Source) -> None:
     text = str(s.get("system", ""))
     if text.endswith((".txt", ".md")):
         if not Path(text).is_file():
-            s.refuse("system", "there is no such file; it is relative to the working directory")
+            s.refuse("system", "there is no such file; its path is relative to the working directory")
             return
         text = Path(text).read_text(encoding="utf-8")
     if text:
@@ -121,7 +121,7 @@ def rewards(s: Source) -> None:
         s.refuse("reward_weights", f"the number of rewards is {num} ({named}); give as many weights")
         return
     if not all(isinstance(w, int | float) and math.isfinite(w) for w in as_list(weights)):
-        s.refuse("reward_weights", "a weight is a finite number")
+        s.refuse("reward_weights", "every weight must be a finite number")
         return
     if "soft_overlong" in names and s.get("soft_cache_length") is None:
         s.refuse("soft_cache_length", "The soft_cache_length must be set when using soft overlong rewards.")
@@ -143,11 +143,11 @@ def scheduler(s: Source) -> None:
     if name is None:
         if s.get("vllm_mode") == "server" and "multi_turn_scheduler" not in s.written:
             s.notes["vllm_mode"] = (
-                "no server is asked, and no multi_turn_scheduler is written here, so every episode is a single turn; if "
-                "`swift rollout` was given one, write it here too, with max_turns and external_plugins"
+                "no rollout server is used, and multi_turn_scheduler is not set, so every episode is a single turn; if "
+                "`swift rollout` had a multi_turn_scheduler, set it here too, with max_turns and external_plugins"
             )
         if stops:
-            s.refuse("stop_words", "they need a multi_turn_scheduler; the model's own end of turn always stops it")
+            s.refuse("stop_words", "stop words need a multi_turn_scheduler; the model's end token always ends a turn")
         s.put("rollout.scheduler", "single_turn", by="multi_turn_scheduler")
         s.put("rollout.limits.max_turns", 1, by="max_turns")
         return
@@ -172,8 +172,8 @@ def engine_size(s: Source) -> None:
         for key, value in (("vllm_tensor_parallel_size", tensor), ("vllm_data_parallel_size", data)):
             if value > 1:
                 s.notes[key] = (
-                    "the embedded engine is one process; polyturn.engine.kind=vllm starts as many servers as "
-                    "vllm_data_parallel_size says, with vllm_tensor_parallel_size GPUs each"
+                    "the embedded engine is one process; polyturn.engine.kind=vllm starts vllm_data_parallel_size servers, "
+                    "with vllm_tensor_parallel_size GPUs each"
                 )
         return
     if data > 1:
@@ -205,7 +205,7 @@ def batches(s: Source) -> None:
     processes = s.whole("nproc_per_node", 1, least=1)
     generation_size, steps = s.get("generation_batch_size"), s.get("steps_per_generation")
     if generation_size is not None and steps is not None:
-        s.refuse("generation_batch_size", "steps_per_generation says the same; keep one of them")
+        s.refuse("generation_batch_size", "steps_per_generation sets the same number; keep one of them")
         return
     steps = s.whole("steps_per_generation", accumulation, least=1)
     total = s.whole("generation_batch_size", processes * device * steps, least=1)
@@ -216,8 +216,8 @@ def batches(s: Source) -> None:
         s.refuse(
             "num_generations",
             f"a rollout has {total} completions (generation_batch_size, or per_device_train_batch_size x "
-            f"steps_per_generation x {processes} processes), which must be a multiple of it"
-            + (f"; possible are {near}" if near else f"; give generation_batch_size {group}"),
+            f"steps_per_generation x {processes} processes), which must be a multiple of num_generations"
+            + (f"; possible values are {near}" if near else f"; set generation_batch_size to {group}"),
         )
         return
     s.put(
@@ -230,7 +230,7 @@ def batches(s: Source) -> None:
     if total % update:
         s.refuse(
             "gradient_accumulation_steps",
-            f"{total} completions cannot be cut into updates of {update} "
+            f"{total} completions cannot be divided into updates of {update} "
             f"(per_device_train_batch_size x gradient_accumulation_steps x {processes} processes)",
         )
     s.put("train.minibatches", updates, by="gradient_accumulation_steps")
@@ -245,7 +245,7 @@ def steps(s: Source) -> None:
         return
     epochs = s.number("num_train_epochs", 1)
     if int(epochs) != epochs or epochs < 1:
-        s.refuse("num_train_epochs", "it must be a whole number of passes; use max_steps for a part of one")
+        s.refuse("num_train_epochs", "it must be a whole number of passes; use max_steps for a part of a pass")
         return
     s.put("train.epochs", int(epochs), by="num_train_epochs")
 
@@ -271,7 +271,7 @@ def folder(s: Source) -> None:
 
 
 def betas(s: Source) -> None:
-    """Set AdamW's averages."""
+    """Set AdamW's betas."""
     s.put("train.optim.betas", [s.number("adam_beta1", 0.9), s.number("adam_beta2", 0.95)], by="adam_beta2")
 
 
@@ -279,7 +279,7 @@ def warmup(s: Source) -> None:
     """Set the warm-up in steps, or as a share of the run's steps."""
     steps, ratio = s.number("warmup_steps", 0), s.number("warmup_ratio", 0.0)
     if ratio >= 1 and not steps:
-        s.refuse("warmup_ratio", "a share of the run's steps is below 1")
+        s.refuse("warmup_ratio", "it is a share of the run's steps, so it must be below 1")
     if steps >= 1:  # ms-swift counts optimizer updates
         steps = max(1, round(steps / updates_per_rollout(s)))
     s.put("train.optim.warmup_steps", steps or ratio, by="warmup_steps" if steps else "warmup_ratio")
@@ -314,17 +314,18 @@ def _rows(s: Source, key: str, to: str) -> bool:
         path, mark, number = entry.partition("#")
         hub = None if os.path.exists(path) or path.endswith(_FILES) else _HUB.fullmatch(path)
         if mark and not number.isdigit():
-            s.refuse(key, f"{entry!r}: what stands behind # is a number of rows")
+            s.refuse(key, f"{entry!r}: the part after # must be a number of rows")
         elif len(entries) > 1 and (mark or hub):
-            s.refuse(key, f"{entry!r} is {'a part of one file' if mark else 'a data set'} among several; name it alone")
+            kind = "takes a part of its rows" if mark else "is a data set of the hub"
+            s.refuse(key, f"{entry!r} {kind} and cannot be combined with other entries; name it alone")
         elif hub and (hub["hub"] or "").lower() == "ms":
-            s.refuse(key, f"{entry!r} is on ModelScope, which is not read; take it from the Hugging Face hub, or a file")
+            s.refuse(key, f"{entry!r} is on ModelScope, which is not supported; use the Hugging Face hub, or a file")
         elif hub:
             for part, value in (("dataset", hub["name"]), ("subset", hub["subset"]), ("split", "train")):
                 if value is not None:
                     s.put(f"{to}.{part}", value, by=key)
         elif path.endswith(".json"):
-            s.refuse(key, f"{entry!r} holds one JSON list; write a row to each line of a .jsonl file")
+            s.refuse(key, f"{entry!r} is one JSON list; write a .jsonl file, with one row per line")
         elif not path.endswith(_READ):
             s.refuse(key, f"{entry!r} is neither a file of rows nor a data set (owner/name); write it to .jsonl or .parquet")
         else:

@@ -38,18 +38,18 @@ _OWN_SCALE = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
 
 def advantage(s: Source) -> None:
     """Set the estimator: a native one if it computes the same, else ms-swift's."""
-    name, estimator = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
+    name, own_scale = str(s.get("advantage_estimator", "grpo")), s.get("scale_rewards")
     if name not in _ESTIMATORS:
         s.refuse("advantage_estimator", f"there is no such estimator.{did_you_mean(name, _ESTIMATORS)}")
         return
-    scale = _OWN_SCALE[name] if estimator is None else _SCALES.get(estimator)
-    by = "scale_rewards" if estimator is not None else "advantage_estimator"
+    scale = _OWN_SCALE[name] if own_scale is None else _SCALES.get(own_scale)
+    by = "scale_rewards" if own_scale is not None else "advantage_estimator"
     if scale is None:
-        s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(estimator), _OWN_SCALE_NAMES)}")
+        s.refuse("scale_rewards", f"there is no such scale.{did_you_mean(str(own_scale), _OWN_SCALE_NAMES)}")
     elif scale == "gdpo" and name == "reinforce_plus_plus":
-        s.refuse("scale_rewards", "gdpo has no effect with reinforce_plus_plus there; take grpo, or another scale")
+        s.refuse("scale_rewards", "in ms-swift gdpo has no effect with reinforce_plus_plus; use grpo, or another scale")
     elif scale == "gdpo" and s.get("kl_in_reward"):
-        s.refuse("scale_rewards", "gdpo reads the reward functions apart, so kl_in_reward has no effect there; leave it out")
+        s.refuse("scale_rewards", "gdpo normalises each reward function, so kl_in_reward has no effect; remove kl_in_reward")
     elif (name, scale) in (("grpo", "group"), ("grpo", "none"), ("rloo", "none")):
         s.put("algorithm.advantage.name", name, by="advantage_estimator")
         if scale == "none" and name == "grpo":
@@ -75,7 +75,7 @@ def kl_in_reward(s: Source) -> None:
 
 
 def resample(s: Source) -> None:
-    """Set the number of attempts to replace a group with equal rewards by another task."""
+    """Set how many other tasks are tried in place of a task whose group has equal rewards."""
     if s.get("dynamic_sample"):
         s.put("train.dynamic_sampling", s.whole("max_resample_times", 3, least=0), by="dynamic_sample")
         s.put("algorithm.drop_zero_variance", True, by="dynamic_sample")
@@ -85,15 +85,15 @@ def loss_type(s: Source) -> None:
     """Set the policy loss and how it is averaged."""
     name, level = str(s.get("loss_type", "grpo")), str(s.get("importance_sampling_level", "token"))
     if name not in _AGGREGATES:
-        s.refuse("loss_type", f"{name!r} is not available; there are {', '.join(_AGGREGATES)}")
+        s.refuse("loss_type", f"{name!r} is not available; use one of {', '.join(_AGGREGATES)}")
         return
     if level not in _LEVELS:
-        s.refuse("importance_sampling_level", f"{level!r} is none of {', '.join(_LEVELS)}")
+        s.refuse("importance_sampling_level", f"{level!r} is not one of {', '.join(_LEVELS)}")
         return
     s.put("algorithm.aggregate", _AGGREGATES[name], by="loss_type")
     if name in ("cispo", "sapo"):
         if level != "token":
-            s.refuse("importance_sampling_level", f"{name} has ratios of tokens; leave it at token")
+            s.refuse("importance_sampling_level", f"{name} uses ratios of tokens; set it to token")
         s.put("algorithm.loss.name", name, by="loss_type")
     elif (loss := _LEVELS[level]) is not None:
         s.put("algorithm.loss.name", loss, by="importance_sampling_level")
@@ -113,7 +113,7 @@ def correction(s: Source) -> None:
     if mode is not None:
         level, _, what = str(mode).partition("_")
         if level not in ("token", "sequence") or what not in ("truncate", "mask"):
-            s.refuse("rollout_importance_sampling_mode", f"{mode!r} is none of token or sequence, with _truncate or _mask")
+            s.refuse("rollout_importance_sampling_mode", f"{mode!r} is not token or sequence with _truncate or _mask")
             return
         settings = {
             "weight": "geometric" if level == "sequence" else "token",
@@ -136,7 +136,7 @@ def lora(s: Source) -> None:
         return
     if kind == "full":
         if adapters:
-            s.refuse("adapters", "all weights are trained; merge them into the model, or train an adapter (train_type lora)")
+            s.refuse("adapters", "all weights are trained; merge adapters into the model, or train one (train_type lora)")
         return
     modules = s.get("target_modules", s.get("lora_target_modules", "all-linear"))
     names = _as_list(modules)
@@ -149,7 +149,7 @@ def lora(s: Source) -> None:
     for name, value in chosen.items():
         s.put(f"model.lora.{name}", value, by=key)
     if len(adapters) > 1:
-        s.refuse("adapters", f"{len(adapters)} adapters are named, and one is trained")
+        s.refuse("adapters", f"{len(adapters)} adapters are named, but only one can be trained")
     elif adapters:
         s.put_path("model.lora.adapter", str(Path(str(adapters[0])).expanduser()), by="adapters")
 

@@ -9,26 +9,26 @@ if TYPE_CHECKING:
 
 
 def updates_per_rollout(s: Source) -> int:
-    """Return the number of optimizer updates per rollout; Megatron counts each as a step."""
+    """Return the number of optimizer updates per rollout. ms-swift counts updates as steps, polyturn rollouts."""
     return int(s.native.get("train", {}).get("minibatches", 1)) * s.whole("num_iterations", 1, least=1)
 
 
 def megatron(s: Source) -> None:
-    """Set the backend and its parallel sizes, with at least as many ranks as they need."""
+    """Set the backend, its parallel sizes, and the smallest number of ranks for tensor, pipeline and context sizes."""
     s.put("train.backend", "megatron", by="tensor_model_parallel_size")
     ranks = 1
-    for what in ("tensor", "pipeline", "expert", "context"):
-        key = f"{what}{'' if what == 'context' else '_model'}_parallel_size"
+    for kind in ("tensor", "pipeline", "expert", "context"):
+        key = f"{kind}{'' if kind == 'context' else '_model'}_parallel_size"
         size = s.whole(key, 1, least=1)
         if size != 1:
-            s.put(f"train.distributed.{what}_parallel", size, by=key)
-            ranks *= 1 if what == "expert" else size
+            s.put(f"train.distributed.{kind}_parallel", size, by=key)
+            ranks *= 1 if kind == "expert" else size
     s.put("train.distributed.ranks", ranks, by="tensor_model_parallel_size")
     for key in (key for key in ("tuner_type", "train_type", "sft_type") if s.get(key) == "lora"):
-        s.notes[key] = "queries, keys, values, gate and up have a pair of matrices each, where there a fused layer has one"
+        s.notes[key] = "query, key, value, gate and up have a pair of matrices each; Megatron has one pair for a fused layer"
     if s.get("multi_turn_scheduler") and "loss_scale" not in s.written:
         s.notes["multi_turn_scheduler"] = (
-            "the last turn of a conversation alone is trained, as there; --loss_scale default trains all of them"
+            "only the last turn of a conversation is trained, as in ms-swift; --loss_scale default trains all turns"
         )
 
 
@@ -39,11 +39,11 @@ def iterations(s: Source) -> None:
     if epochs is not None:
         s.put("train.epochs", s.whole("num_train_epochs", 1, least=1), by="num_train_epochs")
         if updates is not None:
-            s.notes["train_iters"] = "num_train_epochs says how long the run is, and goes before it there, too"
+            s.notes["train_iters"] = "num_train_epochs sets the length of the run, as in ms-swift if both are set"
     elif updates is not None:
         s.put("train.steps", max(1, s.whole("train_iters", 1, least=1) // per_rollout), by="train_iters")
     else:
-        s.refuse("train_iters", "how long is the run? write train_iters, or num_train_epochs")
+        s.refuse("train_iters", "the length of the run is missing; set train_iters or num_train_epochs")
 
 
 def decay(s: Source) -> None:

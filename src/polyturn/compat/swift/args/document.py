@@ -13,13 +13,14 @@ from polyturn.config.translate.document import rows_as_markdown
 _HEAD = """\
 # ms-swift's arguments
 
-What becomes of every argument of `swift rlhf --rlhf_type grpo`. Made from the tables in `src/polyturn/compat/swift/args` by
-`python -m polyturn.compat.swift.args.document`. An unknown argument is an error that names the nearest known one.
+Every argument of `swift rlhf --rlhf_type grpo`, with its native keys. Generated from the tables in
+`src/polyturn/compat/swift/args` by `python -m polyturn.compat.swift.args.document`. An unknown argument is an error that
+names the nearest known one.
 
 """
 
 _MEGATRON = (
-    "", "## megatron rlhf", "", "The arguments that it has beside those above, or reads otherwise. Its batch is global.", ""
+    "", "## megatron rlhf", "", "Further arguments, and arguments with another meaning. Its batch size is global.", ""
 )  # fmt: skip
 _ROLLOUT = ("", "## swift rollout", "", "Keys under `serve` are those of the rollout server.", "")
 
