@@ -81,7 +81,7 @@ def test_episodes_of_a_killed_worker_move_to_the_other(tmp_path):
 def test_policies_beside_workers_are_refused(tmp_path):
     done = train(tmp_path, "policies={judge: {model: self}}", "--dry-run")
     assert done.code == 2
-    assert "cluster.workers.count above 1), each of which would hold them again" in " ".join((done.err + done.out).split())
+    assert "cluster.workers.count above 1), each of which would load them again" in " ".join((done.err + done.out).split())
 
 
 def test_run_restarts_when_its_last_worker_is_killed(tmp_path):

@@ -130,7 +130,7 @@ def test_server_that_sleeps_without_cuda_is_refused(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ([*LAUNCH[:2], "engine.urls=[http://a:1]"], "the run itself must start servers"),
-        ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* set it to auto"),
+        ([*LAUNCH, "engine.weights=adapter"], "drops a server's weights, .* set engine.weights to auto"),
         ([*LAUNCH, "engine.weights=nccl"], "does not support two processes on one GPU; use ipc"),
         ([], r"and only servers that the run starts \(engine.kind vllm, sglang\)"),
     ],

@@ -59,7 +59,7 @@ def _check_offload(config: RunConfig) -> None:
     """Raise if `offload` is set for an optimizer that cannot be offloaded, or that has little state to offload.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: `offload` cannot be used.
     """
     optims = {
         "train.optim": config.train.optim,

@@ -88,7 +88,7 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
     Args:
         source: The configuration.
         tasks: The tasks of the run.
-        plugins: The scheduler, interactions and rewards; None if they are made later, and tasks are not read yet.
+        plugins: The scheduler, interactions and rewards; None if they are created later, and no task is to be read.
         tools: The tools of the run.
 
     Raises:
@@ -118,9 +118,11 @@ def check_support(config: RunConfig) -> None:
     if not sampling.keep_support:
         return
     if sampling.temperature == 0:
-        raise ConfigError(f"{where}, and rollout.sampling.temperature is 0, which is greedy; raise it, or remove both")
+        raise ConfigError(f"{where}, and rollout.sampling.temperature is 0; raise temperature, or remove keep_support")
     if sampling.top_k > MAX_SUPPORT:
-        raise ConfigError(f"{where}, and top_k is {sampling.top_k}; at most {MAX_SUPPORT} tokens are recorded, so lower it")
+        raise ConfigError(
+            f"{where}, and top_k is {sampling.top_k}; at most {MAX_SUPPORT} tokens are recorded, so lower top_k"
+        )
     if not sampling.is_cut:
         raise ConfigError(f"{where}, and neither top_p nor top_k removes a token; set one of them, or remove keep_support")
     if config.engine.kind == "sglang":
@@ -257,7 +259,7 @@ def settle(parts: Parts, tasks: RunTasks) -> tuple[Parts, RunTasks]:
     if visits < train.groups_per_step:
         raise DataError(
             f"train.epochs is {train.epochs} and data.train has {len(tasks.train)} tasks, which do not fill one step of "
-            f"train.groups_per_step = {train.groups_per_step}; lower it, or give more tasks"
+            f"train.groups_per_step = {train.groups_per_step}; lower train.groups_per_step, or give more tasks"
         )
     train = dataclasses.replace(train, steps=visits // train.groups_per_step, epochs=None)
     source = dataclasses.replace(parts.source, config=config.model_copy(update={"train": train}))
@@ -297,18 +299,19 @@ def check_use(context: RolloutContext, summaries: Mapping[str, DatasetSummary]) 
 
 
 def _refuse_unused(interactions: Collection[str], tools: Collection[str], summaries: Mapping[str, DatasetSummary]) -> None:
-    which = f"not one of the {sum(s.num_tasks for s in summaries.values())} tasks of {' and '.join(summaries)}"
+    which = f"none of the {sum(s.num_tasks for s in summaries.values())} tasks of {' and '.join(summaries)}"
     if interactions and not any(set(s.interactions) - {None} for s in summaries.values()):
         first = next(iter(interactions))
         raise ConfigError(
-            f"the run has the interactions {sorted(interactions)} and {which} names one; add it to the rows, {{'prompt': "
-            f"…, 'interaction': {first!r}}}, or set data.train.interaction for all rows, or remove rollout.interactions"
+            f"the run has the interactions {sorted(interactions)} and {which} names an interaction; add one to the rows, "
+            f"{{'prompt': …, 'interaction': {first!r}}}, or set data.train.interaction for all rows, or remove "
+            "rollout.interactions"
         )
     if tools and not any(s.num_with_tools for s in summaries.values()):
         unknown = sorted({name for s in summaries.values() for name in s.unknown_tools})
         named = f" (the rows name {unknown}.{did_you_mean(unknown[0], tools)})" if unknown else ""
         raise ConfigError(
-            f"rollout.tools has {sorted(tools)} and {which} may call one of them{named}; name them in `tools` or "
+            f"rollout.tools has {sorted(tools)} and {which} may call these tools{named}; name them in `tools` or "
             "`tools_kwargs` of the rows (or in extra_info.tools_kwargs), remove these columns, or remove rollout.tools"
         )
 

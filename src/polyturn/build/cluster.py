@@ -50,8 +50,8 @@ def check_cluster(config: RunConfig) -> None:
     updates = ("in_flight", "sleep") if isinstance(engine, ServerOptions) else ("in_flight",)
     if process == "own" or engine.update not in updates:
         raise ConfigError(
-            f"engine has process {process!r} and update {engine.update!r}; on a cluster every replica is in a "
-            "process of its own and weights arrive in flight, so leave these at their defaults"
+            f"engine has process {process!r} and update {engine.update!r}; on a cluster every replica has its own "
+            "process and gets weights in flight, so leave these keys at their defaults"
         )
     if engine.update == "sleep":
         _check_shared(config)
@@ -60,8 +60,8 @@ def check_cluster(config: RunConfig) -> None:
         return
     if engine.launch is not None and engine.launch.devices:
         raise ConfigError(
-            f"engine.launch.devices is {engine.launch.devices}, and on a cluster Ray says which GPUs a server gets; leave "
-            "it out and say how many in cluster.engines.resources, for example {GPU: 2}"
+            f"engine.launch.devices is {engine.launch.devices}, and on a cluster Ray assigns GPUs to servers; remove it and "
+            "set the number of GPUs in cluster.engines.resources, for example {GPU: 2}"
         )
     if engine.launch is not None and engine.launch.replicas > 1:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _check_shared(config: RunConfig) -> None:
     of_rank, of_server = (resources.get("GPU", 0) for resources in (cluster.rank_resources, cluster.engines.resources))
     if of_rank != 1 or of_server < 1 or cluster.engines.count * of_server != ranks:
         raise ConfigError(
-            f"engine.update is sleep, so that each GPU has a rank and a part of a server, and there are {ranks} ranks of "
+            f"engine.update is sleep, which puts a rank and a part of a server on each GPU, but there are {ranks} ranks of "
             f"{of_rank:g} GPUs and {cluster.engines.count} servers of {of_server:g}; set cluster.rank_resources to GPU: 1, "
             f"and cluster.engines so that count times GPU is {ranks}"
         )
@@ -102,14 +102,14 @@ def check_workers(config: RunConfig) -> None:
     if config.policies:
         raise ConfigError(
             f"policies names {', '.join(map(repr, config.policies))} and the run has rollout workers (cluster.address, or "
-            "cluster.workers.count above 1), each of which would hold them again; serve them beside the run and give their "
+            "cluster.workers.count above 1), each of which would load them again; serve them separately and give their "
             "addresses (base_url, url), or let the trainer's process run the episodes"
         )
     if config.rollout.min_concurrent is not None:
         raise ConfigError(
             f"rollout.min_concurrent is {config.rollout.min_concurrent}, and the run has rollout workers (cluster.address, "
-            "or cluster.workers.count above 1), which do not see the engine's load; drop it, or let the trainer's process "
-            "run the episodes"
+            "or cluster.workers.count above 1), which do not see the engine's load; remove min_concurrent, or let the "
+            "trainer's process run the episodes"
         )
 
 
@@ -198,7 +198,7 @@ def check_travels(config: RunConfig) -> None:
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
             raise ConfigError(
                 f"{dotted(path)} is {value!r}, which cannot be sent to the run's other processes ({one_line(problem)}); "
-                "give its class, which each of them makes objects of, or drop ray=, ranks= and cluster.workers"
+                "give its class, of which each process creates its own object, or remove ray=, ranks= and cluster.workers"
             ) from problem
 
 
@@ -225,7 +225,7 @@ def cluster_parts(source: ConfigSource) -> Parts:
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
     reading = dataclasses.replace(source, reads_parts=not holds_weights(source, num_ranks=ranks.count))
-    placed: list[Member] = []
+    rank_members: list[Member] = []
     try:
         if config.engine.kind == "embedded":
             actors_as = ray.engines(engines, functools.partial(_engine, here))
@@ -233,16 +233,16 @@ def cluster_parts(source: ConfigSource) -> Parts:
             build_worker = functools.partial(_worker_of_actors, here, actors_as)
         else:
             if config.engine.update == "sleep":
-                placed, places = ray.shared(ranks, engines)
+                rank_members, servers = ray.shared(ranks, engines)
             else:
-                places = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
-            parts = build_parts(reading, places=places)
+                servers = ray.places(None if isinstance(config.engine, ServerOptions) and config.engine.urls else engines)
+            parts = build_parts(reading, places=servers)
             build_worker = functools.partial(_worker, here, follows=_num_servers(parts))
         pool = parts.engine
         assert isinstance(pool, EnginePool)
         members = ray.workers(workers, build_worker)
-        placed = placed or ray.ranks(ranks)
-        rank_group = ray.rank_group(placed, functools.partial(_rank, here), row_width=row_width(config))
+        rank_members = rank_members or ray.ranks(ranks)
+        rank_group = ray.rank_group(rank_members, functools.partial(_rank, here), row_width=row_width(config))
     except BaseException:
         ray.close()  # otherwise the placed actors keep their resources
         raise

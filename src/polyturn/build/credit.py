@@ -193,11 +193,11 @@ def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedMo
     path = source.config.algorithm.critic.path
     assert path is not None
     critic = load_frozen(source, path, like=like, dtype=None)
-    own, its = (model.config.get_text_config().vocab_size for model in (like, critic))
-    if own != its:
+    own_size, critic_size = (model.config.get_text_config().vocab_size for model in (like, critic))
+    if own_size != critic_size:
         raise ConfigError(
-            f"algorithm.critic.path is {path!r}, whose vocabulary has {its} tokens, and the model's has {own}; a "
-            "critic reads the model's ids, so name a model with the same tokenizer"
+            f"algorithm.critic.path is {path!r}, whose vocabulary has {critic_size} tokens, and the model's has {own_size}; "
+            "a critic reads the model's ids, so name a model with the same tokenizer"
         )
     return critic.requires_grad_(True)
 

@@ -69,7 +69,7 @@ def for_endpoint(which: EvalSet) -> EvalSet:
 
 
 def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: str) -> None:
-    """Raise for tasks that cannot run: unknown tools or interactions, no reward, pictures.
+    """Raise for tasks that cannot run: unknown tools or interactions, no reward, media.
 
     Raises:
         DataError, ConfigError: the first problem.
@@ -77,7 +77,7 @@ def check_endpoint_run(context: RolloutContext, tasks: Sequence[Task], *, name: 
 
     def check(task: Task) -> None:
         if any(message.media for message in task.prompt):
-            raise ConfigError(f"{name}, task {task.id!r} shows pictures or sounds; an endpoint accepts only text")
+            raise ConfigError(f"{name}, task {task.id!r} has images, videos or sounds; an endpoint accepts only text")
 
     needs_name = context.require_interaction_name
     summary = check_each(context, context.tools, tasks, name=name, needs_name=needs_name, also=check)

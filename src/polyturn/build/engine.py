@@ -43,7 +43,7 @@ def build_engine(
 ) -> Engine:
     """Make the engine `engine.kind`. Its servers start at its first call.
 
-    `places` returns the places of servers on other machines, for the folder that they load; for `follows` see `EngineSetup`.
+    `places` returns where servers run on other machines, given the folder that they load. For `follows` see `EngineSetup`.
 
     Raises:
         ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
@@ -84,7 +84,7 @@ def build_engine(
     if routes is not None and config.algorithm.routing.replay == "on" and not engine.capabilities.routes:
         raise ConfigError(
             f"algorithm.routing.replay is on and engine.kind {config.engine.kind!r} does not report the experts of "
-            "tokens; set it to auto or off, or use the engine embedded, vllm or sglang"
+            "tokens; set replay to auto or off, or use the engine embedded, vllm or sglang"
         )
     return engine
 

@@ -2,7 +2,7 @@
 
     demand_of(source).tables(layout_of(config))  ->  {"each of 4 ranks": {"parameters": …, …}, …}
 
-Used by the dry run, on this machine or on GPUs that it need not have (`--gpus`), and by the check before a run starts.
+Used by the dry run, for this machine or for the GPUs of `--gpus`, and by the check before a run starts.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Gpus(NamedTuple):
     """The kind of GPUs that a run is planned for."""
 
     memory: float
-    """GB of each."""
+    """Memory of each GPU, in GB."""
     link: float
-    """GB/s from the ranks to a server."""
+    """Bandwidth from the ranks to a server, in GB/s."""
 
     @property
     def limit(self) -> int:
-        """Usable bytes of each."""
+        """Usable bytes of each GPU."""
         return int(self.memory * GB * USABLE)
 
     def estimates(self, config: RunConfig, demand: Demand, layout: GpuLayout) -> dict[str, str]:
@@ -223,7 +223,7 @@ def require_fit(demand: Demand, layout: GpuLayout, *, gpus: int, limit: int) -> 
     elif (split := with_split_context(demand, layout, gpus=gpus, limit=limit)) is not None:
         advice = f"{split[1]} would fit with train.distributed.context_parallel: {split[0]}, which splits long conversations"
     raise ConfigError(
-        f"the layout, {layout}, does not fit: {'; '.join(wrong)}, of which {limit / GB:.1f} GB can be used. {advice}"
+        f"the layout, {layout}, does not fit: {'; '.join(wrong)}; {limit / GB:.1f} GB of a GPU can be used. {advice}"
     )
 
 

@@ -96,8 +96,8 @@ def build_model(
         built = hf.load_model(checkpoint, dtype=_dtype(source.config.model.dtype))
     elif checkpoint is not None and adapter is None:
         raise ConfigError(
-            f"{checkpoint} contains an adapter and model.lora is not set; set it to the former value, or export merged "
-            "weights"
+            f"{checkpoint} contains an adapter and model.lora is not set; set model.lora as in the adapter's run, or "
+            "export merged weights"
         )
     else:
         built = _base_model(source, tokenizer)
@@ -126,7 +126,7 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_outline(source: ConfigSource, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Make the model without weights, only config and shapes, for a process that neither trains nor samples.
+    """Create the model without weights, only config and shapes, for a process that neither trains nor samples.
 
     Raises:
         ConfigError: there is no such model.

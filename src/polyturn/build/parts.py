@@ -110,8 +110,8 @@ def build_parts(
         checkpoint: A folder with a Hugging Face model that replaces the configured weights and tokenizer.
         engine: The engine; None makes the configured one.
         has_weights: Whether to load weights; the rollout itself needs only config and shapes.
-        places: Returns the places of servers on other machines, for the folder that they load; None starts them here.
-        follows: In a rollout worker on a cluster, the number of the controller's servers, which it calls but does not start.
+        places: Returns where servers run on other machines, given the folder that they load; None starts them here.
+        follows: In a rollout worker on a cluster, the number of the controller's servers, which the worker only calls.
         check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
             made first.
 
@@ -126,7 +126,7 @@ def build_parts(
     is_own = engine is None and not follows
     if is_own and not isinstance(config.engine, EmbeddedOptions):  # its modules import PyTorch
         check_engine(source)
-    if has_torch := "torch" in sys.modules:  # a plug-in imported it, and may draw random numbers when it is made
+    if has_torch := "torch" in sys.modules:  # a plug-in imported torch, and may draw random numbers when it is created
         set_up_torch(config)
     with Progress("load the tokenizer and test its template"):
         codec = build_codec(source, checkpoint=checkpoint)
@@ -365,7 +365,7 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
         return scheduler_class
     if callable(scheduler_class) and has_parameter(scheduler_class, "base"):
         kwargs.setdefault("base", source.base)
-    # A parameter with another default has another meaning.
+    # A parameter `policies` with a default other than None has another meaning.
     if callable(scheduler_class) and lacks(scheduler_class, "policies"):
         kwargs.setdefault("policies", policies.by_name)
     try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from polyturn.training.policy_snapshots import PolicySnapshot
 
 MAX_TOKENS = 512
-"""Default limit of the tokens of a policy's message."""
+"""Default limit on the tokens of a policy's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def build_policies(
 
 def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
     checkpoint = None if one.checkpoint is None else model_folder(source.base / Path(one.checkpoint).expanduser())
-    own = _own_place(one, source, _model_config(one, source, checkpoint))
+    own = _own_source(one, source, _model_config(one, source, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()
     max_context = max_context_of(one.max_context, model, key="max_context")
@@ -102,7 +102,7 @@ def _snapshot(
     copied = frozen_copy(model)
     default = source.config.rollout.limits.max_context or 4096
     max_context = max_context_of(one.max_context, copied, default=default, key="max_context")
-    own = _own_place(one, source, source.config.model)
+    own = _own_source(one, source, source.config.model)
     engine = build_engine(own, copied, tokenizer=codec.tokenizer, media=None, max_context=max_context, checkpoint=None)
     snapshot = PolicySnapshot(name=name, model=copied, engine=engine, refresh_every=one.refresh_every)
     parser = build_parser(codec, source.config.rollout.parser, base=source.base)
@@ -133,7 +133,7 @@ def _policy(
     )
 
 
-def _own_place(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> ConfigSource:
+def _own_source(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> ConfigSource:
     """Return the configuration of a run with only this policy.
 
     Raises:
@@ -143,7 +143,7 @@ def _own_place(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> C
     if one.engine is not None and one.engine.update == "sleep":
         raise ConfigError(
             "engine.update is sleep, and only new weights would wake the engine, which a policy without training "
-            "never gets; remove it"
+            "never gets; remove engine.update"
         )
     # Servers of the run's model cannot serve another one.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())

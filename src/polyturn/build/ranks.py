@@ -81,11 +81,11 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
     if num_ranks % wide:
         named = {name: size for name, size in dataclasses.asdict(split).items() if name.endswith("_parallel") and size > 1}
         sizes = ", ".join(f"{name} {size}" for name, size in named.items()).replace(" ", " is ", 1)
-        raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; it must divide them")
+        raise ConfigError(f"train.distributed.{sizes} and there are {num_ranks} ranks; use a multiple of {wide} ranks")
     if num_ranks // split.pipeline_parallel % split.expert_parallel:
         raise ConfigError(
             f"train.distributed.expert_parallel is {split.expert_parallel} and {num_ranks // split.pipeline_parallel} ranks "
-            "have a layer; it must divide them"
+            "have a layer; their number must be a multiple of expert_parallel"
         )
     trajectories = train.groups_per_step * train.group_size
     if train.minibatches > trajectories:

@@ -91,7 +91,7 @@ def build_train_tasks(config_source: ConfigSource) -> Sequence[Task]:
 
 
 def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], TaskSampler]:
-    """Return a function that makes a new sampler, which begins with its first visit.
+    """Return a function that creates a sampler at its first visit.
 
     Raises:
         ConfigError: `data.sampler` does not name a Curriculum, or its arguments do not fit.

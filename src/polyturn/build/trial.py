@@ -61,7 +61,7 @@ def _try(key: str, name: Any, call: Callable[[], None]) -> None:
         call()
     except TrainingError as problem:
         if isinstance(problem.__cause__, KeyError):  # of a reward component or column that real episodes may have
-            logger.warning("%s %r, called on two made-up tasks: %s; real tasks may have it", key, name, problem)
+            logger.warning("%s %r, called on two made-up tasks: %s; real tasks may have the key", key, name, problem)
             return
         raise ConfigError(f"{key} {name!r}, called on two made-up tasks: {problem}") from problem
 
