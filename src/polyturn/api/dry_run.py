@@ -109,7 +109,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
     defaults["model"]["path"] = None
     sets = ", ".join(f"{s.name} ({len(s.tasks)} tasks)" for s in tasks.eval_sets) or "none"
     policies = [
-        f"policy         {name}: {_who(one)}; context of {parts.policies.by_name[name].max_context} tokens"
+        f"policy         {name}: {_model_text(one)}; context of {parts.policies.by_name[name].max_context} tokens"
         for name, one in parts.source.config.policies.items()
     ]
     estimates, verdict = estimates_of(parts, num_prompt_tokens=len(ids))
@@ -130,7 +130,7 @@ def report_of(parts: build.Parts, tasks: build.RunTasks, resolved: Mapping[str, 
     )
 
 
-def _who(one: PolicyConfig) -> str:
+def _model_text(one: PolicyConfig) -> str:
     """Describe the model of a further policy."""
     if one.model == SELF:
         when = "when training starts" if one.refresh_every is None else f"every {one.refresh_every} steps"
@@ -217,21 +217,21 @@ def device_plan(config: RunConfig, *, holds_weights: bool = False) -> dict[str, 
     if config.cluster.address is not None:
         return cluster_plan(config, holds_weights=holds_weights)
     workers = config.cluster.workers.count
-    beside = (
+    rollout_workers = (
         {f"{workers} rollout workers": "processes on this machine; tokenizer and config, no weights"} if workers > 1 else {}
     )
     if ranks <= 1 and launch is None:
-        return beside
+        return rollout_workers
     users: dict[str, list[str]] = {}
-    placed: dict[str, str] = {}
+    gpus_of: dict[str, str] = {}
     servers = [] if launch is None else [launch.devices[n] if launch.devices else "0" for n in range(launch.replicas)]
     named = [(f"rank {n}", str(n)) for n in range(max(1, ranks))] + [(f"server {n}", gpus) for n, gpus in enumerate(servers)]
     for name, gpus in named:
-        placed[name] = f"GPU {gpus}"
+        gpus_of[name] = f"GPU {gpus}"
         for gpu in gpus.split(","):
             users.setdefault(gpu.strip(), []).append(name)
     shared = [f"GPU {gpu} ({', '.join(names)})" for gpu, names in users.items() if len(names) > 1]
-    return placed | ({"shared": "; ".join(shared)} if shared else {}) | beside
+    return gpus_of | ({"shared": "; ".join(shared)} if shared else {}) | rollout_workers
 
 
 def cluster_plan(config: RunConfig, *, holds_weights: bool) -> dict[str, str]:

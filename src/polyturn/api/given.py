@@ -157,7 +157,7 @@ class _Reader:
     """Turns arguments into a configuration."""
 
     def __init__(self) -> None:
-        self.partner: str | None = None
+        self.default_interaction: str | None = None
         """Name of the only interaction, which tasks then get by default; None if there are several or none."""
 
     def plain(self, value: Any) -> Any:
@@ -240,7 +240,9 @@ class _Reader:
         if value is None:
             return {}
         split = "eval" if is_eval else "train"
-        source = self._tasks(value, what, split=split) | ({} if self.partner is None else {"interaction": self.partner})
+        source = self._tasks(value, what, split=split)
+        if self.default_interaction is not None:
+            source = {**source, "interaction": self.default_interaction}
         return {"evaluation": {"data": source}} if is_eval else {"data": {"train": source}}
 
     def _tasks(self, value: Any, what: str, *, split: str) -> dict[str, Any]:
@@ -315,7 +317,7 @@ class _Reader:
             items = [self._interaction(one, name=str(name)) for name, one in value.items()]
         else:
             items = [self._interaction(one) for one in (value if isinstance(value, list | tuple) else [value])]
-        self.partner = items[0]["name"] if len(items) == 1 else None
+        self.default_interaction = items[0]["name"] if len(items) == 1 else None
         return {"rollout": {"interactions": items}}
 
     def _interaction(self, value: Any, *, name: str | None = None) -> dict[str, Any]:
@@ -334,10 +336,10 @@ class _Reader:
                 "messages, **kwargs)` that inherits from polyturn.BaseInteraction: interaction=Customer"
             )
         check_interaction(cls, where="interaction")
-        asks = [one for one in required(value) if one not in ("base", "policies")] if isinstance(value, type) else []
-        if asks and not (len(asks) == 1 and re.search("conf|cfg", asks[0])):
+        needed = [one for one in required(value) if one not in ("base", "policies")] if isinstance(value, type) else []
+        if needed and not (len(needed) == 1 and re.search("conf|cfg", needed[0])):
             raise ConfigError(
-                f"interaction is the class {cls.__name__}, which requires ({', '.join(asks)}), but would only get a "
+                f"interaction is the class {cls.__name__}, which requires ({', '.join(needed)}), but would only get a "
                 f"config; give an object: interaction={cls.__name__}(…)"
             )
         return {"name": name or default_name(cls.__name__), "class_name": LiveObject(value)}

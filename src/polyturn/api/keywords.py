@@ -86,7 +86,7 @@ def path_of(name: str, value: Any = None) -> list[str]:
     if not keys:
         raise ConfigError(
             f"there is no keyword {name!r}.{_near(name, value)} A keyword is one of "
-            f"{', '.join(OWN)}, a section of the configuration, or the last part of a key of it, such as steps or max_turns"
+            f"{', '.join(OWN)}, a section of the configuration, or the last part of its keys, such as steps or max_turns"
         )
     if name in keys:
         return [name]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Run(StoredRun):
     """A run's folder: metrics, trajectories, configuration and weights.
 
-    During the run, `refresh` reads the trajectories that were recorded since.
+    While the run goes on, `refresh` reads the trajectories that were recorded after the last reading.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Run(StoredRun):
         from transformers import AutoTokenizer
 
         if not (self.folder / "tokenizer").is_dir():
-            raise DataError(f"the run in {str(self.folder)!r} has no tokenizer; use that of its model")
+            raise DataError(f"the run in {str(self.folder)!r} has no tokenizer; use its model's tokenizer")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             self.folder / "tokenizer", trust_remote_code=False
         )

@@ -54,7 +54,7 @@ def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"])
         why = "as at the start of the run"
     elif _is_on_cpu(config):
         sizes = {path: ON_CPU[path] for path in unset}
-        why = "the default on a CPU is smaller; set them to change it"
+        why = "the defaults are smaller on a CPU; set the keys to change them"
     else:
         return loaded
     sizes = {path: value for path, value in sizes.items() if value != value_at(loaded.resolved, path)}

@@ -124,7 +124,7 @@ class TrainingStep:
 
     def _change(self, what: str) -> None:
         if self._go.is_set():
-            raise ConfigError(f"step {self.number} is taken; set step.{what} before step.update()")
+            raise ConfigError(f"the update of step {self.number} has begun; set step.{what} before step.update()")
         if self._changed not in (None, what):
             raise ConfigError(
                 f"step {self.number} has new {self._changed} already, which new {what} would replace; samples are made "

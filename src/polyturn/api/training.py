@@ -97,7 +97,7 @@ class RunOptions:
     resume: bool | Literal["auto"] = False
     """Whether to resume from the latest checkpoint of the run's folder; "auto": if there is one."""
     dry_run: DryRun | None = None
-    """If set, only check everything and call this."""
+    """If set, the run is only checked, and this function is called with its parts and tasks."""
     signals: Callable[[], Signals] = Signals
     """Makes the handler that records an interruption."""
     on_folder: Callable[[Path], object] = lambda folder: None

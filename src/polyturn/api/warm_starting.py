@@ -48,7 +48,7 @@ def warm_start(
 ) -> Spent:
     """Train on the conversations of `warm_start`, if any; resume an interrupted warm start.
 
-    A signal ends it after the current step with a checkpoint, and ends the process with 128 + the signal's number.
+    A signal ends the warm start after the current step with a checkpoint, and the process with 128 + the signal's number.
 
     Args:
         parts: The parts of the run.
