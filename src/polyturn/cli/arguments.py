@@ -170,14 +170,16 @@ def embedder_config(embed: str | None, model: str | None) -> Any:
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to merge over it."),
+    typer.Argument(
+        metavar="[KEY=VALUE|FILE]...", help="Keys to override, train.steps=10, or YAML files to merge over the config."
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, for instance runs/quickstart.")]
 HostOption = Annotated[str, typer.Option(help="Address to listen on; access from other machines requires a token.")]
 PortOption = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="Port; by default the first free one, starting at the usual one."),
+    typer.Option(min=0, max=65535, help="Port; by default the first free port from the usual port on."),
 ]
 PageTokenFile = Annotated[
     Path | None, typer.Option(help="File with the token; by default a token is made if one is needed.")

@@ -46,7 +46,7 @@ def main(
         str, typer.Argument(metavar="MODEL|RUN", help="Folder or hub id of a model or tokenizer, or the folder of a run.")
     ],
     template: Annotated[
-        str | None, typer.Option(help="Replaces the chat template: a Jinja file, or hermes, which shows tools.")
+        str | None, typer.Option(help="Replaces the chat template: a Jinja file, or hermes, which supports tools.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

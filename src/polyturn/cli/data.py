@@ -59,7 +59,7 @@ def gsm8k(
         typer.Option("--from", help="Folder with train.jsonl and test.jsonl; without it, the hub's openai/gsm8k."),
     ] = None,
     variant: Annotated[
-        Literal["tool", "interaction"], typer.Option(help="Which columns and system prompt.")
+        Literal["tool", "interaction"], typer.Option(help="Columns and system prompt: for a tool or an interaction.")
     ] = "interaction",
     system: Annotated[str | None, typer.Option(help="System prompt in place of the variant's.")] = None,
     instruction: Annotated[
@@ -156,14 +156,14 @@ def index(
 def harbor(
     folder: Annotated[Path, typer.Argument(help="A Harbor task, or a folder of them.")],
     backend: Annotated[
-        Literal["podman", "docker", "bubblewrap", "apptainer", "e2b"], typer.Option(help="The sandboxes of the run.")
+        Literal["podman", "docker", "bubblewrap", "apptainer", "e2b"], typer.Option(help="Kind of the run's sandboxes.")
     ] = "podman",
     network: Annotated[bool, typer.Option("--network", help="Let the sandboxes reach the network.")] = False,
     host_programs: Annotated[
         bool, typer.Option("--host-programs", help="With bubblewrap: this machine's programs in place of images.")
     ] = False,
 ) -> None:
-    """Check Harbor's task folders: the needs of each, and why a run could not do it. Nothing is started."""
+    """Check Harbor's task folders: what each task needs, and why a run could not use it. Nothing is started."""
     from rich.table import Table
 
     from polyturn.cli.console import Output

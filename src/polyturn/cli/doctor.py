@@ -1,7 +1,7 @@
 """`polyturn doctor`: the installed and missing features, and the missing dependencies.
 
-It only reads package metadata, so that it works with a broken installation. torch is imported in a separate process, because
-a broken torch can crash the process.
+The command reads only package metadata, and so works with a broken installation. torch is imported in a separate process,
+because a broken torch can crash the process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Extra(NamedTuple):
 @declare("doctor")
 def main(
     project: Annotated[
-        Path | None, typer.Argument(metavar="[PROJECT]", help="A project's folder or config, to be explained instead.")
+        Path | None, typer.Argument(metavar="[PROJECT]", help="A project's folder or config to check instead.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -99,7 +99,7 @@ def main(
     for name, feature in PROGRAMS.items():
         table.add_row(feature, name, programs[name] or "not found")
     for name, feature in SERVERS.items():
-        elsewhere = "not in this environment: engine.launch.python names the interpreter of one that has it"
+        elsewhere = "not in this environment: set engine.launch.python to the interpreter of another environment"
         table.add_row(feature, name, elsewhere if servers[name] == _MISSING else servers[name])
     table.add_row("evaluating models behind an endpoint", "", "ready")
     out.table(table)

@@ -1,4 +1,4 @@
-"""End a command's process although plug-ins left threads or exit handlers running.
+"""End a command's process even if plug-ins left threads or exit handlers running.
 
 Python waits for both without a limit, so a finished run would hang on a plug-in's thread. Here the process ends
 after `GRACE_S`.
@@ -37,7 +37,7 @@ def end_process(run: Callable[[], object]) -> NoReturn:
 
 
 def _abandon(code: int) -> None:
-    """End the process although threads or handlers are still running; runs in a thread."""
+    """End the process even if threads or handlers are still running; called in a thread."""
     time.sleep(GRACE_S)
     threads = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     left = ", ".join(f"the thread {thread.name!r}" for thread in threads) or "an exit handler"

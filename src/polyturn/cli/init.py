@@ -24,9 +24,9 @@ from polyturn.infra.writable import check_writable
 
 KINDS = {
     "tool": "a tool that the model calls",
-    "interaction": "a partner that answers it",
-    "env": "an environment that it acts on",
-    "agent": "an agent with a loop of its own, behind OpenAI's API",
+    "interaction": "an interaction that answers the model",
+    "env": "an environment that the model acts on",
+    "agent": "an agent with its own loop, which calls the model through OpenAI's API",
 }
 """Kind of project -> the plug-in that the user writes."""
 TINY = "tiny"

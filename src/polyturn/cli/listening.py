@@ -1,4 +1,4 @@
-"""Listen for HTTP requests: of programs (to a model, tools), or of people (to the viewer, the desk).
+"""Listen for HTTP requests: from programs (to a model or tools), or from people (to the viewer or the desk).
 
 This module chooses the port, sets the access rules, and logs the address. A page for people that others can reach gets a
 token, which is part of the printed link.

@@ -98,8 +98,8 @@ app = typer.Typer(
 )
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_set: bool) -> None:
+    if is_set:
         print(f"polyturn {polyturn.__version__}")
         raise typer.Exit
 

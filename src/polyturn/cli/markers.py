@@ -37,20 +37,20 @@ def template_markers(template: str) -> tuple[str, ...]:
         TemplateError: the template is not valid Jinja.
     """
     markers: dict[str, None] = {}
-    spoken: set[str] = set()
+    mentioned: set[str] = set()
     for literal in _literals(template):
         markers.update(dict.fromkeys(_PIPED.findall(literal)))
         tags = _BARE.findall(literal)
-        spoken.update(tags)
+        mentioned.update(tags)
         if len(_BARE.sub(" ", _PIPED.sub(" ", literal)).split()) <= _MAX_FRAME_WORDS:
             markers.update(dict.fromkeys(tags))
     for text in _renders(template):
         markers.update(dict.fromkeys(_PIPED.findall(text)))
         markers.update(dict.fromkeys(_BARE.findall(text)))
-    for tag in list(markers):  # add the partner of each tag, which some templates do not write but test for
-        partner = tag.replace("</", "<", 1) if tag.startswith("</") else tag.replace("<", "</", 1)
-        if partner in spoken:
-            markers[partner] = None
+    for tag in list(markers):  # add the other tag of each pair, which some templates do not write but test for
+        other = tag.replace("</", "<", 1) if tag.startswith("</") else tag.replace("<", "</", 1)
+        if other in mentioned:
+            markers[other] = None
     return tuple(markers)
 
 

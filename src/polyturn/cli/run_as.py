@@ -54,7 +54,7 @@ def main(
     ] = False,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Append an override to those of its training programs."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Further override for the library's training programs."),
     ] = None,
 ) -> None:
     """Run another library's command with polyturn in its place."""

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PLACE = {"host", "port", "token_file", "rate_limit", "allow_host"}
+_ADDRESS = {"host", "port", "token_file", "rate_limit", "allow_host"}
 _MODEL = {"overrides", "config", "model", "max_turns", "plugins", "engine", "grace"}
 _USED = {
-    "sandbox": {*_PLACE, "sandbox_python", "deadline", "grace"},
-    "search": {*_PLACE, "topk", "embed", "embed_model", "deadline", "grace"},
+    "sandbox": {*_ADDRESS, "sandbox_python", "deadline", "grace"},
+    "search": {*_ADDRESS, "topk", "embed", "embed_model", "deadline", "grace"},
     "stdio": {"mcp", "deadline"},
-    "mcp": {*_PLACE, "idle", "deadline", "grace"},
-    "openai": {*_PLACE, *_MODEL, "model_name", "record", "idle"},
+    "mcp": {*_ADDRESS, "idle", "deadline", "grace"},
+    "openai": {*_ADDRESS, *_MODEL, "model_name", "record", "idle"},
 }
 """Parameter that selects a kind of server -> the parameters that it reads."""
 
@@ -141,7 +141,7 @@ def _refuse_unused_here(context: typer.Context) -> None:
     if kind == "stdio" and context.params["mcp"] is None:
         raise ConfigError("--stdio works only with --mcp TOOLS; all other servers use HTTP")
     if kind is None:
-        refuse_unused(context, {*_PLACE, *_MODEL, "scheduler", "deadline"}, here="where rollouts are served")
+        refuse_unused(context, {*_ADDRESS, *_MODEL, "scheduler", "deadline"}, here="on a server of rollouts")
     else:
         refuse_unused(context, {kind, *_USED[kind]}, here=f"with --{kind}")
 

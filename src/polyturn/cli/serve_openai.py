@@ -102,7 +102,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
 
 
 def unused_keys(config: RunConfig) -> list[str]:
-    """Return the keys that are set but have no effect, because the agents behind the API decide."""
+    """Return the keys that are set but have no effect, because agents have their own tools and loop."""
     rollout = config.rollout
     values = {
         "rollout.tools.functions": rollout.tools.functions,

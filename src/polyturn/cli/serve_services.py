@@ -28,7 +28,7 @@ def serve_mcp(options: ServeOptions, source: Path, *, stdio: bool = False, idle_
         options: Address and token.
         source: A tool file (YAML or JSON), or a Python file with decorated functions.
         stdio: Whether to use standard input and output.
-        idle_s: Seconds of silence after which a session is ended.
+        idle_s: Seconds without a request after which a session is ended.
 
     Raises:
         ConfigError: the tools cannot be built, or the address would be open to others.

@@ -14,7 +14,7 @@ from polyturn.core.errors import ConfigError
 
 @declare("sft")
 def main(config: ConfigArgument, overrides: Overrides = None, checkpoint: CheckpointOption = None) -> None:
-    """Train on conversations, or on a run's best trajectories. It is the `warm_start` part of the config, alone."""
+    """Train on conversations, or on a run's best trajectories. Only the section `warm_start` of the config is run."""
     changes = overrides or []
     begin(config, changes)
     from polyturn import build

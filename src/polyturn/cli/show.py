@@ -1,6 +1,6 @@
 """`polyturn show`: recorded trajectories in the terminal, as a list, a conversation, or tokens.
 
-    polyturn show RUN --where "reward < 1"     the newest that match
+    polyturn show RUN --where "reward < 1"     the newest trajectories that match
     polyturn show RUN g5/2                     as a conversation
     polyturn show RUN g5/2 --tokens            token by token: sampled and trained, sampled and not, observation, prompt
 

@@ -64,7 +64,7 @@ def main(
     ids: Annotated[bool, typer.Option("--ids", help="With --dry-run: also show the token ids of the first prompt.")] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=100_000, help="With --dry-run: only estimate memory, on this many GPUs, here or not."),
+        typer.Option(min=1, max=100_000, help="With --dry-run: only estimate memory, for this many GPUs of any machine."),
     ] = None,
     gpu_memory: Annotated[float, typer.Option(min=0.1, max=100_000, help="With --gpus: GB of memory per GPU.")] = 80.0,
     link: Annotated[float, typer.Option(min=0.01, max=100_000, help="With --gpus: GB/s from the ranks to a server.")] = 50.0,
@@ -91,7 +91,7 @@ def main(
         if not dry_run:
             raise ConfigError("--gpus works only with --dry-run; remove it, or add --dry-run")
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; choose the one of the config")
+        raise ConfigError(f"{' and '.join(f'--{n}' for n in names)} are two dialects; give only the config's dialect")
     if (nproc is not None or ray is not None) and names:
         raise ConfigError("--nproc and --ray are for native configs; migrate this one first (polyturn config migrate)")
     if names:

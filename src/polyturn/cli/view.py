@@ -85,7 +85,7 @@ def open_desk(folder: Path) -> HumanQueue:
     desk = HumanQueue(folder)
     if is_new:
         Output().text(
-            f"the desk {str(folder)!r} is new: conversations appear when a run uses it whose interaction has at: desk and "
+            f"the desk {str(folder)!r} is new: conversations appear when a run has an interaction with at: desk and "
             f"desk: {folder}"
         )
     return desk
@@ -99,16 +99,16 @@ def run_terminal(folder: Path, *, terminal: Terminal | None = None, num: int | N
         if not waiting:
             time.sleep(POLL_S)
             continue
-        paper = waiting[0]
-        left_s = max(1.0, paper["until"] - time.time())
+        entry = waiting[0]
+        left_s = max(1.0, entry["until"] - time.time())
         try:
-            answer = terminal.ask(paper["messages"], about=paper["about"], deadline_s=left_s)
+            answer = terminal.ask(entry["messages"], about=entry["about"], deadline_s=left_s)
         except TerminalClosedError:
             return
         if answer is None:
             continue
         try:
-            desk.answer(paper["ticket"], answer)
+            desk.answer(entry["ticket"], answer)
         except DataError as problem:
             Output().text(str(problem))
         num = None if num is None else num - 1
