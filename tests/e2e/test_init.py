@@ -66,6 +66,8 @@ def test_trained_model_in_place_of_random_weights(kind: str, model: str, line: s
     assert called.code == 0 and not (tmp_path / "mine" / "model").exists(), called.err
     config = (tmp_path / "mine" / "config.yaml").read_text()
     assert line in config.splitlines() and "lr: 1.0e-5" in config
+    shows_calls = (tmp_path / "mine" / "demonstrations.jsonl").exists()
+    assert shows_calls == ("conversations: demonstrations.jsonl" in config) == (kind == "tool")
 
 
 def test_folder_of_a_model_is_found_from_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -68,20 +68,19 @@ def main(
 
 
 def files(name: str, *, kind: str, model: str = TINY) -> Iterator[tuple[str, str]]:
-    """Yield each file of a project with its text."""
+    """Yield each file of a project with its text; a file without text does not apply to the model."""
     templates = importlib.resources.files("polyturn.cli") / "templates"
     loader = jinja2.FunctionLoader(lambda path: (templates / path).read_text(encoding="utf-8"))
     environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    values = {"name": name, "model": model, "is_tiny": model == TINY}
     written: set[str] = set()
     for part in (kind, "common"):
         for template in sorted((templates / part).iterdir(), key=lambda entry: entry.name):
             file = template.name.removesuffix(".jinja").replace("gitignore", ".gitignore")
             if file not in written:
                 written.add(file)
-                lines = (
-                    environment.get_template(f"{part}/{template.name}")
-                    .render(name=name, model=model, is_tiny=model == TINY)
-                    .splitlines(keepends=True)
-                )
-                # An empty block of a kind leaves a blank line; remove blank lines from configs.
-                yield file, "".join(line for line in lines if file != "config.yaml" or line.strip())
+                text = environment.get_template(f"{part}/{template.name}").render(**values)
+                if file != "README.md":  # a block that does not apply leaves a blank line
+                    text = "".join(line for line in text.splitlines(keepends=True) if line.strip() or file.endswith(".py"))
+                if text:
+                    yield file, text
