@@ -68,7 +68,7 @@ def use_torch(module: nn.Module) -> None:
     """Undo `use_onednn`: oneDNN's rounding depends on the number of rows."""
     for layer in module.modules():
         if type(layer) is OneDnnLinear:
-            layer.__class__ = nn.Linear
+            layer.__class__ = nn.Linear  # type: ignore[assignment]  # the class differs only in `forward`
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -110,8 +110,5 @@ def _is_float32_on_cpu(tensor: Tensor) -> bool:
 
 
 def _is_available() -> bool:
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkldnn.enabled
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    onednn = torch.backends.mkldnn
+    return bool(onednn.is_available() and onednn.enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise"))

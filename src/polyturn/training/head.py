@@ -33,7 +33,7 @@ class HeadScores(NamedTuple):
 
 def is_plain(head: nn.Module | None) -> bool:
     """Return whether a head is a linear map with whole weights and without an adapter."""
-    return type(head) in (nn.Linear, OneDnnLinear) and not isinstance(head.weight, DTensor)
+    return isinstance(head, nn.Linear) and type(head) in (nn.Linear, OneDnnLinear) and not isinstance(head.weight, DTensor)
 
 
 def target_scores(
