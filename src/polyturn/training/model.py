@@ -29,7 +29,7 @@ from polyturn.batching.layout import MicroBatch
 from polyturn.core.metrics import Metric
 from polyturn.engines.routers import Routers, RoutingPass
 from polyturn.training.context_parallel import ContextRow, ContextShare
-from polyturn.training.head import OUTSIDE, is_plain, outside, target_scores
+from polyturn.training.head import OUTSIDE, Fusion, compiles_on, is_plain, outside, target_scores
 from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
@@ -148,6 +148,7 @@ class TargetForward:
         self._is_tried = False
         self._vocab = int(model.config.get_text_config().vocab_size)
         self._max_logits = max_logits
+        self._fusion = Fusion()
         if not next(model.parameters()).is_meta:
             self.find_head()
 
@@ -195,6 +196,7 @@ class TargetForward:
                 batch.support_SK,
                 entropy_grad=entropy_grad,
                 chunk=chunk,
+                fusion=self._fusion if compiles_on(read_SX.device) else None,
             )
             return _whole(TargetScores(*scores), share)
         score = functools.partial(_score, self._head, entropy_grad=entropy_grad)

@@ -1,20 +1,26 @@
-"""The head's scores and gradients against log_softmax in float64."""
+"""The head's scores and gradients against log_softmax in float64, and compiled against not compiled."""
+
+import copy
+import functools
+import itertools
+import logging
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
-from polyturn.training.head import is_plain, target_scores
+from polyturn.training.head import SWITCH, Fusion, compiles_on, is_plain, target_scores
 
 S, H, V = 7, 6, 11
 
 
-def case(*, bias: bool, temperature: bool):
+def case(*, bias: bool, temperature: bool, size: int = S):
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=bias, dtype=torch.float64)
-    hidden = torch.randn(S, H, dtype=torch.float64, requires_grad=True)
-    temperature_S = torch.rand(S, dtype=torch.float64) + 0.5 if temperature else None
-    return head, hidden, torch.randint(V, (S,)), temperature_S
+    hidden = torch.randn(size, H, dtype=torch.float64, requires_grad=True)
+    temperature_S = torch.rand(size, dtype=torch.float64) + 0.5 if temperature else None
+    return head, hidden, torch.randint(V, (size,)), temperature_S
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -94,3 +100,100 @@ def test_scores_over_a_support_are_those_of_its_logits_alone(entropy_grad: bool 
         torch.testing.assert_close(scores.entropy_S, expected[1], atol=1e-12, rtol=0)
         loss = loss + (scores.entropy_S * weights[1]).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, [hidden, *head.parameters()]), gradients, atol=1e-12, rtol=0)
+
+
+def compiled(backend):
+    """Return a fusion that refuses graph breaks."""
+    torch.compiler.reset()
+    return Fusion(functools.partial(torch.compile, backend=backend, fullgraph=True))
+
+
+def results(case, *, fusion, entropy_grad, dtype, chunk=3):
+    """Return the scores of a case in `dtype`, and the gradients of a weighted sum of them."""
+    head, hidden, targets, temperature_S = case
+    head, hidden = copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
+    weights = torch.linspace(-1, 1, 2 * len(targets), dtype=dtype).view(2, -1)
+    temperature_S = None if temperature_S is None else temperature_S.to(torch.promote_types(dtype, torch.float32))
+    support_SK = torch.stack([targets, targets.clamp(min=1) - 1, (targets + 3) % V], 1) if len(targets) % 2 else None
+    options = {"entropy_grad": entropy_grad, "chunk": chunk, "fusion": fusion}
+    scores = target_scores(head, hidden, targets, temperature_S, support_SK, **options)
+    loss = (scores.logprobs_S * weights[0]).sum()
+    if entropy_grad:
+        loss = loss + (scores.entropy_S * weights[1]).sum()
+    loss.backward()
+    return [*(one for one in scores if one is not None), hidden.grad, *(p.grad for p in head.parameters())]
+
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compiled_head_gives_the_results_of_the_plain_one(backend: str, dtype: torch.dtype):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    fusion = compiled(backend)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    temperatures = (False, True) if backend == "aot_eager" else (True,)
+    for entropy_grad, temperature, size in itertools.product((None, False, True), temperatures, (S, S + 1)):
+        one = case(bias=True, temperature=temperature, size=size)  # an odd number of targets has supports
+        options = {"entropy_grad": entropy_grad, "dtype": dtype}
+        plain, fused = (results(one, fusion=fusion_or_none, **options) for fusion_or_none in (None, fusion))
+        torch.testing.assert_close(fused, plain, atol=tolerance, rtol=0)
+
+
+def test_ragged_chunks_are_compiled_once():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    fusion = compiled(counting)
+    for size in range(2, 22):
+        one = case(bias=False, temperature=True, size=2 * size)
+        results(one, fusion=fusion, entropy_grad=True, dtype=torch.float32, chunk=7)
+    assert len(graphs) == 2, "one forward and one backward"
+    before = len(graphs)
+    for size in range(22, 42):
+        one = case(bias=False, temperature=True, size=2 * size)
+        results(one, fusion=fusion, entropy_grad=True, dtype=torch.float32, chunk=9)
+    assert len(graphs) == before
+
+
+def test_head_that_cannot_be_compiled_runs_plainly(caplog):
+    def failing(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    fusion, one = compiled(failing), case(bias=False, temperature=True)
+    options = {"entropy_grad": True, "dtype": torch.float64}
+    with caplog.at_level(logging.WARNING, logger="polyturn.training.head"):
+        fused = [results(one, fusion=fusion, **options) for _ in range(2)]
+    plain = results(one, fusion=None, **options)
+    torch.testing.assert_close(fused, [plain, plain], atol=1e-12, rtol=0)
+    assert [record.message.count("no compiler here") for record in caplog.records] == [1]
+
+
+def test_head_is_compiled_on_gpus_only(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert compiles_on(torch.device("cuda")) and not compiles_on(torch.device("cpu"))
+    monkeypatch.setenv(SWITCH, "0")
+    assert not compiles_on(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_agrees_with_ligers(temperature: float):
+    """Liger's chunked function for policies, which takes one temperature for all targets."""
+    ops = pytest.importorskip("liger_kernel.ops", reason="needs liger-kernel and triton")
+    head, hidden, targets, _ = case(bias=False, temperature=False)
+    head, hidden = head.float(), hidden.detach().float().requires_grad_()
+    weights = torch.linspace(-1, 1, 2 * S).view(2, S)
+    inputs, both = (hidden, head.weight), []
+    nll, entropy = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden, head.weight, targets, temperature, -100, 1, True
+    )
+    scores = target_scores(head, hidden, targets, torch.full((S,), temperature), entropy_grad=True, chunk=3)
+    for logprobs_S, entropy_S in ((-nll, entropy), scores):
+        loss = (logprobs_S * weights[0]).sum() + (entropy_S * weights[1]).sum()
+        both.append([logprobs_S, entropy_S, *torch.autograd.grad(loss, inputs)])
+    torch.testing.assert_close(*both, atol=1e-5, rtol=0)
