@@ -278,6 +278,9 @@ class AlgorithmOptions:
     keeps the weight at `entropy_coef`."""
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
     """Change of the entropy bonus's weight in one step."""
+    entropy_every: Annotated[int, Field(ge=1)] = 1
+    """The entropy is measured in one of so many optimizer updates, unless an entropy bonus needs it in each. On a CPU it
+    takes a further pass over the logits."""
     high_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the step's trained tokens, those of highest entropy, on which the policy loss is computed."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0

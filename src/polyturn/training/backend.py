@@ -45,6 +45,8 @@ class TermWeights(NamedTuple):
     """Weight of the KL to the reference."""
     entropy: float = 0.0
     """Weight of the entropy bonus."""
+    measures_entropy: bool = True
+    """Whether the entropy is computed although its weight is 0."""
 
 
 NO_WEIGHTS = TermWeights()

@@ -155,7 +155,8 @@ class PolicyTerms(Objective):
         """Return a function from the network and a micro-batch of `samples` to its terms, with the KL and entropy weights
         `weights`."""
         algorithm = self._settings.algorithm
-        options = {"entropy_grad": weights.entropy != 0}
+        has_grad = weights.entropy != 0
+        options = {"entropy_grad": has_grad if has_grad or weights.measures_entropy else None}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
 
         def terms(network: ScoringModel, batch: MicroBatch) -> Terms:
@@ -204,7 +205,7 @@ class PolicyTerms(Objective):
                 distill_S = distill_S * batch.correction_S
             loss_S = loss_S + settings.distill.coef * distill_S
             parts_S["loss/distill"] = settings.distill.coef * distill_S.detach()
-        if scores.entropy_S is not None:  # always a metric, with a gradient only if it is a term
+        if scores.entropy_S is not None:  # a metric, with a gradient only if it is a term
             stats_S["policy/entropy"] = scores.entropy_S.detach()
             if weights.entropy:
                 loss_S = loss_S - weights.entropy * scores.entropy_S

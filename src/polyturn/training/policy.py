@@ -105,7 +105,9 @@ class ModelPolicy(OverBackend):
             average, weight = loss.algorithm.aggregate, loss.algorithm.segment_weight
             coefs = loss_coefs(samples, mode=average.name, norm_length=average.norm_length, segment_weight=weight)
         samples = with_observation_coefs(samples, loss.algorithm.observation_coef)
-        result = self.backend.forward_backward(samples, coefs, "policy", TermWeights(self.kl.coef, self.entropy.coef))
+        is_measured = loss.algorithm.entropy_target is not None or self.step_count % loss.algorithm.entropy_every == 0
+        weights = TermWeights(self.kl.coef, self.entropy.coef, measures_entropy=is_measured)
+        result = self.backend.forward_backward(samples, coefs, "policy", weights)
         return self._counted(result._replace(metrics={**result.metrics, **figures}))
 
     def sft_forward_backward(self, samples: Sequence[TrainSample]) -> Metrics:

@@ -95,6 +95,25 @@ def test_engine_logprobs_can_be_the_old_ones():
     assert metrics["policy/rollout_difference_max"] == pytest.approx(0.1, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        ({}, [True] * 4),
+        ({"entropy_every": 2}, [True, False, True, False]),
+        ({"entropy_every": 2, "entropy_coef": 0.1}, [True] * 4),
+        ({"entropy_every": 2, "entropy_target": 1.0}, [True] * 4),
+    ],
+)
+def test_entropy_is_measured_in_every_kth_update(options: dict[str, Any], measured: list[bool]):
+    made = policy(algorithm=AlgorithmOptions(**options))
+    has_entropy = []
+    for _ in measured:
+        metrics = made.forward_backward(samples()).metrics
+        has_entropy.append("policy/entropy" in metrics)
+        made.optim_step()
+    assert has_entropy == measured
+
+
 def test_training_raises_rewarded_tokens():
     made = policy()
     batch = samples()
