@@ -39,6 +39,7 @@ from polyturn.training.lora import adapter_tensors, add_lora
 from polyturn.training.loss_terms import LossSettings
 from polyturn.training.options import Degrees, LoraSettings, OptimSettings
 from polyturn.training.policy import ModelPolicy, policy_backend
+from support.bucket_ranks import counted_calls
 from support.megatron_cpu import pretend
 from support.models import in_float64, tiny_model
 from support.samples import sample_of
@@ -206,6 +207,9 @@ def judge(backend, name, results):
     for rank, found in enumerate(results):
         found = {what: value for what, value in found.items() if what != "written"}
         sizes = {what: found.pop(what) for what in list(found) if what.endswith("largest")}
+        calls = [found.pop(what) for what in list(found) if what.endswith("/calls")]
+        # Sum and gather for dense weights, experts and a float32 head, sum the three kinds of a row, and the norm.
+        assert all(count <= 10 for count in calls), "a step communicates once for many tensors"
         assert all(size > 1e-4 for size in sizes.values()), "the numbers are too small to tell a difference"
         share = found.pop("read/share", 0.0)
         splits_layers = max(case.degrees.tensor_parallel, case.degrees.pipeline_parallel, case.degrees.expert_parallel) > 1
@@ -587,7 +591,10 @@ def compare(case, backend, device):
             mine = list(range(len(samples))) if row == 0 else []  # the others have none
         passed = trained_alike(case, backend, one, many, samples, mine)
         found |= {f"{step}/{what}": value for what, value in passed.items()}
-        a, b = one.optim_step(), many.optim_step()
+        with counted_calls() as calls:
+            a, b = one.optim_step(), many.optim_step()
+        if backend == "megatron":
+            found[f"{step}/calls"] = calls.total()
         found[f"{step}/norm"] = abs(a[norm].value - b[norm].value)
         own, whole = own_weights(one), whole_of(many.backend)
         if dist.get_rank() == 0:

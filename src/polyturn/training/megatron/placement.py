@@ -20,13 +20,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.engines.routers import Routers
 from polyturn.training.fsdp import OptimizerOverRanks, OverRanks
 from polyturn.training.lora import base_weights, plain_name
+from polyturn.training.megatron.buckets import gather_rows, in_buckets, own_rows, sum_to_rows, sum_together
 from polyturn.training.megatron.lora import adapter_entries
 from polyturn.training.megatron.model import MegatronModel, MegatronPolicy, MegatronValues
 from polyturn.training.megatron.weights import HEAD, entries, require_split
@@ -209,6 +210,10 @@ class MegatronOptimizer(OptimizerOverRanks):
             )
         }
         super().__init__(network.saved, settings)
+        self._buckets = in_buckets(
+            (name, (".experts." in name, live.dtype), live.numel()) for name, live in self._live.items()
+        )
+        """The names of the weights whose gradients are summed, and whose rows are gathered, in one call each."""
         copies = network.names.copies()
         self._copies_of = {name: copies[name] // self._mesh(name).size() for name in self._live}
         self._is_tied = network.is_split_tie
@@ -238,48 +243,50 @@ class MegatronOptimizer(OptimizerOverRanks):
 
     def _own(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a parameter, live."""
-        count, rank = self._mesh(name).size(), self._mesh(name).get_local_rank()
-        return nn.Parameter([*parameter.detach().chunk(count), *[parameter.detach()[:0]] * count][rank])
+        return nn.Parameter(own_rows(parameter.detach(), self._mesh(name).get_group()))
 
     def _write_back(self) -> None:
         """Write this rank's new rows into the weights, and gather the rows of other ranks."""
         super()._write_back()
         with torch.no_grad():
-            for name, live in self._live.items():
-                if self._mesh(name).size() > 1:
-                    live.copy_(self._as_rows(name, self._own(name, live).contiguous()).full_tensor())
+            for names in self._buckets:
+                gather_rows([self._live[name] for name in names], self._mesh(names[0]).get_group())
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         """Reduce the gradient to each rank's rows, and return the norm of the whole gradient."""
+        grads: dict[str, Tensor] = {}
+        for names in self._buckets:
+            wholes = [self._whole(name) for name in names]
+            grads |= zip(names, sum_to_rows(wholes, self._mesh(names[0]).get_group()), strict=True)
+        self._sum_over_row(grads)
         square = torch.zeros((), dtype=torch.float32, device=params[0].device)
         for name, param in self._named:
-            live = self._live[name]
-            grad = self._sums.pop(name, live.grad)
-            if grad is None:  # an expert without a token here may have some elsewhere, and the sum is collective
-                grad = torch.zeros_like(live, dtype=param.dtype)
-            live.grad, param.grad = None, self._sum(name, grad)
+            param.grad = grads[name]
             square += torch.linalg.vector_norm(param.grad, dtype=torch.float32) ** 2 / self._copies_of[name]
         if self._problem is not None:
             square += math.nan
         dist.all_reduce(square)
         return torch.sqrt(square)
 
-    def _sum(self, name: str, grad: Tensor) -> Tensor:
-        """Sum the gradient of a weight over the ranks with the same part, and return this rank's rows."""
-        mesh = self._mesh(name)
-        if mesh.size() > 1:
-            grad = DTensor.from_local(grad, mesh, [Partial()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
-        if ".experts." in name:
-            return grad
-        tp = _row_group()
+    def _whole(self, name: str) -> Tensor:
+        """Return the gradient of a weight, summed over this rank's samples, and forget it."""
+        live = self._live[name]
+        grad, live.grad = self._sums.pop(name, live.grad), None
+        # An expert without a token here may have some elsewhere, and the sum is collective.
+        return torch.zeros_like(live, dtype=torch.promote_types(live.dtype, torch.float32)) if grad is None else grad
+
+    def _sum_over_row(self, grads: Mapping[str, Tensor]) -> None:
+        """Sum the gradients of weights that several ranks of a row have and of which each computed only a part."""
+        grads = {name: grad for name, grad in grads.items() if ".experts." not in name}
         # Each rank of a row has the gradient of its share of the positions or heads.
-        if tp.size() > 1 and getattr(self._live[name], "sequence_parallel", False):
-            dist.all_reduce(grad, group=tp)
-        if self._is_tied and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            dist.all_reduce(grad, group=parallel_state.get_embedding_group())
-        if name in HEAD:  # every stage holds it, but only the last one uses it
-            dist.all_reduce(grad, group=parallel_state.get_pipeline_model_parallel_group())
-        return grad
+        split = [grad for name, grad in grads.items() if getattr(self._live[name], "sequence_parallel", False)]
+        sum_together(split, _row_group())
+        tied = [grad for name, grad in grads.items() if name in ("embedding.word_embeddings.weight", "output_layer.weight")]
+        if tied and self._is_tied:
+            sum_together(tied, parallel_state.get_embedding_group())
+        # Every stage has the head of a value function, but only the last one uses it.
+        heads = [grad for name, grad in grads.items() if name in HEAD]
+        sum_together(heads, parallel_state.get_pipeline_model_parallel_group())
 
     def _mesh(self, name: str) -> DeviceMesh:
         """Return the mesh of ranks that divide the rows of a weight."""
