@@ -266,13 +266,13 @@ def _trial(model: PreTrainedModel, *, num_layers: int, vocab: int) -> str | None
         other = hidden(torch.where(is_own, (ids + 1) % vocab, ids), position_ids=positions, packed_view=view)
     if view.num_calls < 2 * num_layers:
         return f"{view.num_calls // 2} of its {num_layers} layers let their attention be replaced"
-    is_exact = parameter.dtype.itemsize >= 4  # bfloat16 rounds by 2^-8 in every layer
-    if not _is_close(flat[~is_own], other[~is_own], 1e-5 if is_exact else 0.0):
+    # A row that reads another one changes by a tenth and more. One that does not may still round otherwise, because changed
+    # tokens go to other experts, whose matrices then have other sizes. bfloat16 rounds by 2^-8 in every layer.
+    leak, apart = (1e-5, 1e-3) if parameter.dtype.itemsize >= 4 else (0.03, 0.1)
+    if not _is_close(flat[~is_own], other[~is_own], leak):
         return "a row of its packed rows reads another one"
     for span, row in zip(packing.row_indices, rows, strict=True):
-        if not _is_close(
-            flat[torch.from_numpy(span)], hidden(torch.from_numpy(row).to(ids)[None]), 1e-3 if is_exact else 0.1
-        ):
+        if not _is_close(flat[torch.from_numpy(span)], hidden(torch.from_numpy(row).to(ids)[None]), apart):
             return "packed rows give other hidden states than rows alone"
     return None
 
