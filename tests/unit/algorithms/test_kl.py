@@ -41,6 +41,15 @@ def test_k3_is_zero_only_where_both_agree():
     assert values[50] == 0
 
 
+def test_k3_pulls_a_token_back_from_any_distance():
+    """Its gradient is 1 - r; far on the other side, where e^r would be infinite, it is bounded."""
+    policy = torch.tensor([-1.0, -100.0], requires_grad=True)
+    values = k3(policy, torch.tensor([-100.0, -1.0]))
+    values.sum().backward()
+    assert values[0].item() == pytest.approx(98.0) and policy.grad.tolist() == pytest.approx([1.0, 0.0])
+    assert torch.isfinite(values).all()
+
+
 @pytest.mark.parametrize(("estimator", "is_exact"), [(k1, False), (k2, True)])
 def test_gradient_of_k2_is_that_of_the_kl(estimator, is_exact):
     """Averaged over samples of the policy itself, with the samples held fixed."""

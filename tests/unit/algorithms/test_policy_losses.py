@@ -229,6 +229,22 @@ def test_extreme_ratio_stays_finite(name):
     assert math.exp(MAX_LOG_RATIO) < 3e38
 
 
+def test_ratio_beyond_its_bound_has_no_gradient():
+    """Where A < 0 and r is large, PPO clips nothing, and this token's gradient would be 5e8 times that of another."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss_T = policy_losses.resolve("ppo_clip")(logprobs, torch.tensor([-22.0, -1.0]), torch.tensor([-1.0, -1.0])).loss_T
+    loss_T.sum().backward()
+    assert logprobs.grad.tolist() == [0.0, 1.0]
+
+
+def test_kl_cov_pulls_a_marked_token_back_from_any_distance():
+    logprobs = torch.tensor([-1.0, -40.0], requires_grad=True)
+    options = {"marks_T": torch.ones(2), "ppo_kl_coef": 0.5}
+    loss_T = policy_losses.resolve("kl_cov")(logprobs, torch.tensor([-40.0, -1.0]), torch.zeros(2), **options).loss_T
+    loss_T.sum().backward()
+    assert loss_T.tolist() == [19.5, 19.5] and logprobs.grad.tolist() == [0.5, -0.5]
+
+
 def test_forms_of_gspo_agree_for_one_advantage_a_sequence():
     """Zheng et al. 2025, section 4.3."""
     new, old, _, marks = arrays(6)

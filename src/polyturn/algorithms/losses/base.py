@@ -21,8 +21,9 @@ from polyturn.infra.plugin_shape import has_parameter, required, takes_any_keywo
 from polyturn.infra.plugins import Registry
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log ratios, applied before `exp` because exp(89) is infinite in float32. A token whose log ratio is beyond it
-gets no gradient through its ratio. The bound is far beyond the clip of every loss that clips."""
+"""Bound of log ratios, applied before `exp` because exp(89) is infinite in float32. It is far beyond the clip of every loss
+that clips. A token whose log ratio is beyond it gets no gradient through its ratio: with its gradient, which is
+e^20 times that of other tokens, it alone would decide the direction of the clipped step."""
 
 
 USUAL_CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}

@@ -105,5 +105,7 @@ def kl_cov(
         ppo_kl_coef: Weight of the penalty that keeps a marked token near its old probability.
     """
     log_T = log_ratio(logprobs_T, old_logprobs_T)
-    loss_T = -advantages_T * log_T.exp() + marks_T * ppo_kl_coef * log_T.abs()
+    # Not clamped, so that the penalty pulls a token back from any distance.
+    far_T = (logprobs_T - old_logprobs_T.detach()).abs()
+    loss_T = -advantages_T * log_T.exp() + marks_T * ppo_kl_coef * far_T
     return TokenLoss(loss_T, {**ratio_stats(log_T), "marked_share": marks_T})
