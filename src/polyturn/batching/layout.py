@@ -45,6 +45,7 @@ class ReadTargets:
     """
 
     flat_R: Tensor
+    host_flat_R: NDArray[np.int64]
     targets_R: Tensor
     temperature_R: Tensor
     """[R] the sampling temperature; 1 at observations, because no policy sampled them."""
@@ -72,6 +73,8 @@ class MicroBatch:
     """Number of entries of `input_ids_BT` that are not padding."""
     flat_S: Tensor
     """[S] int64: b * T + t of the position that predicts the target, the one before it."""
+    host_flat_S: NDArray[np.int64]
+    """`flat_S` in the machine's memory, to look something up by it without waiting for the device."""
     targets_S: Tensor
     """[S] int64 the tokens to predict."""
     loss_coef_S: Tensor
@@ -96,6 +99,8 @@ class MicroBatch:
     routes_NLK: Tensor | None = None
     """[N, L, K] int32 over the flat axis of all rows: the experts that processed each token, -1 if unknown. None if unknown
     for every token."""
+    num_experts: int = 0
+    """One more than the largest expert in `routes_NLK`."""
     row_indices: tuple[NDArray[np.int64], ...] = ()
     """For each row [T] the indices of its tokens on the flat axis."""
     packing: Packing | None = None
@@ -120,6 +125,7 @@ class MicroBatch:
         return dataclasses.replace(
             self,
             flat_S=read.flat_R,
+            host_flat_S=read.host_flat_R,
             targets_S=read.targets_R,
             temperature_S=read.temperature_R,
             support_SK=read.support_RK,
@@ -197,25 +203,26 @@ class _Step:
     """Whether a loss reads observations."""
 
     def lay_out(self, planned: PlannedBatch) -> MicroBatch:
-        rows, device, weighted = planned.samples, self.device, self.weighted
+        rows, weighted = planned.samples, self.weighted
         counts = [len(weighted[i]) for i in rows]
         input_ids, flat_S, read = self._rows(planned)
         taken = {f"{name}_S": self._take(name, rows) for name in self.arrays}
         if planned.is_padding:  # its sample is also in another micro-batch, so its gradient must be 0
             taken["loss_coef_S"] = torch.zeros_like(taken["loss_coef_S"])
+        routes_NLK = self._routes(rows, read["row_indices"], input_ids.size)
         temperature_S = np.repeat([self.samples[i].temperature for i in rows], counts)
         targets_S = np.concatenate([self.samples[i].token_ids[weighted[i]] for i in rows])
         return MicroBatch(
-            input_ids_BT=torch.from_numpy(input_ids).to(device),
+            input_ids_BT=self._to_device(input_ids),
             num_tokens=sum(len(self.inputs[i]) for i in rows) - sum(planned.shared),
-            flat_S=torch.from_numpy(flat_S).to(device),
-            targets_S=torch.from_numpy(targets_S.astype(np.int64)).to(device),
-            temperature_S=None
-            if (temperature_S == 1.0).all()
-            else torch.from_numpy(temperature_S).to(device=device, dtype=self.dtype),
+            flat_S=self._to_device(flat_S),
+            host_flat_S=flat_S,
+            targets_S=self._to_device(targets_S.astype(np.int64)),
+            temperature_S=None if (temperature_S == 1.0).all() else self._to_device(temperature_S, self.dtype),
             support_SK=self._support(rows, [self.weighted[i] for i in rows]),
             **taken,
-            routes_NLK=self._routes(rows, read["row_indices"], input_ids.size),
+            routes_NLK=None if routes_NLK is None else self._to_device(routes_NLK),
+            num_experts=0 if routes_NLK is None else int(routes_NLK.max()) + 1,
             sample_S=np.repeat(np.asarray(rows, dtype=np.int64), counts),
             token_S=np.concatenate([weighted[i] for i in rows]),
             is_padding=planned.is_padding,
@@ -227,22 +234,24 @@ class _Step:
         """Return the targets and observations that a micro-batch predicts; None without an observation loss."""
         if not self.has_observed:
             return None
-        rows, device = [self.samples[i] for i in planned.samples], self.device
+        rows = [self.samples[i] for i in planned.samples]
         tokens = [predicted(s) for s in rows]
         every, counts = list(zip(rows, tokens, strict=True)), [len(t) for t in tokens]
         is_own_R = np.concatenate([s.loss_weights[t] != 0 for s, t in every])
         coef_R = np.concatenate([np.zeros(len(t)) if s.observed is None else s.observed[t] for s, t in every])
         temperature_R = np.where(is_own_R, np.repeat([s.temperature for s in rows], counts), 1.0)
-        coef_O = torch.from_numpy(coef_R[~is_own_R]).to(device=device, dtype=self.dtype)
+        coef_O = self._to_device(coef_R[~is_own_R], self.dtype)
+        flat_R = np.concatenate([p[t - 1] for p, t in zip(row_indices, tokens, strict=True)])
         return ReadTargets(
-            flat_R=torch.from_numpy(np.concatenate([p[t - 1] for p, t in zip(row_indices, tokens, strict=True)])).to(device),
-            targets_R=torch.from_numpy(np.concatenate([s.token_ids[t] for s, t in every]).astype(np.int64)).to(device),
-            temperature_R=torch.from_numpy(temperature_R).to(device=device, dtype=self.dtype),
+            flat_R=self._to_device(flat_R),
+            host_flat_R=flat_R,
+            targets_R=self._to_device(np.concatenate([s.token_ids[t] for s, t in every]).astype(np.int64)),
+            temperature_R=self._to_device(temperature_R, self.dtype),
             support_RK=self._support(planned.samples, tokens),
             sample_R=np.repeat(np.asarray(planned.samples, dtype=np.int64), counts),
             token_R=np.concatenate(tokens),
-            at_S=torch.from_numpy(np.flatnonzero(is_own_R)).to(device),
-            at_O=torch.from_numpy(np.flatnonzero(~is_own_R)).to(device),
+            at_S=self._to_device(np.flatnonzero(is_own_R)),
+            at_O=self._to_device(np.flatnonzero(~is_own_R)),
             coef_O=torch.zeros_like(coef_O) if planned.is_padding else coef_O,
         )
 
@@ -258,7 +267,7 @@ class _Step:
             for span, ids in zip(packing.row_indices, inputs, strict=True):
                 input_ids[0, span] = ids
             flat_S = np.concatenate([span[t] for span, t in zip(packing.row_indices, before, strict=True)])
-            positions = torch.from_numpy(packing.positions_N).to(self.device)[None]
+            positions = self._to_device(packing.positions_N)[None]
             read = {"position_ids": positions, "media_inputs": {}, "packing": packing, "row_indices": packing.row_indices}
             return input_ids, flat_S, read
         width = max(map(len, inputs))
@@ -281,7 +290,12 @@ class _Step:
             {"position_ids": read.pop("position_ids"), "media_inputs": read, "row_indices": row_indices},
         )
 
-    def _routes(self, rows: Sequence[int], row_indices: Sequence[NDArray[np.int64]], count: int) -> Tensor | None:
+    def _to_device(self, array: NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+        """Return an array as a tensor on the device, without waiting for the kernels that the device still has to run."""
+        # Safe although the array may be freed: CUDA copies memory that is not pinned before the call returns.
+        return torch.from_numpy(array).to(device=self.device, dtype=dtype, non_blocking=True)
+
+    def _routes(self, rows: Sequence[int], row_indices: Sequence[NDArray[np.int64]], count: int) -> NDArray[np.int32] | None:
         """Return [N, L, K] the experts of each token of the flat axis, which has N = `count` tokens; -1 at padding and for
         tokens whose experts are unknown. Return None if no experts are known."""
         routes_of_rows = [self.samples[i].routed_experts for i in rows]
@@ -293,7 +307,7 @@ class _Step:
             if routes is not None:
                 own = routes[: len(span)]  # [T, L, K], cut at the same token as the row
                 flat[span] = np.where(has_route(own)[:, None, None], own.astype(np.int32), -1)
-        return torch.from_numpy(flat).to(self.device)
+        return flat
 
     def _support(self, rows: Sequence[int], tokens: Sequence[NDArray[np.int64]]) -> Tensor | None:
         """Return [S, K] the supports of the given tokens of each row; None if all were sampled from the whole vocabulary."""
@@ -302,7 +316,7 @@ class _Step:
         support_SK = joined_support(parts)
         if support_SK is None or not (support_SK >= 0).any():
             return None
-        return torch.from_numpy(support_SK.astype(np.int64)).to(self.device)
+        return self._to_device(support_SK.astype(np.int64))
 
     def _take(self, name: str, rows: Sequence[int]) -> Any:
         """Return [S] the samples' array `name` at the targets of `rows`; None if they have no such array."""
@@ -310,7 +324,7 @@ class _Step:
         if arrays is None:
             return None
         picked = np.concatenate([np.asarray(arrays[i])[self.weighted[i]] for i in rows])
-        return torch.from_numpy(picked).to(device=self.device, dtype=self.dtype)
+        return self._to_device(picked, self.dtype)
 
 
 def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, lengths: Sequence[int]) -> list[Floats]:
@@ -321,13 +335,18 @@ def scatter_back(batches: Sequence[MicroBatch], values: Sequence[Tensor], *, len
         values: For each batch [S] the numbers of its targets.
         lengths: The length of each sample that was passed to `layout`.
     """
+    pairs = [(batch, value_S.detach()) for batch, value_S in zip(batches, values, strict=True) if not batch.is_padding]
+    # Copy from the device once for all micro-batches, because each copy waits until the device is done.
+    values_N = torch.cat([value_S for _, value_S in pairs] or [torch.empty(0)]).to("cpu", torch.float32).numpy()
+    return by_sample([batch for batch, _ in pairs], values_N, lengths=lengths)
+
+
+def by_sample(batches: Sequence[MicroBatch], values_N: Floats, *, lengths: Sequence[int]) -> list[Floats]:
+    """Convert [N] the numbers of the targets of all `batches`, one batch after the other, as `scatter_back` does."""
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     # Write into one flat array and cut it into samples at the end: this takes one write instead of one per sample.
     flat = np.zeros(starts[-1], dtype=np.float32)
-    pairs = [(batch, value_S) for batch, value_S in zip(batches, values, strict=True) if not batch.is_padding]
-    if pairs:  # copy from the device once for all micro-batches, because each copy waits until the device is done
-        at = np.concatenate([starts[batch.sample_S] + batch.token_S for batch, _ in pairs])
-        flat[at] = torch.cat([value_S.detach() for _, value_S in pairs]).to("cpu", torch.float32).numpy()
+    flat[np.concatenate([starts[b.sample_S] + b.token_S for b in batches] or [np.empty(0, np.int64)])] = values_N
     return [flat[a:b] for a, b in itertools.pairwise(starts)]
 
 

@@ -98,15 +98,15 @@ def beside_experts(layer: nn.Module) -> tuple[int, dict[str, nn.Module]]:
     return count, {name: part for name, part in parts.items() if routes(part)}
 
 
-def require_same_shape(routes: Tensor, shape: RouteShape) -> None:
-    """Raise unless routes [N, L, K] are of a model of `shape`.
+def require_same_shape(routes: Tensor, shape: RouteShape, *, num_experts: int) -> None:
+    """Raise unless routes [N, L, K], to experts below `num_experts`, are of a model of `shape`.
 
     Raises:
         AlignmentError: they are of another model.
     """
-    if routes.shape[1:] != (shape.num_layers, shape.top_k) or int(routes.max()) >= shape.num_experts:
+    if routes.shape[1:] != (shape.num_layers, shape.top_k) or num_experts > shape.num_experts:
         raise AlignmentError(
-            f"the samples have routes of shape {tuple(routes.shape[1:])} with experts up to {int(routes.max())}, and "
+            f"the samples have routes of shape {tuple(routes.shape[1:])} with experts up to {num_experts - 1}, and "
             f"the model has {shape.num_experts} experts in each of {shape.num_layers} layers and uses {shape.top_k}; "
             "train the model that sampled them"
         )
@@ -121,14 +121,10 @@ class RoutingPass:
 
         Args:
             routers: The routers of the model.
-            routes: [N, L, K] the experts to choose; `LIVE` leaves the choice to the router, and so does None for all tokens.
-
-        Raises:
-            AlignmentError: `routes` is of another model.
+            routes: [N, L, K] the experts to choose, of this model (`require_same_shape`); `LIVE` leaves the choice to the
+                router, and so does None for all tokens.
         """
         shape = routers.shape
-        if routes is not None:
-            require_same_shape(routes, shape)
         self.shape, self.recorded = shape, routes
         count = shape.num_layers
         self.chosen: list[Tensor | None] = [None] * count

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
@@ -59,18 +60,21 @@ class ContextRow:
         """Return this rank's share of the tokens and targets of a packed `batch`, and the description of the share."""
         assert batch.packing is not None
         share = ContextShare(self, batch.packing, batch.input_ids_BT.device)
-        local_S = share.local_M[batch.flat_S]
-        share.mine_S = mine_S = local_S >= 0
+        # Looked up in the machine's memory, because the number of this rank's targets would be waited for on the device.
+        local_S = share.local_M[batch.host_flat_S]
+        mine = np.flatnonzero(local_S >= 0)
+        share.mine, share.num_targets = share.upload(mine), len(local_S)
         return dataclasses.replace(
             batch,
             input_ids_BT=share.take(batch.input_ids_BT[0])[None],
             position_ids=share.take(batch.position_ids[0])[None],
-            flat_S=local_S[mine_S],
-            targets_S=batch.targets_S[mine_S],
-            temperature_S=None if batch.temperature_S is None else batch.temperature_S[mine_S],
-            support_SK=None if batch.support_SK is None else batch.support_SK[mine_S],
+            flat_S=share.upload(local_S[mine]),
+            host_flat_S=local_S[mine],
+            targets_S=batch.targets_S[share.mine],
+            temperature_S=None if batch.temperature_S is None else batch.temperature_S[share.mine],
+            support_SK=None if batch.support_SK is None else batch.support_SK[share.mine],
             routes_NLK=None if batch.routes_NLK is None else share.take(batch.routes_NLK, fill=-1),
-            sample_S=batch.sample_S[mine_S.numpy(force=True)],
+            sample_S=batch.sample_S[mine],
         ), share
 
 
@@ -87,6 +91,7 @@ class ContextShare:
     def __init__(self, row: ContextRow, packing: Packing, device: torch.device) -> None:
         """Divide the axis of `packing` over `row`."""
         self._row = row
+        self._device = device
         self._num_tokens = packing.num_tokens
         chunks = np.arange(2 * row.size * -(-packing.num_tokens // (2 * row.size))).reshape(2 * row.size, -1)
         order_M = np.concatenate([chunks[[rank, -1 - rank]].reshape(-1) for rank in range(row.size)])
@@ -96,15 +101,20 @@ class ContextShare:
         # Padding attends to itself, because attention to no token would be NaN. No real token attends to it, because it
         # comes last.
         until_M = np.concatenate([packing.until_N, np.full(len(order_M) - packing.num_tokens, len(order_M))])
-        self.own_L = torch.from_numpy(own_L).to(device)
+        self.own_L = self.upload(own_L)
         """[L] for each token of this rank, its position on the flat axis; positions from N on are padding."""
-        self.local_M = torch.from_numpy(local_M).to(device)
-        """[M] index of each token among this rank's tokens; -1 for tokens of other ranks."""
-        self.until_M = torch.from_numpy(until_M).to(device)
+        self.local_M = local_M
+        """[M] index of each token among this rank's tokens; -1 for tokens of other ranks. In the machine's memory."""
+        self.until_M = self.upload(until_M)
         """[M] token q attends to token k if k <= q < until[k]."""
-        self.mine_S: Tensor = torch.empty(0, dtype=torch.bool)
-        """[S] whether this rank's tokens predict the target."""
-        self._back_M = torch.from_numpy(np.argsort(order_M)).to(device)
+        self.mine = torch.empty(0, dtype=torch.int64)
+        """Indices of the targets that this rank's tokens predict."""
+        self.num_targets = 0
+        self._back_M = self.upload(np.argsort(order_M))
+
+    def upload(self, array: NDArray[np.int64]) -> Tensor:
+        """Return an array as a tensor on the device, without waiting for the kernels before it."""
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def take(self, along_N: Tensor, *, fill: int = 0) -> Tensor:
         """Return [L, …] the entries of [N, …] at this rank's tokens, and `fill` at padding."""
@@ -124,7 +134,7 @@ class ContextShare:
 
     def of_targets(self, values: Tensor) -> Tensor:
         """Return [S], the results at all targets, from the results at this rank's targets. All ranks must call it."""
-        return self._summed(values, self.mine_S.nonzero()[:, 0], len(self.mine_S))
+        return self._summed(values, self.mine, self.num_targets)
 
     def of_tokens(self, values: Tensor) -> Tensor:
         """Return [N, …], the results at all tokens, from [L, …], those at this rank's tokens. All ranks must call it."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,13 @@ from polyturn.algorithms.losses import PolicyLoss, bind, geo_mean, ppo_clip
 from polyturn.algorithms.losses.base import log_ratio
 from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import MicroBatch, ReadTargets
+from polyturn.core.arrays import Floats
 from polyturn.core.errors import ConfigError, TrainingError
-from polyturn.core.metrics import Max, Mean, Metric, Metrics, Sum
+from polyturn.core.metrics import Max, Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
 from polyturn.training.backend import TermWeights
 from polyturn.training.model import ScoringModel, TargetScores
+from polyturn.training.router_figures import Figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +83,8 @@ class Terms(NamedTuple):
     own_S: Tensor | None = None
     """[S] detached log-probabilities under the weights at the start of the step, to compare with the engine's; None if the
     samples lack the engine's."""
-    metrics: Mapping[str, Metric] = {}
-    """Metrics of the whole pass."""
-    sums: Mapping[str, tuple[Tensor, Callable[[float], Metric]]] = {}
-    """Name -> a detached number [] on the device, and the function that makes a metric of it."""
+    figures: Figures = MappingProxyType({})
+    """Further metrics; a mean over nothing is left out."""
     observation: Tensor | None = None
     """[] the observation loss of the micro-batch, with coefficients; None without one."""
 
@@ -164,8 +165,8 @@ class PolicyTerms(Objective):
             if batch.read is None:
                 return self._terms(batch, scores, weights)
             bound = self._terms(batch, scores.at(batch.read.at_S), weights)
-            observation, sums = _observation_loss(batch.read, scores.logprobs_S)
-            return bound._replace(observation=observation, sums=sums)
+            observation, figures = _observation_loss(batch.read, scores.logprobs_S)
+            return bound._replace(observation=observation, figures={**bound.figures, **figures})
 
         return terms
 
@@ -214,13 +215,11 @@ class PolicyTerms(Objective):
         if scores.balance_S is not None and balance_coef:
             loss_S = loss_S + balance_coef * scores.balance_S
             parts_S["loss/router_balance"] = balance_coef * scores.balance_S.detach()
-        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.metrics)
+        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.figures)
 
 
-def _observation_loss(
-    read: ReadTargets, logprobs_R: Tensor
-) -> tuple[Tensor, dict[str, tuple[Tensor, Callable[[float], Metric]]]]:
-    """Return the observation loss of a micro-batch, and `Terms.sums` for its metrics.
+def _observation_loss(read: ReadTargets, logprobs_R: Tensor) -> tuple[Tensor, Figures]:
+    """Return the observation loss of a micro-batch, and its metrics.
 
     sum over observed tokens of coef * -log pi(o_t | all tokens before), coef = observation_coef / (observed tokens of the
     step). Source: Shrivastava et al. 2026, ECHO (arXiv 2605.24517), here as a mean over the tokens of a step.
@@ -231,7 +230,7 @@ def _observation_loss(
     return loss, {
         "loss/observation": (loss.detach(), Sum),
         "policy/observation_nll": (nll_O.detach().sum(), partial(Mean, count=count)),
-        "tokens/observed": (loss.new_tensor(count), Sum),
+        "tokens/observed": (loss.new_full((), count), Sum),
     }
 
 
@@ -247,8 +246,21 @@ class SupervisedTerms(Objective):
         return Terms(loss_S, logprobs_S.detach(), parts_S={"loss/sft": loss_S.detach()})
 
 
+class PassResults(NamedTuple):
+    """The results of a pass, from the device."""
+
+    parts: list[Metrics]
+    """The metrics of each micro-batch."""
+    spoilt: tuple[MicroBatch, Terms] | None
+    """The first micro-batch whose loss is not finite."""
+    logprobs_N: Floats | None
+    """[N] `Terms.own_S` at the targets of all micro-batches."""
+    entropies_N: Floats | None
+    """[N] the entropy at each of them."""
+
+
 class PassFigures:
-    """The metrics of a pass's micro-batches. They stay on the device until the end, so that the pass waits for it only
+    """The results of a pass's micro-batches. They stay on the device until the end, so that the pass waits for it only
     once."""
 
     def __init__(self) -> None:
@@ -258,35 +270,46 @@ class PassFigures:
         """Add a micro-batch and its loss []."""
         values = [v.sum() for v in terms.stats_S.values()]
         values += [(v * batch.loss_coef_S).sum() for v in terms.parts_S.values()]
-        values += [value for value, _ in terms.sums.values()]
+        values += [number for numbers, _ in terms.figures.values() for number in numbers.flatten()]
         if "policy/ratio" in terms.stats_S:
             values.append(terms.stats_S["policy/ratio"].max())
         # Detached, because a graph would keep the memory that the backward pass frees.
         kept = terms._replace(loss_S=terms.loss_S.detach(), observation=None)
         self._batches.append((batch, kept, torch.stack([loss.detach(), *values]).double()))
 
-    def read(self) -> tuple[list[Metrics], tuple[MicroBatch, Terms] | None]:
-        """Wait for the device; return the metrics of each micro-batch, and the first micro-batch whose loss is not
-        finite."""
+    @property
+    def batches(self) -> list[MicroBatch]:
+        """The micro-batches of the results."""
+        return [batch for batch, *_ in self._batches]
+
+    def read(self) -> PassResults:
+        """Wait for the device, and return the results."""
         if not self._batches:
-            return [], None
-        numbers = torch.cat([values for *_, values in self._batches]).tolist()
+            return PassResults([], None, None, None)
+        figures = [values for *_, values in self._batches]
+        logprobs = [terms.own_S for _, terms, _ in self._batches if terms.own_S is not None]
+        entropies = [terms.stats_S["policy/entropy"] for _, terms, _ in self._batches if "policy/entropy" in terms.stats_S]
+        columns = [torch.cat(one).double() for one in (figures, logprobs, entropies) if one]
+        read = iter(torch.cat(columns).cpu().split([len(column) for column in columns]))  # the only wait for the device
+        numbers = iter(next(read).tolist())
+        logprobs_N, entropies_N = (next(read).float().numpy() if one else None for one in (logprobs, entropies))
         parts: list[Metrics] = []
         spoilt: tuple[MicroBatch, Terms] | None = None
-        for batch, terms, values in self._batches:
-            total, *rest = numbers[: len(values)]
-            del numbers[: len(values)]
-            parts.append(_batch_metrics(batch, terms, total, iter(rest)))
+        for batch, terms, _ in self._batches:
+            total = next(numbers)
+            parts.append(_batch_metrics(batch, terms, total, numbers))
             if spoilt is None and not math.isfinite(total):
                 spoilt = batch, terms
-        return parts, spoilt
+        return PassResults(parts, spoilt, logprobs_N, entropies_N)
 
 
 def _batch_metrics(batch: MicroBatch, terms: Terms, total: float, numbers: Iterator[float]) -> Metrics:
     metrics: Metrics = {name: Mean(next(numbers), batch.num_targets) for name in terms.stats_S}
     metrics |= {name: Sum(next(numbers)) for name in terms.parts_S}
-    metrics |= terms.metrics
-    metrics |= {name: metric(next(numbers)) for name, (_, metric) in terms.sums.items()}
+    for name, (tensor, metric) in terms.figures.items():
+        one = metric(*(next(numbers) for _ in range(tensor.numel())))
+        if not isinstance(one, Mean) or one.count:
+            metrics[name] = one
     metrics["loss/total"] = Sum(total)
     metrics["loss/micro_batches"] = Sum(1)
     metrics["tokens/trained"] = Sum(batch.num_targets)

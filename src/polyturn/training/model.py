@@ -15,8 +15,9 @@ module.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -26,14 +27,13 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.kl import entropy
 from polyturn.batching.layout import MicroBatch
-from polyturn.core.metrics import Metric
-from polyturn.engines.routers import Routers, RoutingPass
+from polyturn.engines.routers import Routers, RoutingPass, require_same_shape
 from polyturn.training.context_parallel import ContextRow, ContextShare
 from polyturn.training.head import OUTSIDE, Fusion, compiles_on, is_plain, outside, target_scores
 from polyturn.training.lora import base_weights, has_lora, plain_name, whole_merged
 from polyturn.training.modality_encoders import touching
 from polyturn.training.packed_attention import PackedView, attending, why_not_packed
-from polyturn.training.router_figures import router_figures
+from polyturn.training.router_figures import Figures, router_figures
 from polyturn.training.shards import Names
 
 _T = TypeVar("_T")
@@ -48,8 +48,8 @@ class TargetScores(NamedTuple):
     """[S] entropy of the distribution that each target was drawn from, in nats; None unless requested."""
     balance_S: Tensor | None = None
     """[S] the balance loss of each target's sequence; None without routers."""
-    metrics: Mapping[str, Metric] = {}
-    """Metrics of the routers."""
+    figures: Figures = MappingProxyType({})
+    """Metrics of the routers, on the device."""
 
     def at(self, index: Tensor) -> TargetScores:
         """Return the scores of the targets at `index`."""
@@ -242,6 +242,8 @@ class PolicyModel(ScoringModel):
                 return
             try:
                 routes = self.cut(batch)[0].routes_NLK if self._replays else None
+                if routes is not None:
+                    require_same_shape(routes, self._routers.shape, num_experts=batch.num_experts)
                 with RoutingPass(self._routers, routes=routes) as self._routing:
                     yield
             finally:
@@ -254,7 +256,7 @@ class PolicyModel(ScoringModel):
         if self._routing is not None:
             routing = self._routing if share is None else self._over_row(self._routing, share, batch)
             figures = router_figures(routing, batch, with_grad=balance_grad, replays=self._replays)
-            scores = scores._replace(balance_S=figures.balance_S, metrics=figures.metrics)
+            scores = scores._replace(balance_S=figures.balance_S, figures=figures.figures)
         # The hook of a sharded module's backward pass must not sit on a view, hence the copy.
         return scores._replace(logprobs_S=touching(scores.logprobs_S.clone(), self.encoders))
 

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from polyturn.batching.layout import LayoutSettings, MicroBatch, scatter_back
+from polyturn.batching.layout import LayoutSettings, MicroBatch, by_sample, scatter_back
 from polyturn.batching.layout import layout as cut_samples
 from polyturn.core.arrays import Floats
 from polyturn.core.errors import CheckpointError, ConfigError, TrainingError
@@ -234,10 +234,7 @@ class ModelBackend:
         start = time.perf_counter()
         batches = self.lay_out(samples, coefs)
         layout_s = time.perf_counter() - start
-        real = [b for b in batches if not b.is_padding]
         figures, clock = PassFigures(), PassClock(self._placement.device(self.network))
-        own: list[Tensor] = []
-        entropies: list[Tensor] = []
         self.network.train()
         minimised = self._objectives[objective]
         terms_of = minimised.bind(samples, weights)
@@ -250,9 +247,6 @@ class ModelBackend:
                         loss = terms.total(batch.loss_coef_S)
                         if not batch.is_padding:
                             figures.add(batch, terms, loss)
-                            if terms.own_S is not None:
-                                own.append(terms.own_S)
-                                entropies += [terms.stats_S["policy/entropy"]] if "policy/entropy" in terms.stats_S else []
                     # Even if the loss is not finite, because the pass is collective and all ranks must make it.
                     with clock.lap("time/backward"):
                         self._placement.before_backward(self.network, is_last=number == len(batches) - 1)
@@ -261,22 +255,23 @@ class ModelBackend:
         except TrainingError:
             self.optimizer.zero_grad()
             raise
-        parts, spoilt = figures.read()  # the only wait for the device
-        problem = None if spoilt is None else minimised.problem(samples, *spoilt, step=self.step_count)
+        results = figures.read()
+        problem = None if results.spoilt is None else minimised.problem(samples, *results.spoilt, step=self.step_count)
         seconds = clock.seconds()
-        metrics: Metrics = as_step(merge(parts)) | {name: Sum(spent) for name, spent in seconds.items()}
+        metrics: Metrics = as_step(merge(results.parts)) | {name: Sum(spent) for name, spent in seconds.items()}
         metrics["time/layout"] = Sum(layout_s)
         metrics["time/forward_backward"] = Sum(sum(seconds.values()))
-        metrics["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in real))
+        metrics["tokens/shared_prefix"] = Sum(sum(b.num_shared for b in figures.batches))
         if self._is_packing_refused:
             metrics["tokens/packing_refused"] = Sum(1)
         lengths = [len(s) for s in samples]
-        logprobs, on_tokens = (scatter_back(real, of, lengths=lengths) if of else None for of in (own, entropies))
+        both = (results.logprobs_N, results.entropies_N)
+        logprobs, entropies = (None if of is None else by_sample(figures.batches, of, lengths=lengths) for of in both)
         if problem is not None:  # passed to the optimizer instead of raised: all ranks must reach the same step and skip it
             self.optimizer.spoil(problem)
         elif logprobs is not None:
             metrics |= agreement(samples, logprobs)
-        return PassResult(metrics, logprobs, on_tokens, is_finite=problem is None)
+        return PassResult(metrics, logprobs, entropies, is_finite=problem is None)
 
     def optim_step(self) -> Metrics:
         """Take one optimizer step from the summed gradient, and clear it.

@@ -61,7 +61,8 @@ class PackedView:
             # One band for all layers and blocks; a mask of another shape is a view of the band, shifted along the diagonal.
             width = max((len(row) for row in self.packing.row_indices), default=0)
             ahead = torch.arange(-width, BLOCK)[None] > torch.arange(BLOCK)[:, None]
-            self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf")).to(self._device)
+            self._band = torch.zeros(ahead.shape, dtype=dtype).masked_fill_(ahead, float("-inf"))
+            self._band = self._band.to(self._device, non_blocking=True)
         start = self._band.shape[1] - BLOCK - (num_keys - num_queries)
         return self._band[:num_queries, start : start + num_keys]
 

@@ -127,16 +127,25 @@ def ratio_stats(log_ratio_T: Tensor, is_clipped_T: Tensor | None = None) -> dict
 
 def sequence_mean(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return [T] for each token the mean of `values_T` over the tokens of its sequence."""
-    _, row_T, count_B = torch.unique(sequence_T, return_inverse=True, return_counts=True)
+    row_T = _rows(sequence_T)
     # `index_add` is differentiable, so the mean carries the gradient of every token of the sequence.
-    sums_B = values_T.new_zeros(len(count_B)).index_add(0, row_T, values_T)  # [B]
-    return (sums_B / count_B)[row_T]  # [T]
+    blank_T = torch.zeros_like(values_T)
+    counts_T = blank_T.index_add(0, row_T, torch.ones_like(values_T)).clamp(min=1)
+    return (blank_T.index_add(0, row_T, values_T) / counts_T)[row_T]
 
 
 def sequence_sum(values_T: Tensor, sequence_T: Tensor) -> Tensor:
     """Return [T] for each token the sum of `values_T` over the tokens of its sequence."""
-    unique_B, row_T = torch.unique(sequence_T, return_inverse=True)
-    return values_T.new_zeros(len(unique_B)).index_add(0, row_T, values_T)[row_T]
+    row_T = _rows(sequence_T)
+    return torch.zeros_like(values_T).index_add(0, row_T, values_T)[row_T]
+
+
+def _rows(sequence_T: Tensor) -> Tensor:
+    """Return [T] for each token the index of its sequence, from 0. `torch.unique` would wait for the device, to learn the
+    number of sequences, which is at most T."""
+    sorted_T, order_T = sequence_T.sort(stable=True)
+    is_first_T = torch.diff(sorted_T, prepend=sorted_T[:1]) != 0
+    return torch.empty_like(order_T).scatter_(0, order_T, is_first_T.cumsum(0))
 
 
 def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:

@@ -99,7 +99,9 @@ class RecordedChoice(RouterReplay):
         """[tokens, top-k] recorded experts; `LIVE` for a token without a route."""
         self.chosen: Tensor | None = None
         """[tokens, top-k] the experts that processed the tokens of the last pass."""
-        self.num_changed = self.num_recorded = 0
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        """Number of tokens of the last pass whose recorded experts are not the router's, and number of those with a record;
+        on the device, which is not waited for."""
 
     def get_replay_topk(
         self,
@@ -118,7 +120,7 @@ class RecordedChoice(RouterReplay):
         is_recorded = self.recorded[:, :1] != LIVE  # [tokens, 1]: a token has all of its experts recorded, or none
         self.chosen = chosen = torch.where(is_recorded, self.recorded, live)
         differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(dim=-1)
-        self.num_changed, self.num_recorded = int(differs.sum()), int(is_recorded.sum())
+        self.counts = torch.stack([differs.sum(), is_recorded.sum()])
         # The choice is the engine's, but the weights are the router's, so that the router gets a gradient.
         return scores.gather(1, chosen), chosen
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from polyturn.algorithms.balance import balance_loss
 from polyturn.batching.layout import MicroBatch
-from polyturn.core.metrics import Mean, Metrics
+from polyturn.core.metrics import Mean
 from polyturn.core.routing import RouteShape
 from polyturn.engines.routers import LIVE, require_same_shape
 from polyturn.training.context_parallel import ContextRow, ContextShare
@@ -32,7 +32,7 @@ from polyturn.training.megatron.weights import ShardedNames, entries, is_sparse,
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK, ScoringModel, TargetScores, ValueModel, in_chunks
 from polyturn.training.options import Degrees
 from polyturn.training.packed_attention import PackedView
-from polyturn.training.router_figures import sequence_of_targets, tokens_of_sequences
+from polyturn.training.router_figures import Figures, sequence_of_targets, tokens_of_sequences
 
 
 class MegatronModel(ScoringModel):
@@ -156,7 +156,8 @@ class MegatronPolicy(MegatronModel):
             yield
             return
         config = self._config
-        require_same_shape(own.routes_NLK, RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts))
+        shape = RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts)
+        require_same_shape(own.routes_NLK, shape, num_experts=batch.num_experts)
         rows, length = own.input_ids_BT.shape
         told_BTLK = own.routes_NLK.unflatten(0, (rows, length)).long()
         recorded_TBLK = functional.pad(told_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
@@ -175,13 +176,13 @@ class MegatronPolicy(MegatronModel):
             router.keeps_logits = balance_grad
         count = 1 if entropy_grad is None else 2
         found_KS = self._run(batch, functools.partial(self._scores, entropy_grad=entropy_grad), count=count)
-        scores = TargetScores(found_KS[0], found_KS[1] if count == 2 else None, metrics=self._router_metrics())
+        scores = TargetScores(found_KS[0], found_KS[1] if count == 2 else None, figures=self._router_figures())
         if not balance_grad:
             return scores
         balance_B = self._balance(batch)
-        metric = {"policy/router_balance": Mean(float(balance_B.detach().sum()), len(balance_B))}
-        of_S = sequence_of_targets(batch).to(balance_B.device)
-        return scores._replace(balance_S=balance_B[of_S], metrics={**scores.metrics, **metric})
+        balance = balance_B.detach().sum(), functools.partial(Mean, count=len(balance_B))
+        of_S = sequence_of_targets(batch).to(balance_B.device, non_blocking=True)
+        return scores._replace(balance_S=balance_B[of_S], figures={**scores.figures, "policy/router_balance": balance})
 
     def scores(self, batch: MicroBatch) -> Tensor:
         """Return [S] the log-probability of each target."""
@@ -209,15 +210,16 @@ class MegatronPolicy(MegatronModel):
         count = (length + self._padding(length)) // self._tp.size()
         position_M = index_M % length - count * self._tp.rank()
         is_own_M = (position_M >= 0) & (position_M < count)
-        index_M, row_M = (position_M * rows + index_M // length)[is_own_M], row_M[is_own_M]
+        own_M = (position_M * rows + index_M // length)[is_own_M], row_M[is_own_M]
+        at_M, sequence_M = (torch.from_numpy(one).to(own.input_ids_BT.device, non_blocking=True) for one in own_M)
         both = parallel_state.get_tensor_and_context_parallel_group()
-        own_B = torch.zeros(len(batch.row_indices), device=index_M.device)
+        own_B = torch.zeros(len(batch.row_indices), device=at_M.device)
         for router in self._routers:
             own_B = own_B + balance_loss(
                 router.logits,
                 router.router_replay.chosen,
-                index_M,
-                row_M,
+                at_M,
+                sequence_M,
                 num_rows=len(batch.row_indices),
                 added_up=functools.partial(tensor_parallel.reduce_from_tensor_model_parallel_region, group=both),
             )
@@ -227,13 +229,10 @@ class MegatronPolicy(MegatronModel):
         # The value over all stages, but the gradient of this stage only: each stage sends gradients to its own routers.
         return (own_B + (whole_B - own_B.detach())) / self._num_routers
 
-    def _router_metrics(self) -> Metrics:
+    def _router_figures(self) -> Figures:
         """Return the share of this rank's tokens that the engine sent to other experts than this rank's routers choose."""
-        replays = [r.router_replay for r in self._routers if r.router_replay.recorded is not None]
-        if not replays:
-            return {}
-        changed, known = (sum(getattr(one, name) for one in replays) for name in ("num_changed", "num_recorded"))
-        return {"policy/router_changed": Mean(float(changed), int(known))} if known else {}
+        counts = [r.router_replay.counts for r in self._routers if r.router_replay.recorded is not None]
+        return {"policy/router_changed": (torch.stack(counts).sum(dim=0), Mean)} if counts else {}
 
 
 class MegatronValues(MegatronModel):
