@@ -7,8 +7,8 @@ Autograd would keep four arrays of [S, V], or compute them twice with checkpoint
 and then their gradient. On a GPU the steps between the two matrix products are compiled (`Fusion`): one kernel reads the
 logits as the product wrote them, in bfloat16 too, and no float32 copy exists.
 
-On a CPU, logits are computed as [V, C] = weight @ hidden.T: for few targets and a large vocabulary, MKL computes that up to
-twice as fast as hidden @ weight.T. Compiled kernels get the same axes with the vocabulary contiguous.
+On a CPU, logits are computed as [V, C] = weight @ hidden.T: with few targets and a large vocabulary, that is faster than
+hidden @ weight.T. Compiled kernels get the same axes with the vocabulary contiguous.
 """
 
 from __future__ import annotations
