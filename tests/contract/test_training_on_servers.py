@@ -143,11 +143,11 @@ def test_weights_arrive_in_flight(tmp_path):
 @pytest.mark.engines
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_two_ranks_train_beside_a_server(tmp_path):
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_two_ranks_train_beside_a_server(transport, tmp_path):
     needs_server("vllm")
-    run = Forked(
-        *("train", write_tiny_run(tmp_path), "--nproc", 2, *settings_for("vllm", tmp_path), "train.steps=2"), cwd=tmp_path
-    )
+    settings = [*settings_for("vllm", tmp_path), "train.steps=2", f"engine.weights={transport}"]
+    run = Forked("train", write_tiny_run(tmp_path), "--nproc", 2, *settings, cwd=tmp_path)
     try:
         assert run.wait(400) == 0, run.err[-3000:]
     finally:

@@ -90,5 +90,5 @@ async def second_client(kind, url, folder):
 CHECKS = {check.__name__: check for check in (arrives, breaks_off, second_client)}
 
 
-def small_buckets(weights):
-    return weight_transport.buckets(weights, limit=20_000)
+def small_pieces(weights):
+    return weight_transport.pieces_of(weights, limit=20_000)

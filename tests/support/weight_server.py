@@ -98,7 +98,7 @@ class ChecksumServer(WeightServer):
 
 
 class WeightLink:
-    """The trainer's end of a transfer, which copies the tensors to the servers."""
+    """A transfer that copies the tensors to the servers."""
 
     def __init__(self, servers: Sequence[Any]) -> None:
         self.servers = servers
@@ -112,7 +112,7 @@ class WeightLink:
 
 
 def sending_pool(*servers: WeightServer, link: type[WeightLink] = WeightLink) -> EnginePool:
-    async def open_link(transport: Any, receivers: Sequence[Any]) -> WeightLink:
+    async def open_link(transport: Any, receivers: Sequence[Any], weights: Any) -> WeightLink:
         return link(receivers)
 
     return EnginePool(servers, files=WeightTransfer("gloo", open_link), patience_s=30.0)

@@ -127,8 +127,8 @@ class ServerDialect(ABC):
         )
 
     @staticmethod
-    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> TransferLink:
-        """Return the trainer's end of a transfer of tensors to servers of this kind."""
+    async def open_link(transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Any]) -> TransferLink:
+        """Return a link that sends `weights`, and later ones of the same trainer, to servers of this kind."""
         raise EngineError(f"these servers load weights from a folder, and engine.weights is {transport}; set it to folder")
 
     @abstractmethod

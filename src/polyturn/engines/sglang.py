@@ -151,9 +151,9 @@ class SglangEngine(RemoteEngine):
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN} ({one_line(problem)})") from problem
 
     @staticmethod
-    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> SglangLink:
-        """Return the trainer's end of SGLang's weight updates."""
-        return SglangMemoryLink(servers) if transport == "ipc" else await SglangLink.open(transport, servers)
+    async def open_link(transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Any]) -> SglangLink:
+        """Return a link for SGLang's weight updates."""
+        return await (SglangMemoryLink if transport == "ipc" else SglangLink).open(transport, servers, weights)
 
     async def tell(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Post to the server and check its success; skip session calls for servers without sessions.

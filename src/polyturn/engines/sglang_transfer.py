@@ -12,10 +12,11 @@ import base64
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from polyturn.engines.weight_group import GroupLink
 from polyturn.engines.weight_transfer import TransferServer, on_all
+from polyturn.engines.weight_transport import TensorKind, Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,38 +29,38 @@ class SglangLink(GroupLink):
     """The trainer's end over gloo or nccl."""
 
     async def _join(self, server: TransferServer, rank_offset: int) -> Any:
-        group = self._group
-        where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
-        body = {**where, "group_name": group.name, "backend": group.backend, "rank_offset": rank_offset}
-        return await server.tell("/init_weights_update_group", body)
+        own = {"group_name": self._group_name, "backend": self.transport, "rank_offset": rank_offset}
+        return await server.tell("/init_weights_update_group", {**self._meeting, **own})
 
     async def _begin(self) -> None:
         await self._all("/begin_weight_update", {"selector": "target"})
 
     async def _receive(self, kinds: dict[str, Any], dtypes: list[str]) -> None:
-        body = {**kinds, "dtypes": dtypes, "group_name": self._group.name, "flush_cache": False}
+        body = {**kinds, "dtypes": dtypes, "group_name": self._group_name, "flush_cache": False}
         await self._all("/update_weights_from_distributed", body)
 
-    async def _end(self) -> None:
+    async def _finish(self) -> None:
         await self._all("/end_weight_update")
 
     async def _leave(self) -> None:
-        await self._all("/destroy_weights_update_group", {"group_name": self._group.name})
+        await self._all("/destroy_weights_update_group", {"group_name": self._group_name})
 
 
 class SglangMemoryLink(SglangLink):
     """The trainer's end by handles of its memory, on the same GPU; there is no group."""
 
-    def __init__(self, servers: Sequence[TransferServer]) -> None:
-        self._servers = servers
+    @classmethod
+    async def open(cls, transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Tensor]) -> Self:
+        """Do nothing: there is no group."""
+        return cls(transport, servers)
 
     async def close(self) -> None:
         """Do nothing: handles live as long as one bucket."""
 
-    async def _give(self, bucket: Mapping[str, Tensor]) -> None:
+    async def _give(self, names: Sequence[str], kinds: Mapping[str, TensorKind]) -> None:
         import torch
 
-        tensors = {name: tensor.cuda() for name, tensor in bucket.items()}
+        tensors = {name: self._weights[name].cuda() for name in names}
         torch.cuda.synchronize()  # the other process reads them on another stream
 
         async def give(server: TransferServer) -> None:

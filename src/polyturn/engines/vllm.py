@@ -25,7 +25,7 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine, ServedAdapter
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.vllm_transfer import GlooLink, VllmLink
+from polyturn.engines.vllm_transfer import VllmLink, VllmMemoryLink
 from polyturn.engines.weight_checksums import ServerChecksums
 from polyturn.engines.weight_transfer import TransferLink, TransferServer
 from polyturn.engines.weight_transport import Transport
@@ -213,9 +213,9 @@ class VllmEngine(RemoteEngine):
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     @staticmethod
-    async def open_link(transport: Transport, servers: Sequence[TransferServer]) -> TransferLink:
-        """Return the trainer's end of vLLM's transfer."""
-        return await (GlooLink if transport == "gloo" else VllmLink).open(transport, servers)
+    async def open_link(transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Any]) -> TransferLink:
+        """Return a link for vLLM's weight transfer."""
+        return await (VllmMemoryLink.open(servers) if transport == "ipc" else VllmLink.open(transport, servers, weights))
 
     async def _loaded(self) -> None:
         await self._forget()

@@ -1,10 +1,11 @@
-"""The trainer's end of vLLM's weight transfer, to any number of servers at once.
+"""Links for vLLM's weight transfer, to any number of servers at once.
 
     init_weight_transfer_engine                    once: the trainer and the workers of all servers make a group
-    start -> update_weights -> finish              each time: a call with names, and a broadcast
+    start -> update_weights -> finish              each time: calls with names, each with a broadcast
 
-Over gloo (`server_side/polyturn_vllm_gloo.py` in the servers) `GlooLink` drives these phases. Over nccl and ipc, the trainer
-engine of the package `vllm` does; `VllmLink` gives it the weights and sends its calls to every server.
+`VllmLink` goes through these phases over gloo (`server_side/polyturn_vllm_gloo.py` in the servers) and nccl. For nccl, the
+trainer's end of the group is the communicator of the package `vllm`. Over ipc there is no group: the trainer engine of that
+package sends handles of the trainer's memory, and `VllmMemoryLink` passes the engine's calls on to every server.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
-from polyturn.engines.weight_group import GroupLink
+from polyturn.engines.weight_group import GroupLink, WeightGroup
 from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import BUCKET_BYTES, Transport, address_towards, kinds_of, untied
+from polyturn.engines.weight_transport import BUCKET_BYTES, kinds_of, untied
 from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GlooLink(GroupLink):
-    """The trainer's end over gloo."""
+class VllmLink(GroupLink):
+    """A link over gloo or nccl."""
+
+    @property
+    def group_kind(self) -> type[WeightGroup]:
+        """The trainer's end of the group."""
+        return VllmGroup if self.transport == "nccl" else WeightGroup
 
     async def _join(self, server: TransferServer, rank_offset: int) -> Any:
-        group = self._group
-        where = {"master_address": group.host, "master_port": group.port, "world_size": group.size}
-        info = {**where, "group_name": group.name, "rank_offset": rank_offset}
+        info = {**self._meeting, "rank_offset": rank_offset}
+        if self.transport == "gloo":
+            info["group_name"] = self._group_name
         return await server.tell("/init_weight_transfer_engine", {"init_info": info})
 
     async def _begin(self) -> None:
@@ -44,18 +50,45 @@ class GlooLink(GroupLink):
     async def _receive(self, kinds: dict[str, Any], dtypes: list[str]) -> None:
         await self._all("/update_weights", {"update_info": {**kinds, "dtype_names": dtypes}})
 
-    async def _end(self) -> None:
+    async def _finish(self) -> None:
         await self._all("/finish_weight_update")
 
     async def _leave(self) -> None:
         await self._all("/shutdown_weight_transfer_engine")
 
 
-class VllmLink:
-    """The trainer's end over nccl or ipc; implements `TransferLink`."""
+class VllmGroup(WeightGroup):
+    """The trainer's membership of a group over nccl, by vLLM's communicator."""
 
-    def __init__(self, transport: Transport, servers: Sequence[TransferServer]) -> None:
-        self._transport = transport
+    def _open_store(self) -> int:
+        with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
+            probe.bind((self.host, 0))
+            return int(probe.getsockname()[1])
+
+    def _join(self) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        where = {"master_address": self.host, "master_port": self.port, "world_size": self.spec.size}
+        self._group = trainer_init(where)  # opens the store too
+
+    def _send(self, tensors: Sequence[Tensor]) -> None:
+        import torch
+
+        for tensor in tensors:
+            self._group.broadcast(tensor, src=0)
+        torch.cuda.synchronize(self.device)  # before the optimizer changes the tensors
+
+    def _abort(self, group: Any) -> None:
+        group.destroy()  # aborts
+
+    def _destroy(self, group: Any) -> None:
+        group.destroy()
+
+
+class VllmMemoryLink:
+    """A link over ipc to servers on the trainer's GPU, which is this process's; implements `TransferLink`."""
+
+    def __init__(self, servers: Sequence[TransferServer]) -> None:
         self._source = _Source()
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
@@ -63,64 +96,48 @@ class VllmLink:
         self._engine: Any = None
 
     @classmethod
-    async def open(cls, transport: Transport, servers: Sequence[TransferServer]) -> VllmLink:
-        """Make the group with the servers' workers.
+    async def open(cls, servers: Sequence[TransferServer]) -> VllmMemoryLink:
+        """Prepare the servers' workers.
 
         Raises:
-            EngineLostError: the group could not be made.
+            EngineLostError: a server did not answer.
             EngineError: a server refused, because it was started with another backend.
         """
-        link = cls(transport, servers)
-        link._engine = await link._run(link._join)
+        link = cls(servers)
+        link._engine = await link._thread.submit(link._join)
         return link
 
     async def send(self, weights: Mapping[str, Tensor]) -> None:
         """Send the weights.
 
         Raises:
-            EngineLostError: a server did not answer, or the group broke.
+            EngineLostError: a server did not answer.
             EngineError: a server refused.
         """
         self._source.weights = untied(weights)
         try:
-            await self._run(self._engine.send_weights)
-        except EngineError:
+            await self._thread.submit(self._engine.send_weights)
+        except (EngineError, RuntimeError, ValueError) as problem:
             with contextlib.suppress(EngineError):  # a server in the middle of an update would crash at its next request
                 await self._phases.tell_all("/finish_weight_update")
-            raise
+            if isinstance(problem, EngineError):
+                raise
+            raise EngineLostError(f"the ipc transfer to the servers broke ({one_line(problem)})") from problem
         finally:
             self._source.weights = {}
 
     async def close(self) -> None:
-        """Leave the group."""
+        """End the transfer."""
         if self._engine is not None:
             self._engine.shutdown()
             await self._phases.tell_all("/shutdown_weight_transfer_engine")
 
     def _join(self) -> Any:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        servers = self._phases.servers
-        host = address_towards([server.url for server in servers])
-        size = 1 + sum(server.num_workers for server in servers)
-        info = _init_info(self._transport, host, size)
+        info = IPCTrainerInitInfo(packed=True, rank=0, packed_buffer_size_bytes=BUCKET_BYTES)
         return WeightTransferTrainerFactory.trainer_init(info, client=self._phases, source=self._source)
-
-    async def _run(self, work: Callable[[], Any]) -> Any:
-        """Run the trainer's side in a thread; if a server fails, leave the thread to its time limit."""
-        failed = self._phases.begin()
-        own = self._thread.submit(work)
-        await asyncio.wait({own, failed}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done() and (problem := failed.exception()) is not None:
-            own.cancel()
-            raise problem
-        failed.cancel()
-        try:
-            return await own
-        except EngineError:
-            raise
-        except (RuntimeError, ValueError) as broke:
-            raise EngineLostError(f"the {self._transport} transfer to the servers broke ({one_line(broke)})") from broke
 
 
 class _Source:
@@ -143,77 +160,38 @@ class _Source:
 class _Phases:
     """Sends the calls of vLLM's trainer engine to all servers; implements `VLLMWeightSyncClient`.
 
-    Calls come from threads, and run on the event loop of the servers' clients.
+    Calls come from a thread, and run on the event loop of the servers' clients.
     """
 
     def __init__(self, servers: Sequence[TransferServer]) -> None:
-        self.servers = servers
+        self._servers = servers
         self._loop = asyncio.get_running_loop()
-        self._failed: asyncio.Future[None] = self._loop.create_future()
-
-    def begin(self) -> asyncio.Future[None]:
-        """Return a future that fails as soon as a call fails."""
-        self._failed = self._loop.create_future()
-        return self._failed
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Make every worker join, numbered server by server."""
-        bodies, offset = [], init_info.get("rank_offset", 0)
-        for server in self.servers:
-            bodies.append({"init_info": {**init_info, "rank_offset": offset} if "rank_offset" in init_info else init_info})
-            offset += server.num_workers
-        self._call("/init_weight_transfer_engine", bodies)
+        """Prepare every worker."""
+        self._call("/init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
         """Start an update on all servers, including one whose last update was interrupted."""
         try:
-            self._call("/start_weight_update", is_final=False)
+            self._call("/start_weight_update")
         except EngineError:
-            self._call("/finish_weight_update", is_final=False)
+            self._call("/finish_weight_update")
             self._call("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Make all servers receive the named tensors."""
+        """Make all servers load the named tensors."""
         from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 
-        self._call("/update_weights", [{"update_info": _json_safe_update_payload(update_info)}] * len(self.servers))
+        self._call("/update_weights", {"update_info": _json_safe_update_payload(update_info)})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Finish the update on all servers."""
         self._call("/finish_weight_update")
 
-    async def tell_all(self, path: str, bodies: Sequence[Mapping[str, Any]] | None = None) -> None:
+    async def tell_all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Post to all servers concurrently."""
-        of = dict(zip(self.servers, bodies or [{}] * len(self.servers), strict=True))
-        await on_all(self.servers, lambda server: server.tell(path, of[server]))
+        await on_all(self._servers, lambda server: server.tell(path, body or {}))
 
-    def _call(self, path: str, bodies: Sequence[Mapping[str, Any]] | None = None, *, is_final: bool = True) -> None:
-        try:
-            asyncio.run_coroutine_threadsafe(self.tell_all(path, bodies), self._loop).result()
-        except EngineError as problem:
-            if is_final:
-                self._loop.call_soon_threadsafe(self._fail, problem)
-            raise
-
-    def _fail(self, problem: EngineError) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(problem)
-
-
-def _init_info(transport: Transport, host: str, size: int) -> Any:
-    """Return the arguments of vLLM's trainer engine for a backend."""
-    shared: dict[str, Any] = {"rank": 0, "packed_buffer_size_bytes": BUCKET_BYTES}
-    if transport == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(packed=True, **shared)
-    where = {"master_address": host, "master_port": _free_port(host), "world_size": size}
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    return NCCLTrainerInitInfo(**where, **shared)
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        asyncio.run_coroutine_threadsafe(self.tell_all(path, body), self._loop).result()

@@ -11,6 +11,7 @@ copy) is not compared.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -133,16 +134,23 @@ class Composition:
 
 
 def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """Return the checksums of the (name, dtype) pairs `wanted`."""
+    """Return the checksums of the (name, dtype) pairs `wanted`, computed in the process that has the tensors."""
+    dtypes: dict[str, list[str]] = {}
+    for name, dtype in wanted:
+        dtypes.setdefault(name, []).append(dtype)
+    if not dtypes:
+        return {}
+    fold_pieces = functools.partial(_fold_pieces, dtypes)
+    return weights.over(fold_pieces) if isinstance(weights, StreamedTensors) else fold_pieces([weights])
+
+
+def _fold_pieces(dtypes: Mapping[str, Sequence[str]], pieces: Iterable[Mapping[str, Tensor]]) -> dict[tuple[str, str], int]:
     import torch
 
     from polyturn.engines.server_side.polyturn_weights import fold
 
-    dtypes: dict[str, list[str]] = {}
-    for name, dtype in wanted:
-        dtypes.setdefault(name, []).append(dtype)
     folds: dict[tuple[str, str], int] = {}
-    for name, tensor in weights.items() if dtypes else ():  # in the order of `weights`, which may be streamed
+    for name, tensor in (item for piece in pieces for item in piece.items()):
         if tensor.is_floating_point():
             folds |= {(name, dtype): fold(tensor.detach().to(getattr(torch, dtype))) for dtype in dtypes.get(name, ())}
     return folds

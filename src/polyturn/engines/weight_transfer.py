@@ -2,7 +2,7 @@
 
     the pool       transfer.write(weights)        -> SentWeights, given to every server
     each server    SentWeights.load(server)       waits until all of these servers are paused: one broadcast for all
-    its client     open_link(transport, servers)  -> TransferLink, the trainer's end of the transfer
+    its client     open_link(transport, servers, weights)  -> TransferLink, which sends these weights and later ones
 
 Tensors are streamed in buckets, and no copy is kept. A server that comes back is sent the trainer's weights if these are
 still the missed version, otherwise the next version.
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from polyturn.core.errors import EngineError, one_line
 from polyturn.engines.weight_files import ServerWeights
-from polyturn.engines.weight_transport import Transport, address_towards
+from polyturn.engines.weight_transport import Transport
 from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class TransferServer(Protocol):
 
 
 class TransferLink(Protocol):
-    """The trainer's end of a transfer to certain servers."""
+    """Sends the weights of one trainer to certain servers."""
 
     async def send(self, weights: Mapping[str, Any]) -> None:
         """Send name -> tensor to all servers, which load them.
@@ -73,7 +73,7 @@ class TransferLink(Protocol):
         ...
 
 
-OpenLink = Callable[[Transport, Sequence[TransferServer]], Awaitable[TransferLink]]
+OpenLink = Callable[[Transport, Sequence[TransferServer], Mapping[str, Any]], Awaitable[TransferLink]]
 
 
 class WeightTransfer:
@@ -106,23 +106,11 @@ class WeightTransfer:
                 await self._unlink()
             try:
                 if self._link is None:
-                    self._link, self._linked = await self._connect(servers), tuple(servers)
+                    self._link, self._linked = await self._open(self.transport, servers, weights), tuple(servers)
                 await self._link.send(weights)
             except BaseException:
                 await self._unlink()
                 raise
-
-    async def _connect(self, servers: Sequence[TransferServer]) -> TransferLink:
-        try:
-            return await self._open(self.transport, servers)
-        except EngineError as problem:
-            if self.transport == "ipc":
-                raise
-            host = await asyncio.to_thread(address_towards, [server.url for server in servers])
-            raise type(problem)(
-                f"{problem}; if the servers cannot connect to this machine at {host}, set engine.weights: folder, with an "
-                "engine.weights_folder that both see"
-            ) from problem
 
     async def unlink(self) -> None:
         """Close the link, while the servers' clients are still open."""

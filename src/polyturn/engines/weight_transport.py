@@ -8,11 +8,12 @@ ipc          the server's transfer: it opens the trainer's memory               
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from polyturn.core.errors import ConfigError
@@ -102,6 +103,15 @@ class TensorKind(NamedTuple):
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
 
+class UseThere(Protocol):
+    """Calls a function in the process that has the tensors of a stream."""
+
+    def __call__(self, pieces: Sequence[Sequence[str]], use: Callable[..., Any]) -> Any:
+        """Return the result of `use(tensors, group_end)` there. `tensors` yields name -> tensor for each of `pieces`, and
+        `group_end` is the `GroupEnd` of that process. Both `use` and its result are pickled."""
+        ...
+
+
 class StreamedTensors(Mapping[str, "Tensor"]):
     """Tensors on ranks or in files, fetched lazily in buckets.
 
@@ -115,46 +125,38 @@ class StreamedTensors(Mapping[str, "Tensor"]):
         *,
         limit: int = BUCKET_BYTES,
         groups: Iterable[Sequence[str]] | None = None,
-        use_there: Callable[[Sequence[Sequence[str]], Callable[[Iterator[Mapping[str, Tensor]]], Any]], Any] | None = None,
+        use_there: UseThere | None = None,
     ) -> None:
         """Fetch name -> tensor with `bring`, at most `limit` bytes at once; names of a group are always fetched together.
 
-        `use_there` calls a function on an iterator over buckets of names in the process that has the tensors, and returns
-        its result; None where that process cannot be sent a function.
+        `use_there` is None if the tensors are in files of this process.
         """
         self.kinds = dict(kinds)
+        self.use_there = use_there
+        self.pieces = names_of_buckets(self.kinds, limit=limit, groups=groups)
+        """The names in each bucket."""
         self._bring = bring
-        self._use_there = use_there
-        self._buckets: list[list[str]] = []
-        size = 0
-        for names in groups or ([name] for name in self.kinds):
-            more = sum(self.kinds[name].nbytes for name in names)
-            if not self._buckets or size + more > limit:
-                self._buckets.append([])
-                size = 0
-            self._buckets[-1] += names
-            size += more
-        self._at = {name: number for number, names in enumerate(self._buckets) for name in names}
+        self._at = {name: number for number, names in enumerate(self.pieces) for name in names}
         self._held: tuple[int, Mapping[str, Tensor]] = (-1, {})
 
     def buckets(self) -> Iterator[Mapping[str, Tensor]]:
         """Yield all tensors in buckets, without keeping a reference."""
         self._held = (-1, {})
-        for names in self._buckets:
+        for names in self.pieces:
             yield self._bring(names)
 
     def over(self, use: Callable[[Iterator[Mapping[str, Tensor]]], _T]) -> _T:
-        """Return the result of `use` on all buckets, called where the tensors are if that process can be sent a function."""
-        if self._use_there is None:
+        """Return the result of `use` on all buckets, called in the process that has the tensors."""
+        if self.use_there is None:
             return use(self.buckets())
-        result: _T = self._use_there(self._buckets, use)
+        result: _T = self.use_there(self.pieces, functools.partial(_on_tensors, use))
         return result
 
     def __getitem__(self, name: str) -> Tensor:
         number, (at, bucket) = self._at[name], self._held
         if at != number:
             bucket, self._held = {}, (-1, {})  # frees the bucket before fetching the next: two may not fit
-            bucket = self._bring(self._buckets[number])
+            bucket = self._bring(self.pieces[number])
             self._held = (number, bucket)
         return bucket[name]
 
@@ -163,6 +165,26 @@ class StreamedTensors(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._at)
+
+
+def _on_tensors(use: Callable[[Iterator[Mapping[str, Tensor]]], _T], tensors: Iterator[Mapping[str, Tensor]], _: Any) -> _T:
+    return use(tensors)
+
+
+def names_of_buckets(
+    kinds: Mapping[str, TensorKind], *, limit: int = BUCKET_BYTES, groups: Iterable[Sequence[str]] | None = None
+) -> list[list[str]]:
+    """Return the names of `kinds` in buckets of at most `limit` bytes, in order; names of a group stay together."""
+    pieces: list[list[str]] = []
+    size = 0
+    for names in groups or ([name] for name in kinds):
+        more = sum(kinds[name].nbytes for name in names)
+        if not pieces or size + more > limit:
+            pieces.append([])
+            size = 0
+        pieces[-1] += names
+        size += more
+    return pieces
 
 
 def untied(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -192,13 +214,10 @@ def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iter
     if isinstance(weights, StreamedTensors):
         yield from weights.buckets()
         return
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights.items():
-        if bucket and size + tensor.nbytes > limit:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+    for names in pieces_of(weights, limit=limit):
+        yield {name: weights[name] for name in names}
+
+
+def pieces_of(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> list[list[str]]:
+    """Return the names in each of the `buckets` of `weights`, without fetching tensors."""
+    return weights.pieces if isinstance(weights, StreamedTensors) else names_of_buckets(kinds_of(weights), limit=limit)

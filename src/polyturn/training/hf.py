@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import pickle
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -238,7 +239,7 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
 
     A transformers class may use the name `model.visual.blocks.0…` for the published `visual.blocks.0…`, or one tensor for
     all experts of a layer; servers read the published form. If nothing differs, the same mapping is returned. From streamed
-    weights, such a layer is read as a whole.
+    weights, such a layer is read as a whole, and converted by the process that has its tensors.
     """
     if not isinstance(weights, StreamedTensors):
         first = dict.fromkeys(first_names(weights).values())
@@ -257,14 +258,52 @@ def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
         kinds |= {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in names_reverted.items()}
         source |= {name: [name] if is_same else names for name in names_reverted}
         groups += [[name] for name in names_reverted] if is_same else [list(names_reverted)]
-
-    def bring(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        needed = {name: weights[name] for names_reverted in names for name in source[names_reverted]}
-        return dict(revert_weight_conversion(model, needed))
-
     if kinds == weights.kinds:
         return weights
-    return StreamedTensors(kinds, bring, groups=groups)
+
+    def sources(names: Sequence[str]) -> list[str]:
+        return list(dict.fromkeys(needed for name in names for needed in source[name]))
+
+    def bring(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return dict(revert_weight_conversion(model, {name: weights[name] for name in sources(names)}))
+
+    there = weights.use_there
+    if there is None:
+        return StreamedTensors(kinds, bring, groups=groups)
+    conversion = _Conversion(type(model), model.config.to_json_string(), getattr(model, "_weight_conversions", None))
+
+    def use_there(pieces: Sequence[Sequence[str]], use: Callable[..., Any]) -> Any:
+        return there([sources(names) for names in pieces], functools.partial(_use_converted, conversion, use))
+
+    return StreamedTensors(kinds, bring, groups=groups, use_there=use_there)
+
+
+class _Conversion(NamedTuple):
+    """Converts tensors to the form of a checkpoint in a process that need not have the model."""
+
+    kind: Any
+    """The model's class."""
+    config: str
+    own: Any
+    """The conversions with which transformers loaded the model; None takes those of its class."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        outline = _outline(self.kind, self.config)
+        outline._weight_conversions = self.own
+        return dict(revert_weight_conversion(outline, dict(tensors)))
+
+
+@functools.lru_cache(maxsize=1)
+def _outline(kind: Any, config: str) -> PreTrainedModel:
+    with torch.device("meta"):
+        outline: PreTrainedModel = kind(kind.config_class.from_dict(json.loads(config)))
+    return outline
+
+
+def _use_converted(
+    conversion: _Conversion, use: Callable[..., Any], tensors: Iterator[Mapping[str, torch.Tensor]], end: Any
+) -> Any:
+    return use((conversion(piece) for piece in tensors), end)
 
 
 def _save_config(model: PreTrainedModel, folder: Path) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -34,6 +34,7 @@ from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
+from polyturn.engines.weight_group import GroupEnd
 from polyturn.engines.weight_transport import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
@@ -175,6 +176,7 @@ class ModelBackend:
         self._is_packing_refused = is_packing_refused
         self._shifts = WeightShifts()
         self._writing: Future[Any] | None = None
+        self._group_end = GroupEnd()
         # For coefficients, advantages and log-probabilities: the 8 bits of bfloat16 cannot resolve a ratio near 1.
         dtype = torch.promote_types(next(network.parameters()).dtype, torch.float32)
         cut = functools.partial(cut_samples, settings=layout, dtype=dtype, device=placement.device(network), media=media)
@@ -329,6 +331,11 @@ class ModelBackend:
 
     def gathered(self, names: Sequence[str], is_merged: bool) -> dict[str, Tensor] | None:
         """Gather whole tensors on the CPU of rank 0, one at a time; return None on other ranks."""
+        return self._gathered(names, is_merged, Tensor.cpu)
+
+    def _gathered(
+        self, names: Sequence[str], is_merged: bool, keep: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> dict[str, Tensor] | None:
         self._placement.release(self.network)
         tensors = self.network.own_tensors() if is_merged else self.network.tensors()
         is_adapted, collected = is_merged and has_lora(self.network.saved), dict[str, Tensor]()
@@ -338,17 +345,15 @@ class ModelBackend:
             if is_adapted:
                 whole = self.network.merged(name, whole)
             if whole is not None and is_first:
-                collected[name] = whole.cpu()
+                collected[name] = keep(whole)
         return collected if is_first else None
 
-    def over(
-        self, pieces: Sequence[Sequence[str]], is_merged: bool, use: Callable[[Iterator[Mapping[str, Tensor]]], Any]
-    ) -> Any:
-        """Gather the tensors of each piece of names in turn, and return the result of `use` on these mappings. Only rank 0
-        calls `use`; the other ranks take part in gathering and return None."""
-        tensors = (self.gathered(names, is_merged) or {} for names in pieces)
+    def over(self, pieces: Sequence[Sequence[str]], is_merged: bool, use: Callable[..., Any]) -> Any:
+        """Gather the tensors of each piece of names in turn, and return the result of `use(tensors, group_end)` on these
+        mappings (see `UseThere`). Only rank 0 calls `use`; the other ranks take part in gathering and return None."""
+        tensors = (self._gathered(names, is_merged) or {} for names in pieces)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            return use(tensors)
+            return use(tensors, self._group_end)
         for _ in tensors:
             continue
         return None
@@ -385,6 +390,7 @@ class ModelBackend:
 
     def close(self) -> None:
         """Free the gradient and the frozen models."""
+        self._group_end.close()
         self.optimizer.zero_grad()
         self._reference = None
         self._objectives.clear()

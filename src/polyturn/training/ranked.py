@@ -203,7 +203,7 @@ class RankedBackend:
 
         kinds: Mapping[str, TensorKind] = self._all("kinds", is_merged)[0]
 
-        def use_there(pieces: Sequence[Sequence[str]], use: Callable[[Any], Any]) -> Any:
+        def use_there(pieces: Sequence[Sequence[str]], use: Callable[..., Any]) -> Any:
             return self._all("over", pieces, is_merged, use)[0]
 
         return StreamedTensors(kinds, bring, limit=self._bucket_bytes, use_there=use_there)

@@ -230,7 +230,7 @@ def running(version: str, *, backend: str | None = None) -> Handler:
 
 @pytest.mark.parametrize("backend", [None, "nccl"])
 async def test_server_without_the_transfer_is_told_its_flag(backend: str | None) -> None:
-    async def open_link(transport: Any, servers: Any) -> Any:
+    async def open_link(transport: Any, servers: Any, weights: Any) -> Any:
         raise AssertionError
 
     async with serving(running("0.32.0", backend=backend)) as url:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 from typing import get_args
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RankLostError
 from polyturn.engines.options import ServerOptions
+from polyturn.engines.vllm_transfer import VllmLink
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_group import WeightGroup
+from polyturn.engines.weight_group import GroupEnd, WeightGroup, WeightGroupSpec
 from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
 from polyturn.engines.weight_transport import Transport, address_towards, buckets, choose_transport, is_here
 from support.forked import run_program
@@ -74,7 +76,7 @@ def log():
 
 @pytest.fixture
 def transfer(log):
-    async def open_link(way, servers):
+    async def open_link(way, servers, weights):
         return Link(way, servers, log)
 
     return WeightTransfer("gloo", open_link)
@@ -116,23 +118,13 @@ async def test_lost_server_leaves_the_others_a_new_link(transfer, log):
 
 @pytest.mark.parametrize("problem", [RankLostError("rank 1 ended"), MemoryError("no memory is left")])
 async def test_error_of_the_trainer_reaches_every_server(problem):
-    async def open_link(way, servers):
+    async def open_link(way, servers, weights):
         raise problem
 
     servers = [Server("a"), Server("b")]
     async with asyncio.timeout(30):
         _, results = await push(WeightTransfer("gloo", open_link), {"w": 1}, servers)
     assert results == [problem, problem]
-
-
-async def test_group_that_cannot_meet_names_the_folder_and_address():
-    async def open_link(way, servers):
-        raise EngineLostError("the gloo group with the servers broke (timed out)")
-
-    _, (problem,) = await push(WeightTransfer("gloo", open_link), {"w": 1}, [Server("http://127.0.0.1:8000")])
-    assert isinstance(problem, EngineLostError)
-    for word in ("timed out", "127.0.0.1", "engine.weights: folder"):
-        assert word in str(problem)
 
 
 class Gated(Link):
@@ -156,7 +148,7 @@ async def given_up(gate, log):
 
     begun = asyncio.Event()
 
-    async def open_link(way, servers):
+    async def open_link(way, servers, weights):
         return Gated(servers, log, begun, gate)
 
     transfer = WeightTransfer("gloo", open_link)
@@ -334,36 +326,54 @@ print(json.dumps({name: tensor.tolist() for name, tensor in came.items()}))
 """
 
 
+def spec(name, *, backend="gloo"):
+    return WeightGroupSpec(WeightGroup, URLS, name, backend, 2)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the group is made")
 def test_nccl_without_a_gpu_is_refused():
     with pytest.raises(EngineError, match=r"over nccl needs a GPU .* set engine\.weights to gloo"):
-        WeightGroup(URLS, name="g", backend="nccl", size=2)
+        GroupEnd().open(spec("g", backend="nccl"))
+
+
+def finish(end):
+    while not end.is_done():
+        continue
 
 
 @pytest.mark.parametrize(
     "backend",
     ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs"))],
 )
-async def test_worker_joins_and_receives_weights(backend):
-    group = WeightGroup(URLS, name="polyturn-one", backend=backend, size=2)
-    where = ["127.0.0.1", str(group.port), str(group.size), group.name, backend]
-    worker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", WORKER, *where),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    await group.join(worker.stdout.readline())
-    matrix = torch.arange(6.0).view(2, 3).t()  # not contiguous
-    await group.broadcast([matrix, torch.tensor([7.0])], worker.wait())
-    came = json.loads(await worker.stdout.read())
+def test_worker_joins_and_receives_weights(backend):
+    end = GroupEnd()
+    host, port = end.open(spec("polyturn-one", backend=backend))
+    command = [sys.executable, "-c", WORKER, host, str(port), "2", "polyturn-one", backend]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        finish(end)
+        assert worker.stdout.readline() == b"joined\n"
+        matrix = torch.arange(6.0).view(2, 3).t()  # not contiguous
+        if not end.broadcast(["matrix", "one"], {"one": torch.tensor([7.0]), "matrix": matrix}):
+            finish(end)
+        came = json.loads(worker.stdout.read())
     assert came == {"matrix": matrix.tolist(), "one": [7.0]}
     assert not torch.distributed.is_initialized()
-    group.close()
+    end.close()
 
 
-async def test_server_that_does_not_join_ends_the_wait():
-    async def refuses():
-        raise EngineLostError("it has died")
+def test_call_of_a_closed_group_is_refused():
+    end = GroupEnd()
+    end.open(spec("polyturn-two"))
+    end.close()
+    with pytest.raises(EngineLostError, match="is closed"):
+        end.is_done()
 
-    group = WeightGroup(URLS, name="polyturn-two", backend="gloo", size=2)
-    await refuses_later(lambda: group.join(refuses()), EngineLostError, "it has died")
-    group.close()
+
+async def test_server_that_does_not_join_ends_the_wait_with_advice():
+    class Refusing(Server):
+        async def tell(self, path, body=None):
+            raise EngineLostError("it has died")
+
+    words = ("it has died", "127.0.0.1", "engine.weights: folder")
+    server = Refusing(URLS[0])
+    await refuses_later(lambda: VllmLink.open("gloo", [server], {"w": torch.ones(1)}), EngineLostError, *words)

@@ -60,7 +60,7 @@ def test_function_is_sent_to_the_process_that_has_the_tensors():
     kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
 
     def use_there(pieces, use):
-        return use({name: weights[name] for name in names} for names in pieces)
+        return use(({name: weights[name] for name in names} for names in pieces), None)
 
     elsewhere = StreamedTensors(kinds, bring=pytest.fail, limit=32, use_there=use_there)
     assert elsewhere.over(lambda pieces: [list(piece) for piece in pieces]) == [["w0", "w1"], ["w2"]], "nothing was brought"
