@@ -196,7 +196,7 @@ ON_A_CLUSTER = ("--ray", "auto", "--dry-run")
         ((), "set engine.launch.python"),
         (("rollout.sampling.top_p=0.9",), "add keep_support: true"),
         pytest.param(
-            *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU on this machine"),
+            *(("engine.weights=nccl",), "engine.weights is nccl, which needs a GPU for the trainer"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is not a mistake"),
         ),
     ],

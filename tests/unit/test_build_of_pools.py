@@ -70,6 +70,14 @@ async def test_only_nccl_to_vllm_needs_its_package(tmp_path: Path, monkeypatch: 
         build_pool(tmp_path / "nccl", *far)
 
 
+async def test_ranks_of_a_cluster_send_over_nccl_if_they_have_gpus(tmp_path: Path) -> None:
+    settings = ("engine.kind=sglang", "engine.num_slots=null", "engine.urls=[http://192.0.2.7:1]", "engine.weights=nccl")
+    on_cluster = (*settings, "cluster.address=auto")
+    with pytest.raises(ConfigError, match="nccl, which needs a GPU for the trainer"):
+        build_pool(tmp_path / "cpu", *on_cluster)
+    await build_pool(tmp_path / "gpu", *on_cluster, "cluster.rank_resources={GPU: 1}").close()
+
+
 async def test_replicas_have_their_own_devices_and_log(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     pool = build_pool(

@@ -71,6 +71,7 @@ def build_engine(
         needs_routes=config.algorithm.routing.replay == "on",
         adapter=adapter_settings(model) if sends_adapter(config) else None,
         places=own_places,
+        trains_on_gpu=None if config.cluster.address is None else bool(config.cluster.rank_resources.get("GPU")),
         follows=follows,
         obstacles=None if not source.is_plan else source.obstacles if config.cluster.address is None else [],
     )

@@ -100,6 +100,8 @@ class EngineSetup:
     """peft's settings of the trained adapter, if servers are sent only the adapter; the model folder then lacks it."""
     places: ServerPlaces | None = None
     """Starts servers elsewhere; None starts them on this machine."""
+    trains_on_gpu: bool | None = None
+    """Whether the ranks of a cluster have GPUs; None trains on this machine."""
     follows: int = 0
     """In a rollout worker on a cluster, the number of the controller's servers, to which the worker sends requests
     (`following.py`); 0 in the controller and without a cluster."""

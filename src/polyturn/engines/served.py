@@ -68,9 +68,8 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         return FollowingPool(followers, **limits)
     launch, places = options.launch or LaunchOptions(), setup.places
     root = None if options.weights_folder is None else setup.base / options.weights_folder
-    transport = choose_transport(
-        options.weights, options.urls, has_gpu=torch.cuda.is_available(), is_shared=root is not None
-    )
+    has_gpu = torch.cuda.is_available() if setup.trains_on_gpu is None else setup.trains_on_gpu
+    transport = choose_transport(options.weights, options.urls, has_gpu=has_gpu, is_shared=root is not None)
     if setup.adapter is not None:
         client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
     in_folder = transport in {"folder", "adapter"}

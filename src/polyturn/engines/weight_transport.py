@@ -31,12 +31,12 @@ def choose_transport(
     transport: Transport | Literal["auto"], urls: Sequence[str], *, has_gpu: bool = False, is_shared: bool = False
 ) -> Transport:
     """Return the transport to the servers at `urls`; empty for servers that this process starts. `auto` is folder if all
-    servers can read it, otherwise nccl if this process has a GPU, otherwise gloo.
+    servers can read it, otherwise nccl if the trainer has a GPU, otherwise gloo.
 
     Args:
         transport: The configured transport.
         urls: Addresses of running servers.
-        has_gpu: Whether this process has a GPU.
+        has_gpu: Whether the trainer has a GPU.
         is_shared: Whether other machines see the folder too.
 
     Raises:
@@ -51,7 +51,7 @@ def choose_transport(
             "memory; use nccl or gloo, or an engine.weights_folder that both machines see"
         )
     if transport in {"nccl", "ipc"} and not has_gpu:
-        raise ConfigError(f"engine.weights is {transport}, which needs a GPU on this machine; use folder or gloo")
+        raise ConfigError(f"engine.weights is {transport}, which needs a GPU for the trainer; use folder or gloo")
     return transport
 
 
