@@ -84,7 +84,7 @@ class ApptainerSandbox(BaseSandbox):
             "apptainer", "instance", "start", *_CONTAIN, *options, *spec.limit_options(unit="M"), *spec.run_args,
             _source(str(spec.image)), self._name,
         ]  # fmt: skip
-        output = await self._on_host(command, timeout_s=spec.start_timeout_s)
+        output = await self._on_host(command, timeout_s=spec.start_timeout_s, keeps_children=True)
         if output.exit_code != 0:
             raise SandboxSetupError(f"apptainer instance start {spec.image} failed: {last_lines(output)}")
 

@@ -370,12 +370,20 @@ class BaseSandbox:
         if where and not PurePosixPath(where).is_absolute():
             where = str(PurePosixPath(self.workdir) / where)
         command = self._command(argv, cwd=where, env=environ, user=user or self.spec.user)
-        return await self._on_host(command, timeout_s=timeout_s, stdin=stdin, max_bytes=max_bytes)
+        return await self._on_host(command, timeout_s=timeout_s, stdin=stdin, max_bytes=max_bytes, keeps_children=True)
 
     async def _on_host(
-        self, command: Sequence[str], *, timeout_s: float, stdin: bytes = b"", max_bytes: int = MAX_OUTPUT
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        max_bytes: int = MAX_OUTPUT,
+        keeps_children: bool = False,
     ) -> ProgramEnd:
         """Run a program of this machine in a thread; cancelling the call kills the program.
+
+        `keeps_children` is for programs whose children end with the sandbox: its commands, and the program that starts it.
 
         Raises:
             SandboxError: the program cannot be started.
@@ -383,7 +391,13 @@ class BaseSandbox:
         stop = Stopper()
         try:
             output: ProgramEnd = await self._threads.run(
-                run_bounded, command, timeout_s=timeout_s, stdin=stdin, max_bytes=max_bytes, stop=stop
+                run_bounded,
+                command,
+                timeout_s=timeout_s,
+                stdin=stdin,
+                max_bytes=max_bytes,
+                stop=stop,
+                keeps_children=keeps_children,
             )
         except asyncio.CancelledError:
             stop.set()

@@ -3,7 +3,8 @@
     run_bounded(["podman", "ps"], timeout_s=30)  ->  ProgramEnd(exit_code=0, stdout=b"…", stderr=b"", …)
 
 `run_bounded` blocks, so callers use a thread. It waits only for the program itself, and not for children that still hold its
-pipes open; asyncio always waits for both.
+pipes open; asyncio always waits for both. The end of the program ends its children, too, unless the caller lets them stay: a
+server that a command starts inside a sandbox, or the monitor of a container, which ends with its sandbox.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ class Stopper:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_set = False
 
-    def watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Set the program to stop; kill it now if `set` was called before."""
+    def watch(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Set the program to stop, or None once it has ended; kill it now if `set` was called before."""
         with self._lock:
             self._process = process
-            if self.is_set:
+            if self.is_set and process is not None:
                 _kill(process)
 
     def set(self) -> None:
@@ -132,8 +133,9 @@ def run_bounded(
     stdin: bytes = b"",
     max_bytes: int = 1 << 20,
     stop: Stopper | None = None,
+    keeps_children: bool = False,
 ) -> ProgramEnd:
-    """Run a program in a new session until the program itself ends; kill its process group at the deadline.
+    """Run a program in a new session until the program itself ends; then, or at the deadline, kill its process group.
 
     Args:
         command: The program and its arguments.
@@ -141,6 +143,8 @@ def run_bounded(
         stdin: The whole standard input.
         max_bytes: Bytes to keep of stdout, and of stderr; the middle is left out.
         stop: Kills the program from another thread.
+        keeps_children: Whether children in the group may outlive a program that ends by itself. Their output is read for
+            `DRAIN_S` more; what they write later has no reader.
 
     Raises:
         OSError: the program cannot be started.
@@ -160,9 +164,13 @@ def run_bounded(
             if stop is not None:
                 stop.watch(process)
             streams = {process.stdout: Bounded(max_bytes), process.stderr: Bounded(max_bytes)}
-            is_late = _pump(process, streams, stdin, until=time.monotonic() + timeout_s)
+            until = time.monotonic() + timeout_s
+            is_late = _pump(process, streams, stdin, until=until, keeps_children=keeps_children)
         finally:
-            _kill(process)
+            if not (keeps_children and _has_ended(process)):
+                _kill(process)
+            if stop is not None:
+                stop.watch(None)  # from here on, the process is reaped, and its id may be reused
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     with contextlib.suppress(OSError):
@@ -179,7 +187,9 @@ def run_bounded(
     )
 
 
-def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdin: bytes, *, until: float) -> bool:
+def _pump(
+    process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdin: bytes, *, until: float, keeps_children: bool
+) -> bool:
     """Copy bytes between the program and its streams until the program ends; return whether the deadline came first."""
     rest, ended_at = memoryview(stdin), None
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
@@ -193,8 +203,10 @@ def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdi
             selector.register(ends, selectors.EVENT_READ)
         while True:
             now = time.monotonic()
-            if ended_at is None and process.poll() is not None:
+            if ended_at is None and _has_ended(process):
                 ended_at = now
+                if not keeps_children:
+                    _kill(process)
             limit = until if ended_at is None else ended_at + DRAIN_S
             if now >= limit or (ended_at is not None and not any(s in selector.get_map() for s in streams)):
                 return ended_at is None
@@ -213,7 +225,7 @@ def _pump(process: subprocess.Popen[bytes], streams: Mapping[Any, Bounded], stdi
                         process.stdin.close()
                 elif key.fileobj is ends:
                     selector.unregister(key.fileobj)
-                    ends = None if process.poll() is None else ends
+                    ends = ends if _has_ended(process) else None
                 elif data := os.read(key.fd, CHUNK):
                     streams[key.fileobj].add(data)
                 else:
@@ -229,8 +241,15 @@ def _end_of(process: subprocess.Popen[bytes], opened: contextlib.ExitStack) -> i
     return descriptor
 
 
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether the program has ended. It is not reaped, so that its id still means its own process group."""
+    if not hasattr(os, "waitid"):  # macOS with Python before 3.13, where children of an ended program are not killed
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group, unless its id may have been reused."""
-    if process.poll() is None:
+    """Kill the program's process group, unless the program was reaped: its id may then have been reused."""
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

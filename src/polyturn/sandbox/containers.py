@@ -107,7 +107,7 @@ class ContainerSandbox(BaseSandbox):
             "run", "-d", "--name", self._name, "--label", f"{LABEL}={sweeper.mark}",
             *([] if spec.network else ["--network", "none"]), *spec.limit_options(unit="m"),
             *(["-w", spec.workdir] if spec.workdir else []), *spec.run_args, "--entrypoint", "sh", str(self._image),
-            "-c", SLEEP, timeout_s=spec.start_timeout_s,
+            "-c", SLEEP, timeout_s=spec.start_timeout_s, keeps_children=True,
         )  # fmt: skip
         if output.exit_code != 0:
             raise SandboxSetupError(f"{spec.backend} run {self._image} failed: {last_lines(output)}")
@@ -123,8 +123,8 @@ class ContainerSandbox(BaseSandbox):
     async def _end(self) -> None:
         await self._on_host([*_remover(self.spec.backend), self._name], timeout_s=CONTROL_S)
 
-    async def _engine(self, *arguments: str, timeout_s: float = CONTROL_S) -> ProgramEnd:
-        return await self._on_host([self.spec.backend, *arguments], timeout_s=timeout_s)
+    async def _engine(self, *arguments: str, timeout_s: float = CONTROL_S, keeps_children: bool = False) -> ProgramEnd:
+        return await self._on_host([self.spec.backend, *arguments], timeout_s=timeout_s, keeps_children=keeps_children)
 
 
 def _remover(program: str) -> list[str]:

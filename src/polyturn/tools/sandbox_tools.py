@@ -131,7 +131,10 @@ class BashTool(SandboxTool):
     """Runs a command in a shell whose state is kept."""
 
     NAME = "bash"
-    DESCRIPTION = "Run a command in a shell. The folder, variables and functions are kept between calls."
+    DESCRIPTION = (
+        "Run a command in a shell. The folder, variables and functions are kept between calls. Processes in the background "
+        "stay, too; redirect their output to a file."
+    )
     ARGUMENTS: ClassVar = {
         "command": "The command.",
         "timeout": "Seconds after which it is stopped (optional)",
