@@ -250,10 +250,8 @@ class EnvScheduler(EnvironmentLoop):
         self._opponents = {n: make(_seat(episode, self._stage, n)) for n, make in players if make is not None}
 
     async def act(self, action: str) -> StopReason | None:
-        """Take an action and add its rewards to each seat; a limit of the environment counts as truncation."""
+        """Take an action and add its rewards to each seat."""
         self._ended = await super().act(action)
-        if self._ended is not None and self._answer.is_truncated:
-            self._ended = StopReason.MAX_TURNS
         for seat, reward in self._answer.rewards.items():
             self._earned[seat] = self._earned.get(seat, 0.0) + reward
         return self._ended

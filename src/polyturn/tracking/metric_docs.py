@@ -17,7 +17,8 @@ MEANINGS: dict[str, str] = {
     "rollout/success": "Share of the scored trajectories whose outcome reached 1.",
     "rollout/failed": "Share of trajectories that failed; they are left out of the loss.",
     "rollout/cut": "Share of trajectories that a limit on tokens, context or time cut short.",
-    "rollout/out_of_turns": "Share of trajectories that used up their turns (`max_turns`, `max_user_turns`).",
+    "rollout/out_of_turns": "Share of trajectories that used up their turns (`max_turns`, `max_user_turns`, or the "
+    "environment's).",
     "rollout/stop_<reason>": "Trajectories that stopped for this reason.",
     "rollout/state_generating": "Mean number of the step's episodes that were generating, over the time of the step.",
     "rollout/state_tool": "Mean number of the step's episodes that waited for tools, over the time of the step.",

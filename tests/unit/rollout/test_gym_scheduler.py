@@ -106,6 +106,16 @@ async def test_environment_answers_scores_and_ends_the_episode(name: str) -> Non
     assert len(CLOSED) == 1
 
 
+@pytest.mark.parametrize(
+    ("is_goal", "is_limit", "reason"), [(False, True, StopReason.MAX_TURNS), (True, True, StopReason.ENV_DONE)]
+)
+async def test_limit_of_the_environment_is_a_truncation(is_goal: bool, is_limit: bool, reason: StopReason) -> None:
+    t = await run_episode(context(), row(returns=("Over.", 0.5, is_goal, is_limit, {})), id="e")
+    assert t.stop_reason is reason and t.stop_reason.is_truncation is not is_goal
+    assert len(t.turns) == 1 and t.reward.total == 0.5
+    assert t.messages[-1].text == "Over."
+
+
 async def test_row_names_environment_arguments_and_seed() -> None:
     one = context(env="test_async_counter", env_config={"goal": 1})
     t = await run_episode(one, row(), id="e")

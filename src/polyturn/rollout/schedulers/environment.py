@@ -8,7 +8,8 @@
 
 `env_config` names the environment and gives its arguments; the scheduler's `env_config` provides defaults. The reward of
 each step is the turn's score "env"; the reward of a row without a data_source is their sum. A completion that a
-limit cut is still taken as an action, but the episode ends after it, even if the environment is not done.
+limit cut is still taken as an action, but the episode ends after it, even if the environment is not done. An environment
+that returns `truncated` ends the episode as `max_turns` does; its last reward counts.
 """
 
 from __future__ import annotations
@@ -73,10 +74,15 @@ class EnvironmentLoop(MultiTurnScheduler):
         return ended
 
     async def act(self, action: str) -> StopReason | None:
-        """Take an action; return the stop reason if the environment is done, else None."""
+        """Take an action; return the stop reason if the environment is done, else None.
+
+        A limit of the environment counts as truncation, like the run's own limit on turns.
+        """
         assert self._session is not None
         self._answer = await self._session.step(action)
-        return StopReason.ENV_DONE if self._answer.is_done else None
+        if not self._answer.is_done:
+            return None
+        return StopReason.MAX_TURNS if self._answer.is_truncated else StopReason.ENV_DONE
 
     def score(self, turn: OpenTurn) -> None:
         """Add the reward and the info of the last action to the turn."""
