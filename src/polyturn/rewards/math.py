@@ -37,6 +37,9 @@ _PLAIN = (
 _OPENS_ANSWER = ("answer:", "answer is", "answers are")
 _CLOSES_ANSWER = ("is answer", "is the answer", "are answers", "are the answers")
 _EQUATES = ("be ", "is ", "are ", "=", ": ", "get ", "be\n", "is\n", "are\n", ":\n", "get\n")
+_SENTENCE_END = re.compile(r"\.(?:\s+|\Z)")
+_VALUE = re.compile(r"[\d\\]")
+"""A digit, or a command of LaTeX."""
 _NEAR = 1e-4
 _NUMBER = re.compile(r"\\?\$?(-?(?:\d[\d,]{0,30}\.?\d*|\.\d+)(?:e[+-]?\d{1,2})?)(?:\\?%)?")
 _MIXED = re.compile(r"(?:(\d{1,9}) +)?(\d{1,9})/([1-9]\d{0,8})")
@@ -89,20 +92,33 @@ def _numbers(text: str) -> list[float]:
 def stated_answer(text: str) -> str:
     r"""Return the answer that a text states: "so x = 5", "The answer is 5", "5 is the answer", `\boxed{5}`  ->  "5".
 
-    Each of these rules is applied to the result of the rule before, and changes nothing if it does not match: keep the text
-    after "answer:"; before "is the answer"; in the last box; before the last ". "; after "is", "=" and similar words.
+    The text after "answer:" and before "is the answer" counts. Its last box is the answer. Without a box, the answer is
+    the part after "is", "=" and similar words in one sentence: the first sentence after "answer:", else the last one in
+    which a value follows such a word, else the last sentence.
     """
+    whole = text
     for mark in _OPENS_ANSWER:
         text = _behind(text, mark)
+    is_opened = text != whole
     for mark in _CLOSES_ANSWER:
         at = text.lower().rfind(mark)
         text = text if at < 0 else text[:at].strip()
-    text = last_boxed(text) or text
-    if ". " in text:
-        text = text[: text.rfind(". ")].strip()
+    if box := last_boxed(text):
+        return _behind_equation(box)
+    sentences = [sentence for sentence in _SENTENCE_END.split(text) if sentence] or [text]
+    if is_opened:
+        return _behind_equation(sentences[0])
+    for sentence in reversed(sentences):
+        answer = _behind_equation(sentence)
+        if answer != sentence and _VALUE.search(answer):
+            return answer
+    return _behind_equation(sentences[-1])
+
+
+def _behind_equation(sentence: str) -> str:
     for mark in _EQUATES:
-        text = _behind(text, mark)
-    return text
+        sentence = _behind(sentence, mark)
+    return sentence
 
 
 def _behind(text: str, mark: str) -> str:

@@ -46,6 +46,13 @@ def test_every_scorer_is_found_and_scores(module: str, arguments: Any, score: An
     ("text", "truth", "found"),
     [
         ("The answer is 7. I hope it is right", "7", (True, True, "7")),
+        ("The answer is 7. I checked it. It is 2 more than 5. Bye", "7", (True, True, "7")),
+        ("We add 2 and 3. The sum is 5.", "5", (True, True, "5")),
+        ("So x = 1. Then y = 2", "2", (True, True, "2")),
+        ("So x = 5. I hope it is right. Thanks.", "5", (True, True, "5")),
+        ("We add 2 and 3. 5 is the answer", "5", (True, True, "5")),
+        ("We add 2 and 3. 5", "5", (True, True, "5")),
+        ("It is y. The line is y = x.", "x", (True, True, "x")),
         (r"Answer: \boxed{x=7}", "7", (True, True, "7")),
         ("x^2 + y^2 + 4x - 6y + 13", "(x + 2)^2 + (y - 3)^2 ", (True, True, "x^2 + y^2 + 4x - 6y + 13")),
         ("3.14", r"\pi", (True, True, "3.14")),
