@@ -142,7 +142,9 @@ class TrainingStep:
     def _revised(self) -> Revised:
         from polyturn.training.update import Revised
 
-        return Revised(self._groups, self._samples)
+        return Revised(
+            self._groups if self._changed == "groups" else None, self._samples if self._changed == "samples" else None
+        )
 
 
 def _check_list(what: str, value: Any, of: type, *, write: str) -> None:

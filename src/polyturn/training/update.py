@@ -73,13 +73,12 @@ class StepResult(NamedTuple):
 
 
 class Revised(NamedTuple):
-    """Replacements for the groups and samples of a step."""
+    """Replacements for the groups or the samples of a step; samples are made from groups, so at most one of the two."""
 
-    groups: Sequence[TrajectoryGroup]
-    """The same sequence object if the groups are unchanged. Any other sequence is filtered, scored and given advantages
-    again, and `samples` is ignored."""
-    samples: Sequence[TrainSample]
-    """Samples of the step's groups, with advantages."""
+    groups: Sequence[TrajectoryGroup] | None = None
+    """New groups, which are filtered, scored and given advantages again."""
+    samples: Sequence[TrainSample] | None = None
+    """New samples of the step's groups, with advantages."""
 
 
 Revise = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainSample], Mapping[str, float]], Revised]
@@ -154,17 +153,23 @@ class Update:
         """Take the optimizer steps of one training step on its groups: `minibatches` in each of `passes`.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite, or the samples lack arrays that the loss needs.
+            TrainingError: the loss or the gradient is not finite, the samples lack arrays that the loss needs, or `revise`
+                returned both groups and samples.
         """
         settings = self._settings
         kept, samples, parts, estimator_state = self._credit(groups, step=step)
         if self.revise is not None:
             # Changed groups start again with the filters, because filters, scores and advantages depend on them.
             revised = self.revise(step, groups, samples, reduce(merge(parts)))
-            if revised.groups is not groups:
+            if revised.groups is not None and revised.samples is not None:
+                raise TrainingError(
+                    f"`revise` returned new groups and new samples for step {step + 1}; samples are made from groups, so "
+                    "return only one of the two"
+                )
+            if revised.groups is not None:
                 groups = revised.groups
                 kept, samples, parts, estimator_state = self._credit(groups, step=step)
-            else:
+            elif revised.samples is not None:
                 samples = list(revised.samples)
         rejected: set[str] = set()
         with _timed("time/prepare_s", parts):

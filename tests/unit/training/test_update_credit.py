@@ -108,7 +108,7 @@ def test_kl_penalty_reaches_the_advantages() -> None:
 
 def test_step_credited_twice_adapts_the_penalty_once() -> None:
     made, groups = update("grpo", coef=0.1, target=0.5), played()
-    made.revise = lambda step, groups, samples, metrics: Revised(list(groups), samples)
+    made.revise = lambda step, groups, samples, metrics: Revised(groups=list(groups))
     assert made.run(groups, step=0).metrics["policy/kl_in_reward_coef"] == 0.1
     once = 0.1 * (1 - 0.2 * 8 / 10_000)  # 8 trajectories of a KL of 0, of a horizon of 10,000
     assert made.run(groups, step=1).metrics["policy/kl_in_reward_coef"] == pytest.approx(once, rel=1e-7)
@@ -220,10 +220,26 @@ def test_state_of_an_estimator_survives_a_checkpoint() -> None:
 
 def test_step_that_is_credited_twice_moves_the_state_once() -> None:
     once, twice, groups = update("rae"), update("rae"), played()
-    twice.revise = lambda step, groups, samples, metrics: Revised(list(groups), samples)
+    twice.revise = lambda step, groups, samples, metrics: Revised(groups=list(groups))
     for made in (once, twice):
         made.run(groups, step=0)
     assert once.state_dict()["estimator"] == twice.state_dict()["estimator"] != {}
+
+
+def test_new_groups_and_new_samples_are_refused_together() -> None:
+    made = update("grpo")
+    before = parameters(made)
+    made.revise = lambda step, groups, samples, metrics: Revised(groups, samples)
+    refuses(lambda: made.run(played(), step=0), TrainingError, "step 1")
+    assert torch.equal(parameters(made), before)
+
+
+def test_revision_without_changes_is_the_step_itself() -> None:
+    plain, revised, groups = update("grpo"), update("grpo"), played()
+    revised.revise = lambda step, groups, samples, metrics: Revised()
+    for made in (plain, revised):
+        made.run(groups, step=0)
+    assert torch.equal(parameters(plain), parameters(revised))
 
 
 def test_step_that_fails_leaves_the_state() -> None:
