@@ -24,8 +24,8 @@ from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.5
-"""Share of a call's deadline for each of compiling and running."""
+_SHARE = 0.375
+"""Share of a call's deadline for each of compiling and running; a quarter is left for a free sandbox and the network."""
 SLACK_S = 10.0
 """Seconds of the call in addition to the code's run time: waiting for a free sandbox, compiling, and the network."""
 
@@ -36,7 +36,8 @@ class FusionSettings(ServiceSettings):
     sandbox_fusion_url: str = ""
     """The whole URL of run_code; required."""
     default_timeout: Seconds = 30.0
-    """Maximum number of seconds for compiling the code, and for running it."""
+    """Maximum number of seconds for compiling the code, and for running it; each is at most three eighths of the deadline of
+    a call (`rollout.tools.timeout_s`)."""
     default_language: Text = "python"
     memory_limit_mb: AtLeastOne = 1024
     num_workers: AtLeastOne = 10
@@ -59,6 +60,7 @@ class SandboxFusionTool(BaseTool):
             raise ConfigError("sandbox_fusion_url is not set: give the tool the URL of a sandbox's run_code")
         self.sandbox_fusion_url = settings.sandbox_fusion_url
         self.default_timeout = settings.default_timeout
+        self._is_timeout_set = "default_timeout" in settings.model_fields_set
         self.default_language = settings.default_language
         self.memory_limit_mb = settings.memory_limit_mb
         self._max_concurrent = settings.max_concurrent
@@ -76,16 +78,20 @@ class SandboxFusionTool(BaseTool):
         return OpenAIFunctionToolSchema.of("code_interpreter", "Run code and return its output.", {"code": code})
 
     def fit_deadline(self, timeout_s: float) -> None:
-        """Lower the time limits of compiling and running, so that both together fit into a call's deadline."""
+        """Lower the time limits of compiling and running: both together fit into three quarters of a call's deadline.
+
+        A limit from the tool's config is not lowered without a warning.
+        """
         if self.default_timeout > _SHARE * timeout_s:
-            logger.warning(
-                "tool %r: compiling and running take up to %g s each, and the deadline of a call is %g s: each has %g s; "
-                "set a shorter default_timeout, or a longer deadline",
-                self.name,
-                self.default_timeout,
-                timeout_s,
-                _SHARE * timeout_s,
-            )
+            if self._is_timeout_set:
+                logger.warning(
+                    "tool %r: default_timeout is %g s, but compiling and running have %g s each, so that both end before "
+                    "the deadline of a call, %g s; set a shorter default_timeout, or a longer rollout.tools.timeout_s",
+                    self.name,
+                    self.default_timeout,
+                    _SHARE * timeout_s,
+                    timeout_s,
+                )
             self.default_timeout = _SHARE * timeout_s
 
     async def create(

@@ -278,7 +278,16 @@ async def test_calls_wait_for_their_turn_outside_their_deadline() -> None:
 def test_program_ends_before_the_tools_deadline() -> None:
     service, local = sandbox_tool("http://a/", default_timeout=60), PythonSandbox({"allow_unsafe": True, "timeout": 3600})
     Toolbox([service, local], ToolOptions(timeout_s=60))
-    assert (service.default_timeout, local.limits.timeout_s) == (30, 45)
+    assert (2 * service.default_timeout, local.limits.timeout_s) == (45, 45), "a quarter is left to start a sandbox"
+
+
+@pytest.mark.parametrize(("config", "num_warnings"), [({}, 0), ({"default_timeout": 30}, 1), ({"default_timeout": 10}, 0)])
+def test_only_a_limit_of_the_config_is_warned_of(
+    config: dict[str, Any], num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandbox_tool("http://a/", **config).fit_deadline(60)
+    assert len(caplog.messages) == num_warnings
+    assert all("default_timeout" in m and "rollout.tools.timeout_s" in m for m in caplog.messages)
 
 
 # ---- credentials ----------------------------------------------------------------------------------------------------
