@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,8 +92,7 @@ class Partner:
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Number of requests that the model answered, without those that the cache answered. `PolicyPartner` also counts
-        requests that fail."""
+        """Number of requests that the model has answered or is answering, without those that the cache answered."""
 
     def require(self) -> None:
         """Check that the model can be reached.
@@ -117,6 +116,16 @@ class Partner:
 
     async def end(self, session: str) -> None:
         """Forget a conversation, so that its resources can be freed."""
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count a request while it runs, so that concurrent ones stay below a limit; one that fails does not count."""
+        self.num_asked += 1
+        try:
+            yield
+        except BaseException:
+            self.num_asked -= 1
+            raise
 
 
 def partner_of(
@@ -200,13 +209,13 @@ class EndpointPartner(Partner):
         if self._cache is not None and (kept := await self._cache.get(request)) is not None:
             return PartnerReply(**{**kept, "is_cached": True})
         try:
-            async with asyncio.timeout(settings.deadline_s), self._client.in_use():
-                reply = _read(await self._client.ask(body), url=endpoint.url)
+            with self._counting():
+                async with asyncio.timeout(settings.deadline_s), self._client.in_use():
+                    reply = _read(await self._client.ask(body), url=endpoint.url)
         except TimeoutError as problem:
             raise EngineError(
                 f"{endpoint.url} did not answer within {settings.deadline_s:g} s; raise deadline_s, or use a faster server"
             ) from problem
-        self.num_asked += 1
         if self._cache is None:
             return reply
         return PartnerReply(**{**await self._cache.put(request, asdict(reply)), "is_cached": False})
@@ -222,8 +231,8 @@ class PolicyPartner(Partner):
 
     async def say(self, messages: Sequence[Mapping[str, Any]], *, seed: int, session: str | None = None) -> PartnerReply:
         """Return the policy's answer."""
-        self.num_asked += 1
-        reply = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
+        with self._counting():
+            reply = await self.policy.say(messages, seed=seed, session=session, sampling=self._sampling)
         return PartnerReply(
             text=without_thoughts(reply.message.text),
             is_cut=reply.is_cut,

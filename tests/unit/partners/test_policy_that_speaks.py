@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -108,6 +109,26 @@ async def test_partner_speaks_with_its_own_sampling() -> None:
     assert said.text == "Two." and said.version == 0 and partner.num_asked == 1
     (asked,) = one.asked
     assert (asked.sampling.temperature, asked.sampling.max_tokens, asked.session_id) == (0.0, 24, "s")
+
+
+async def test_failed_request_to_a_policy_does_not_count() -> None:
+    gate = asyncio.Event()
+
+    class Fails(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            await gate.wait()
+            raise EngineError("the engine is gone")
+
+    partner = partner_of(
+        PartnerSettings.read({"policy": "opponent"}, who="x"), who="x", policies={"opponent": policy(engine=Fails([]))}
+    )
+    asking = asyncio.create_task(partner.say(TALK, seed=1))
+    await asyncio.sleep(0)
+    assert partner.num_asked == 1, "a running request counts"
+    gate.set()
+    with pytest.raises(EngineError):
+        await asking
+    assert partner.num_asked == 0
 
 
 @pytest.mark.parametrize(
