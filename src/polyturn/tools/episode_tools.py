@@ -253,7 +253,7 @@ class EpisodeTools:
         try:
             returned = await bounded.run(create)
             response = to_response(returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None)
-            content = results.content_of(response, limit=self._toolbox.limit)
+            content = results.content_of(response, text=self._toolbox.limit.cut(response.text or ""))
         except ToolStartError:
             raise
         except PLUGIN_RAISES as problem:
@@ -401,7 +401,8 @@ class EpisodeTools:
 
     def _result(self, call: ToolCall, outcome: ToolOutcome, *, duration_s: float) -> ToolResult:
         """Convert a tool's answer to an observation."""
-        content = results.content_of(outcome.response, limit=self._toolbox.limit)
+        text, num_cut = self._toolbox.limit.cut_and_count(outcome.response.text or "")
+        content = results.content_of(outcome.response, text=text)
         if outcome.reward is not None and self._agent_data is not None:
             self._agent_data.tool_rewards.append(outcome.reward)
         return ToolResult(
@@ -409,7 +410,7 @@ class EpisodeTools:
             name=call.name,
             content=content,
             reward=outcome.reward,
-            metrics=_with_cut(outcome, content),
+            metrics={**outcome.metrics, **_cut_metrics(num_cut)},
             error=results.reported_failure(outcome.metrics),
             duration_s=duration_s,
         )
@@ -435,8 +436,15 @@ class EpisodeTools:
         return self._agent_data
 
     def _failed(self, call: ToolCall, kind: ToolFailure, reason: str, *, duration_s: float = 0.0) -> ToolResult:
-        text = self._toolbox.limit.cut(results.error_text(kind, reason))
-        return ToolResult(call_id=call.id, name=call.name, content=text, error=kind.value, duration_s=duration_s)
+        text, num_cut = self._toolbox.limit.cut_and_count(results.error_text(kind, reason))
+        return ToolResult(
+            call_id=call.id,
+            name=call.name,
+            content=text,
+            metrics=_cut_metrics(num_cut),
+            error=kind.value,
+            duration_s=duration_s,
+        )
 
 
 def _own_copy(value: Any) -> Any:
@@ -448,8 +456,5 @@ def _own_copy(value: Any) -> Any:
     return [_own_copy(inner) for inner in value] if type(value) is list else copy.deepcopy(value)
 
 
-def _with_cut(outcome: ToolOutcome, content: str | tuple[Mapping[str, Any], ...]) -> Mapping[str, Any]:
-    """Return a call's metrics; if its text was cut, they also say by how many characters it became shorter."""
-    text = outcome.response.text or ""
-    kept = content if isinstance(content, str) else str(content[-1].get("text", ""))
-    return {**outcome.metrics, results.CUT_CHARS: len(text) - len(kept)} if len(kept) < len(text) else outcome.metrics
+def _cut_metrics(num_cut: int) -> Mapping[str, Any]:
+    return {results.CUT_CHARS: num_cut} if num_cut else {}

@@ -2,8 +2,8 @@
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 
-All failures have this form, except those that a tool reports with a text of its own (`FAILURE`). `content_of` cuts responses
-to size; `EpisodeTools` cuts the texts of failures.
+All failures have this form, except those that a tool reports with a text of its own (`FAILURE`). `EpisodeTools` cuts the
+texts to size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyturn.core.trajectory import ToolResult
 from polyturn.tokens.multimodal import load_image
 from polyturn.tools.failures import ToolFailure
 from polyturn.tools.schema import ToolResponse
-from polyturn.tools.truncate import WHOLE, ResultLimit
+from polyturn.tools.truncate import well_formed
 
 FAILURE = "failure"
 """Key in the metrics of a tool that reports a failure with a custom text; the value is a kind of `TOLD`."""
@@ -36,7 +36,7 @@ UNAVAILABLE = "unavailable"
 WAITED_S = "waited_s"
 """Key in `ToolResult.metrics` of a tool with a concurrency limit: seconds that the call waited for a slot."""
 CUT_CHARS = "cut_chars"
-"""Key in `ToolResult.metrics` of a result that was cut: by how many characters the text became shorter."""
+"""Key in `ToolResult.metrics` of a result that was cut: how many characters are left out."""
 
 
 def error_text(kind: ToolFailure, reason: str) -> str:
@@ -79,13 +79,17 @@ def call_metrics(result: ToolResult) -> Metrics:
     return counted
 
 
-def content_of(response: ToolResponse, *, limit: ResultLimit = WHOLE) -> str | tuple[Mapping[str, Any], ...]:
+def content_of(response: ToolResponse, *, text: str | None = None) -> str | tuple[Mapping[str, Any], ...]:
     """Convert a response to the content of a tool message: text, or images, videos and then text as parts.
+
+    Args:
+        response: The response.
+        text: Its text after a cut; None takes the whole text.
 
     Raises:
         DataError: an image or video cannot be read.
     """
-    text = limit.cut(response.text or "")
+    text = well_formed(response.text or "") if text is None else text
     parts: list[Mapping[str, Any]] = [{"type": "image", "image": _medium_of("image", item)} for item in response.image or ()]
     parts += [{"type": "video", "video": _medium_of("video", item)} for item in response.video or ()]
     if not parts:

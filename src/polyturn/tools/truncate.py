@@ -15,7 +15,11 @@ from polyturn.tokens.codec import Codec
 
 TruncateSide = Literal["left", "right", "middle"]
 
-_SIDES = ("left", "right", "middle")
+_MARKS: dict[TruncateSide, str] = {
+    "left": "(truncated)...",
+    "right": "...(truncated)",
+    "middle": "...(truncated)...",
+}
 _WINDOW = 256
 """Number of characters on either side of a cut that are searched for control texts."""
 _CHARS_PER_TOKEN = 6
@@ -30,7 +34,7 @@ def check_side(side: str) -> None:
     Raises:
         ConfigError: the name is unknown.
     """
-    if side not in _SIDES:
+    if side not in _MARKS:
         raise ConfigError(f"truncate_side is {side!r}; use 'left' (keeps the tail), 'right' (keeps the head) or 'middle'")
 
 
@@ -53,15 +57,22 @@ class ResultLimit:
 
     def cut(self, text: str) -> str:
         """Return the part of `text` that satisfies both limits."""
+        return self.cut_and_count(text)[0]
+
+    def cut_and_count(self, text: str) -> tuple[str, int]:
+        """Return the part of `text` that satisfies both limits, and how many characters are left out.
+
+        A short cut may make the text longer, because of the mark in place of the rest.
+        """
+
+        def num_left_out(cut: str) -> int:
+            return 0 if cut == text else len(text) + len(_MARKS[self.side]) - len(cut)
+
         cut = truncate(text, max_chars=self.max_chars, side=self.side, codec=self.codec)
         if self.max_tokens is not None and self.codec is not None:
             fewer = truncate_tokens(text, max_tokens=self.max_tokens, side=self.side, codec=self.codec)
-            cut = min(cut, fewer, key=len)
-        return well_formed(cut)
-
-
-WHOLE = ResultLimit()
-"""No limit."""
+            cut = max(cut, fewer, key=num_left_out)
+        return well_formed(cut), num_left_out(cut)
 
 
 def truncate(text: str, *, max_chars: int | None, side: TruncateSide = "middle", codec: Codec | None = None) -> str:
@@ -116,10 +127,10 @@ def well_formed(text: str) -> str:
 
 def _joined(text: str, head_end: int, tail_start: int, side: TruncateSide) -> str:
     if side == "left":
-        return "(truncated)..." + text[tail_start:]
+        return _MARKS[side] + text[tail_start:]
     if side == "right":
-        return text[:head_end] + "...(truncated)"
-    return f"{text[:head_end]}...(truncated)...{text[tail_start:]}"
+        return text[:head_end] + _MARKS[side]
+    return f"{text[:head_end]}{_MARKS[side]}{text[tail_start:]}"
 
 
 def _kept_head(spans: list[tuple[int, int]], count: int) -> int:

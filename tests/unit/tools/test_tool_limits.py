@@ -216,6 +216,37 @@ def test_cut_by_tokens_keeps_the_documented_side(side: Any):
     assert cut.endswith("2998 2999") == (side != "right")
 
 
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("num_cut", [0, 1, 13, 17, 18])
+async def test_short_cut_is_counted_too(side: Any, num_cut: int):
+    text = "".join(str(i % 10) for i in range(100))
+    box = Toolbox([Answers(text)], ToolOptions(max_result_chars=100 - num_cut, truncate_side=side))
+    (result,) = await ask(box, call("tool"))
+    assert result.metrics.get("cut_chars", 0) == num_cut
+    assert ("(truncated)" in result.content) == (num_cut > 0)
+
+
+async def test_cut_of_an_error_is_counted():
+    @polyturn.tool
+    async def fails() -> str:
+        """Fail with many words."""
+        raise ToolError("x" * 500)
+
+    (result,) = await ask(Toolbox([fails], ToolOptions(max_result_chars=100)), call("fails"))
+    assert result.error == "tool_error" and result.metrics["cut_chars"] > 400
+
+
+async def test_joined_surrogates_are_no_cut():
+    (result,) = await ask(Toolbox([Answers("a\ud83d\ude00b")], ToolOptions(max_result_chars=100)), call("tool"))
+    assert result.metrics == {}
+
+
+def test_stricter_of_two_limits_applies_to_a_short_cut():
+    text = "x" * 20
+    cut = ResultLimit(max_chars=19, max_tokens=1000, side="right", codec=tiny_codec()).cut(text)
+    assert cut == "x" * 19 + "...(truncated)"
+
+
 def test_windows_that_meet_keep_the_text(monkeypatch: pytest.MonkeyPatch):
     codec, text = tiny_codec(), "x" * 2500
     monkeypatch.setattr(
