@@ -83,6 +83,10 @@ class TaskMix(TaskSampler):
                 raise ConfigError(
                     f"the sampler mix has no weight for the data_source {name!r} with {len(rows)} tasks; 0 leaves them out"
                 )
+        self._source_of = np.empty(len(tasks), np.int32)
+        """[task] the index of its source."""
+        for source, rows in enumerate(self._sources.values()):
+            self._source_of[rows] = source
         self._settings = settings
         self._per_step = per_step
         self._state = state or MixState()
@@ -106,7 +110,7 @@ class TaskMix(TaskSampler):
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
         """Return a replacement for the task of visit `number`, from the same source."""
-        source = next(tasks for tasks in self._sources.values() if visit.task in tasks)
+        source = list(self._sources.values())[self._source_of[visit.task]]
         return random.Random(f"{self._seed}/{number}/{attempt}").choice(source)
 
     def visits(self, epochs: int) -> int:

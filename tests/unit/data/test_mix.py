@@ -11,6 +11,7 @@ import pytest
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.data.mix import MixState, TaskMix
 from polyturn.data.options import MixOptions
+from polyturn.data.sampler import Visit
 from polyturn.testing.episodes import task
 from support.refusals import refuses
 
@@ -88,6 +89,24 @@ def test_substitute_task_is_of_the_same_source():
     for number in range(16):
         visit = sampler.at(number)
         assert TASKS[sampler.instead(visit, number=number, attempt=0)].data_source == TASKS[visit.task].data_source
+
+
+def test_replacement_is_drawn_without_a_search_of_the_tasks():
+    class Compared(int):
+        """A task's index that counts how often it is compared."""
+
+        count = 0
+
+        def __eq__(self, other: object) -> bool:
+            Compared.count += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    sampler = mix({"a": 1, "b": 1, "c": 1})
+    visit = Visit(0, Compared(len(TASKS) - 1))
+    assert TASKS[sampler.instead(visit, number=0, attempt=0)].data_source == TASKS[-1].data_source
+    assert Compared.count == 0
 
 
 @pytest.mark.parametrize(
