@@ -34,14 +34,16 @@ def passed_an_author(problem: BaseException) -> bool:
 
 
 def describe_position(frames: list[FrameType]) -> str:
-    """Describe the outermost function in a stack that is neither polyturn's nor Python's; "" if there is none.
+    """Describe the outermost function of a plug-in author in a stack; "" if only polyturn and Python are in it.
 
+    A function of an installed package is described if the stack has none of an author: the plug-in may be installed.
     `frames` begins with the outermost frame. "now at" is the line of the innermost frame outside the standard library.
     """
-    frames_of_user = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
-    first = next((frame for frame in frames_of_user if not is_ours(frame.f_code.co_filename)), None)
-    if first is None:
+    outside = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]
+    foreign = [frame for frame in outside if not is_ours(frame.f_code.co_filename)]
+    if not foreign:
         return ""
-    at = frames_of_user[-1]
+    first = next((frame for frame in foreign if is_an_authors(frame.f_code.co_filename)), foreign[0])
+    at = outside[-1]
     name, defined = first.f_code.co_qualname, f"{first.f_code.co_filename}:{first.f_code.co_firstlineno}"
     return f"{name} ({defined}, now at {at.f_code.co_filename}:{at.f_lineno})"
