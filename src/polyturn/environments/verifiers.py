@@ -11,6 +11,7 @@ interpreter `env.kwargs.python`, which needs verifiers and the environment's mod
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
@@ -26,6 +27,8 @@ from polyturn.environments.json_subprocess import JsonSubprocess, WorkerRefusal
 from polyturn.rollout.env import Env
 from polyturn.rollout.scheduler import MultiTurnScheduler
 from polyturn.serving.openai.scheduler import BlackBox
+
+logger = logging.getLogger(__name__)
 
 INSTALL = "verifiers"
 LEGACY = "'verifiers<0.4'"
@@ -84,12 +87,23 @@ class Verifiers(Adapter):
         raise SchedulerError(f"env {self.name!r} runs its own loop; run it with its own scheduler")
 
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
-        """Return the first rows of the environment's dataset for the split."""
+        """Return the first rows of the environment's dataset for the split.
+
+        A taskset has one list for both splits: evaluation takes its tasks from the first seed on, which is behind those of
+        training.
+        """
         try:
-            rows = self._worker.ask("rows", split=split, num=len(seeds), timeout_s=START_S)
+            answer = self._worker.ask("rows", split=split, first=seeds.start, num=len(seeds), timeout_s=START_S)
         except WorkerRefusal as problem:
             raise DataError(f"env {self.name!r} has no {split} dataset: {_advice(problem, '', '')}") from problem
-        return [self._task(row, split, index) for index, row in enumerate(rows)]
+        if answer["is_trained"]:
+            logger.warning(
+                "env %r has no task from number %d on, so evaluation uses tasks of training; lower env.tasks to leave some "
+                "for evaluation, or set env.eval_tasks: 0",
+                self.name,
+                seeds.start,
+            )
+        return [self._task(row, split, index) for index, row in enumerate(answer["rows"], answer["first"])]
 
     def scheduler(self) -> MultiTurnScheduler:
         """Return the scheduler that runs the environment's own loop."""

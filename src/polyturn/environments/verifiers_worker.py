@@ -47,9 +47,9 @@ class LegacyEnvironment:
                 "the environment scores the rollouts of a group together, but polyturn scores each episode separately"
             )
 
-    async def rows(self, split, num):
+    async def rows(self, split, first, num):
         dataset = self._env.get_eval_dataset(n=num) if split == "eval" else self._env.get_dataset(n=num)
-        return dataset.to_list()
+        return {"rows": dataset.to_list(), "first": 0, "is_trained": False}
 
     async def rollout(self, input, base_url, api_key, model):
         import openai
@@ -103,8 +103,14 @@ class TasksetEnvironment:
         self._taskset = vf.load_environment(self._config).taskset
         self._numbers = itertools.count()
 
-    async def rows(self, split, num):
-        return [task.data.model_dump(mode="json") for task in itertools.islice(iter(self._taskset), num)]
+    async def rows(self, split, first, num):
+        """Return the first tasks for training, and those from `first` on for evaluation: a taskset has no splits."""
+        first = first if split == "eval" else 0
+        tasks = list(itertools.islice(iter(self._taskset), first, first + num))
+        is_trained = first > 0 and not tasks
+        if is_trained:
+            first, tasks = 0, list(itertools.islice(iter(self._taskset), num))
+        return {"rows": [t.data.model_dump(mode="json") for t in tasks], "first": first, "is_trained": is_trained}
 
     async def rollout(self, input, base_url, api_key, model):
         vf, kind = self._vf, type(self._taskset).task_type()

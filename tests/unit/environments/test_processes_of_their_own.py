@@ -161,6 +161,23 @@ def test_taskset_asks_the_endpoint_and_scores_the_episode(tasksets: dict[str, An
     assert [turn.message.text for turn in right.turns] == ["It is 7."]
 
 
+def test_taskset_gives_evaluation_other_tasks(tasksets: dict[str, Any], caplog: pytest.LogCaptureFixture):
+    adapter = find_adapter("verifiers:vf_taskset", {**tasksets, "num": 6}, base=HERE)
+
+    def ids_and_texts(split: str, seeds: range) -> list[tuple[str, str]]:
+        return [(t.id.rpartition("-")[2], t.prompt[-1].text) for t in adapter.tasks(split=split, seeds=seeds)]
+
+    def numbered(*numbers: int) -> list[tuple[str, str]]:
+        return [(str(n), f"What is {n} + 7?") for n in numbers]
+
+    assert ids_and_texts("train", range(4)) == numbered(0, 1, 2, 3)
+    assert ids_and_texts("eval", range(4, 12)) == numbered(4, 5)
+    assert not caplog.messages
+    assert ids_and_texts("eval", range(6, 8)) == numbered(0, 1)
+    assert "env.eval_tasks" in caplog.messages[0] and "vf_taskset" in caplog.messages[0]
+    adapter.close()
+
+
 def test_module_without_a_taskset_is_refused(tasksets: dict[str, Any]):
     refuses(lambda: find_adapter("verifiers:vf_talk", tasksets, base=HERE), ConfigError, "'vf_talk'", "verifiers<0.4")
 
