@@ -111,7 +111,7 @@ async def test_default_history_keeps_all_reasoning(template: str) -> None:
 async def test_sanity_check_counts_stripped_reasoning(caplog: pytest.LogCaptureFixture) -> None:
     trajectory, _, _ = await told("strips_reasoning", at_inference=False)
     assert trajectory.metrics["sanity_reasoning_stripped"] == 2.0  # both turns but the last
-    assert [message.partition("(strict) in e: ")[2].split()[0] for message in caplog.messages] == [
+    assert [message.partition("token check of e: ")[2].split()[0] for message in caplog.messages] == [
         "reasoning_stripped",
         "whitespace",
     ]

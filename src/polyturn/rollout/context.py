@@ -40,10 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TOOL_SETS = 256
 """The most tool lists of agents (`encoder_listing`) for which an encoder is cached."""
-_EXPECTED = (
-    ". The template or the model writes such text in its own way, and nothing needs to be done; "
-    "rollout.tokenization_sanity_check_mode=ignore_strippable keeps these lines out of the log"
-)
+_EXPECTED = " (rollout.tokenization_sanity_check_mode: ignore_strippable hides this line)"
 """The end of the warning about a difference with a known, harmless cause."""
 
 
@@ -191,20 +188,16 @@ class RolloutContext:
         return is_on and (self._num_finished - 1) % self.sanity_every == 0
 
     def warn_of(self, difference: sanity.Difference, *, where: str) -> None:
-        """Warn about a difference between an episode's ids and a full render, once for each kind and run.
+        """Warn in one line about a difference between an episode's ids and a full render, once for each kind and run.
 
         Mode `strict` warns about every kind, the other modes only about unexplained differences.
         """
         is_due = self.sanity_mode == "strict" or difference.kind == sanity.UNEXPLAINED
         if is_due and difference.kind not in self.reported:
             self.reported[difference.kind] += 1
-            logger.warning(
-                "Inconsistent training and inference tokenization detected (%s) in %s: %s; the sampled ids are kept%s",
-                self.sanity_mode,
-                where,
-                difference,
-                "" if difference.kind == sanity.UNEXPLAINED else _EXPECTED,
-            )
+            hint = "" if difference.kind == sanity.UNEXPLAINED else _EXPECTED
+            logger.warning("token check of %s: %s%s", where, difference, hint)
+            logger.debug("%s has %r where its template would write %r", where, difference.kept, difference.full)
 
     @property
     def num_live_interactions(self) -> int:

@@ -42,6 +42,15 @@ UNEXPLAINED = KINDS[-1]
 """The kind that may be an error. The other kinds result from how the template writes past turns or how the model writes
 text; then the sampled ids are right."""
 
+_CAUSES = {
+    "generation_prompt": "the template opens past turns differently from the generation prompt",
+    "merge": "the model sampled a text in other tokens than the tokenizer chooses",
+    "whitespace": "the template writes other white space than the model",
+    "tool_call_json": "the template writes a tool call in another form than the model",
+    "reasoning_stripped": "the template writes a past turn without its reasoning, or changes the reasoning",
+    "end_token": "the template ends a past turn with another token than the model",
+}
+"""Kind -> its harmless cause, as a sentence."""
 _STRIPPABLE = ("merge", "whitespace")
 _CONTEXT = 10
 
@@ -64,12 +73,13 @@ class Difference:
     """The text of the full render around the same position."""
 
     def __str__(self) -> str:
-        if self.kept == self.full:
-            return (
-                f"{self.kind} at token {self.index}: the text {self.kept!r} is the same, in other tokens: the model sampled "
-                "it in pieces that the tokenizer would not choose"
-            )
-        return f"{self.kind} at token {self.index}: the episode has {self.kept!r}, its template would write {self.full!r}"
+        """One line: what differs, and what to do."""
+        if (cause := _CAUSES.get(self.kind)) is not None:
+            return f"{self.kind} at token {self.index}: {cause}; nothing to do, the sampled ids are trained"
+        return (
+            f"{self.kind} at token {self.index}: the episode has {self.kept!r}, its template would write {self.full!r}; the "
+            "sampled ids are trained; check that the template does not rewrite its history (`polyturn check`)"
+        )
 
 
 def check_mode(mode: str) -> str:
