@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from polyturn.core.arrays import Floats, Ids
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import AlignmentError, ConfigError, plugin_errors_as
 from polyturn.core.reward import brief
 from polyturn.core.trajectory import Segment, SpanSource, Trajectory, Turn
@@ -149,13 +150,15 @@ class LossScale:
                 weights_of_turns = [np.asarray(weights, np.float32) for weights in strategy(turns)]
             if len(weights_of_turns) != len(turns):
                 raise AlignmentError(
-                    f"loss_scale {self.name!r} gave weights for {len(weights_of_turns)} turns; there are {len(turns)}"
+                    f"loss_scale {self.name!r} gave weights for {len(weights_of_turns)} turns; return one entry for each of "
+                    f"the {len(turns)} turns{defined_at(strategy)}"
                 )
             for one, values in zip(turns, weights_of_turns, strict=True):
                 if values.shape not in ((), (len(one.ids),)) or not np.isfinite(values).all():
                     raise AlignmentError(
                         f"loss_scale {self.name!r} gave the weights {brief(values.tolist())} for the {len(one.ids)} tokens "
                         f"of turn {one.turn.index} of trajectory {trajectory.id!r}; give a finite number, or one for each"
+                        f"{defined_at(strategy)}"
                     )
                 factors[one.turn.index] = factors[one.turn.index] * values  # [N], or one number for all tokens of the turn
         parts, used = [np.empty(0, np.float32)], dict.fromkeys(factors, 0)

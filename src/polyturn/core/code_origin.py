@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import os
 import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 OURS = str(Path(__file__).parents[1]) + "/"
 """The folder of polyturn. Links are not resolved, because a code object has the path that it was imported by."""
@@ -31,6 +35,31 @@ def is_an_authors(filename: str) -> bool:
 def passed_an_author(problem: BaseException) -> bool:
     """Return whether an exception passed through a plug-in author's code on its way here."""
     return any(is_an_authors(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(problem.__traceback__))
+
+
+def defined_at(code: Any) -> str:
+    """Return the position of an author's function, class or object as " (tutor.py, line 12)"; "" for code of anyone else.
+
+    The position of an object is that of its class.
+    """
+    while isinstance(code, functools.partial):
+        code = code.func
+    try:
+        code = inspect.unwrap(code)
+        if not (inspect.isfunction(code) or inspect.ismethod(code) or isinstance(code, type)):
+            code = type(code)
+        file = inspect.getsourcefile(code)
+        if file is None or not is_an_authors(file):
+            return ""
+        line = inspect.getsourcelines(code)[1] if isinstance(code, type) else code.__code__.co_firstlineno
+    except (TypeError, ValueError, AttributeError, OSError, SyntaxError):  # without source, as in an interactive session
+        return ""
+    return line_of(file, line)
+
+
+def line_of(file: str, line: int) -> str:
+    """Return a line of a file as the end of a message: " (tutor.py, line 12)"."""
+    return f" ({os.path.basename(file)}, line {line})"
 
 
 def describe_position(frames: list[FrameType]) -> str:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
-from polyturn.core.code_origin import is_an_authors
+from polyturn.core.code_origin import defined_at, is_an_authors, line_of
 from polyturn.core.printable import printable
 from polyturn.core.secrets import scrubbed
 
@@ -188,7 +187,7 @@ def raised_at(error: BaseException) -> str:
     if (location := raised_by_author(error)) is None:
         return ""
     last = [f for f in traceback.extract_tb(location[2]) if is_an_authors(f.filename)][-1]
-    return f" ({os.path.basename(last.filename)}, line {last.lineno})"
+    return line_of(last.filename, last.lineno or 0)
 
 
 @contextlib.contextmanager
@@ -203,6 +202,18 @@ def plugin_errors_as(what: str, error: type[PolyturnError]) -> Iterator[None]:
         raise
     except PLUGIN_RAISES as problem:
         raise error(f"{what} raised {one_line(problem)}{raised_at(problem)}") from problem
+
+
+@contextlib.contextmanager
+def errors_at(code: object) -> Iterator[None]:
+    """Add the line that defines an author's function or class to a `PolyturnError` about it."""
+    try:
+        yield
+    except PolyturnError as problem:
+        at = defined_at(code)
+        if not at or str(problem).endswith(at):
+            raise
+        raise type(problem)(f"{problem}{at}") from problem
 
 
 MAX_LINE = 10_000

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, did_you_mean, one_line
 from polyturn.core.task import Task, select_tools
 from polyturn.data.rows import task_from_row
@@ -246,18 +247,27 @@ def generate_tasks(path: NameOrObject, *, split: str, base: Path | None = None, 
     try:
         inspect.signature(make).bind(**kwargs)
     except TypeError as problem:
-        raise ConfigError(f"the task generator {path!r} does not accept {kwargs!r}: {one_line(problem)}") from problem
+        raise ConfigError(
+            f"the task generator {path!r} does not accept {kwargs!r}: {one_line(problem)}; change the key `kwargs`, or the "
+            f"function's parameters{defined_at(make)}"
+        ) from problem
     tasks = make(**kwargs)
     if not isinstance(tasks, Sequence) or isinstance(tasks, str):
         raise DataError(
-            f"the task generator {path!r} returned a {type(tasks).__name__}; it must return a sequence of rows or Task"
+            f"the task generator {path!r} returned a {type(tasks).__name__}; return a sequence of rows or of Task"
+            f"{defined_at(make)}"
         )
     if not tasks:
-        raise DataError(f"the task generator {path!r} returned no task for {kwargs!r}")
+        raise DataError(
+            f"the task generator {path!r} returned no task for {kwargs!r}; return at least one{defined_at(make)}"
+        )
     if isinstance(tasks[0], Mapping):
         return TaskDataset.of(tasks, split=split, name=str(path))
     if not isinstance(tasks[0], Task):
-        raise DataError(f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}, not of rows or Task")
+        raise DataError(
+            f"the task generator {path!r} returned a sequence of {type(tasks[0]).__name__}; return rows or Task"
+            f"{defined_at(make)}"
+        )
     return tasks
 
 

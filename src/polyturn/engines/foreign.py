@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import EngineError, one_line, plugin_errors_as, raised_at
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import Engine, EngineCapabilities
@@ -41,7 +42,9 @@ class ForeignEngine(EngineWrapper):
         with plugin_errors_as(what, EngineError):
             capabilities: object = self.engine.capabilities
         if not isinstance(capabilities, EngineCapabilities):
-            raise EngineError(f"{what} returned {brief(capabilities)}; it must be an EngineCapabilities")
+            raise EngineError(
+                f"{what} returned {brief(capabilities)}; return an EngineCapabilities{defined_at(type(self.engine))}"
+            )
         return capabilities
 
     @property
@@ -63,7 +66,7 @@ class ForeignEngine(EngineWrapper):
         self.bounded.check_abandoned(f"the engine {type(self.engine).__name__}")
         completion = await self._ask("generate", request)
         if problem := self._problem(completion, request):
-            raise EngineError(f"{self._call('generate')} returned {problem}")
+            raise EngineError(f"{self._call('generate')} returned {problem}{defined_at(self.engine.generate)}")
         return completion  # type: ignore[no-any-return]
 
     async def abort(self, request_id: str) -> None:

@@ -30,6 +30,7 @@ from polyturn.core.errors import (
     UnknownNameError,
     did_you_mean,
     one_line,
+    raised_at,
 )
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Tool
@@ -211,9 +212,9 @@ def check_kwargs(make: Callable[[], Any], *, name: str, kwargs: Mapping[str, Any
         raise
     except PLUGIN_RAISES as problem:  # a package may raise anything for arguments that it does not accept
         details = (
-            f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs"
+            f" with kwargs {dict(kwargs)!r:.200}: {one_line(problem)}; change env.kwargs{raised_at(problem)}"
             if kwargs
-            else f": {one_line(problem)}"
+            else f": {one_line(problem)}{raised_at(problem)}"
         )
         raise ConfigError(f"env {name!r} cannot be made{details}") from problem
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError
 from polyturn.core.reward import brief
 
@@ -91,18 +92,21 @@ def check_class(cls: type, shape: Shape, *, where: str = "") -> None:
         if strangers:
             stranger, name = max(((s, n) for s in strangers for n in group), key=lambda pair: _likeness(*pair))
             name = name if _likeness(stranger, name) >= _FAR else group[0]
-            raise ConfigError(f"{name_of} defines `{stranger}`, but {shape.what} needs `{name}`: did you mean that?")
+            raise ConfigError(
+                f"{name_of} defines `{stranger}`, but {shape.what} needs `{name}`: did you mean that?"
+                f"{defined_at(getattr(cls, stranger))}"
+            )
         example = f"; write `{shape.calls[group[0]].write}`" if group[0] in shape.calls else ""
         if group not in shape.needs:
             example = f"; inherit polyturn.{shape.bases[0].__name__}, which has it"
-        raise ConfigError(f"{name_of} defines no `{group[0]}`, and {shape.what} needs it{example}")
+        raise ConfigError(f"{name_of} defines no `{group[0]}`, and {shape.what} needs it{example}{defined_at(cls)}")
 
     for name in strangers:
         likely = max(sorted(known), key=lambda n: _likeness(name, n))
         if likely not in own and _likeness(name, likely) >= _NEAR:
             raise ConfigError(
                 f"{name_of} defines `{name}`, which nothing calls: did you mean `{likely}`? A helper of its own may be "
-                f"called `_{name}`"
+                f"called `_{name}`{defined_at(getattr(cls, name))}"
             )
     for name, call in shape.calls.items():
         if name in own:
@@ -123,7 +127,9 @@ def check_function(function: Any, call: CallShape, *, where: str) -> None:
         ConfigError: the first problem found.
     """
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(f"{where} is {brief(function)}, which is not a function; write `{call.write}`")
+        raise ConfigError(
+            f"{where} is {brief(function)}, which is not a function; write `{call.write}`{defined_at(function)}"
+        )
     _check_call(function, call, where=where)
 
 
@@ -134,7 +140,9 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
         ConfigError: the function is a generator.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"{where} has `yield` in it, so that a call of it gives nothing; write `return`")
+        raise ConfigError(
+            f"{where} has `yield` in it, so that a call of it gives nothing; write `return`{defined_at(function)}"
+        )
 
 
 def num_positional(function: Callable[..., Any]) -> int | None:
@@ -190,7 +198,7 @@ def _check_call(function: Callable[..., Any], call: CallShape, *own: None, where
             return
         names = ", ".join(_STARS.get(p.kind, "") + p.name for p in parameters)
         raise ConfigError(
-            f"{where} takes ({names}) and cannot be called as it is ({problem}); write `{call.write}`"
+            f"{where} takes ({names}) and cannot be called as it is ({problem}); write `{call.write}`{defined_at(function)}"
         ) from problem
 
 

@@ -40,6 +40,7 @@ from polyturn.core.errors import (
     UnknownNameError,
     did_you_mean,
     one_line,
+    raised_at,
 )
 from polyturn.infra.live import LiveObject, NameOrObject
 
@@ -368,7 +369,8 @@ def _load_plugin(path: Path) -> ModuleType:
         sys.modules.pop(name, None)
         if isinstance(problem, PolyturnError):
             raise
-        raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {one_line(problem)}") from problem
+        reason = f"{one_line(problem)}{raised_at(problem)}"
+        raise MissingModuleError(f"the plug-in {str(path)!r} fails when imported: {reason}") from problem
     logger.info("plug-in %s (sha256 %s)", path, hashlib.sha256(path.read_bytes()).hexdigest()[:12])
     return module
 
@@ -378,8 +380,8 @@ def _import_module(name: str) -> ModuleType:
         return _with_stand_in(importlib.import_module, name)
     except PLUGIN_RAISES as problem:
         raise MissingModuleError(
-            f"the module {name!r} cannot be imported ({one_line(problem)}); check its spelling, and that its folder is "
-            f"installed or on PYTHONPATH{_installed_hint(problem)}"
+            f"the module {name!r} cannot be imported ({one_line(problem)}){raised_at(problem)}; check its spelling, "
+            f"and that its folder is installed or on PYTHONPATH{_installed_hint(problem)}"
         ) from problem
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line, raised_at
 from polyturn.infra.live import LiveObject, NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class, has_parameter, lacks
@@ -138,7 +138,8 @@ def initialize_interactions_from_config(
             more |= {"policies": policies or {}} if lacks(cls, "policies") else {}
             out[name] = cls({**entry.config, "name": name}, **more)
         except PLUGIN_RAISES as problem:
-            raise ConfigError(f"{entry.where}: {_class_of(cls).__name__}(config) raised {one_line(problem)}") from problem
+            reason = f"{one_line(problem)}{raised_at(problem)}"
+            raise ConfigError(f"{entry.where}: {_class_of(cls).__name__}(config) raised {reason}") from problem
     return out
 
 

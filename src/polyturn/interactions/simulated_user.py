@@ -24,6 +24,7 @@ from uuid import uuid4
 
 from pydantic import model_validator
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, InteractionError, one_line
 from polyturn.core.seeds import derive_seed
 from polyturn.infra.deadline import CallWithDeadline
@@ -246,7 +247,9 @@ class SimulatedUser(ViewInteraction):
         assert self._predicate is not None
         answer = await self._bounded.run(functools.partial(self._predicate, messages))
         if answer not in (True, False, None):
-            raise InteractionError(f"{self._who}: stop_when returned {answer!r:.100}; return True or False")
+            raise InteractionError(
+                f"{self._who}: stop_when returned {answer!r:.100}; return True or False{defined_at(self._predicate)}"
+            )
         return bool(answer)
 
     def _instructions(self, kwargs: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ class Batch(Generic[T]):
         try:
             returned = list(await self._call([item for item, _ in batch]))
             if len(returned) != len(batch):
-                raise RewardError(f"it returned {len(returned)} scores for {len(batch)} trajectories")
+                raise RewardError(f"{len(returned)} scores were returned for {len(batch)} trajectories; return one for each")
         except Exception as problem:
             for _, result in batch:
                 if not result.done():

@@ -21,7 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyturn.core.errors import PLUGIN_RAISES, ConfigError, RewardError, one_line
+from polyturn.core.code_origin import defined_at
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, RewardError, errors_at, one_line, raised_at
 from polyturn.core.messages import to_openai
 from polyturn.core.task import Task, ToolKwargs
 from polyturn.core.trajectory import Trajectory
@@ -75,18 +76,20 @@ class RewardFunction:
             ConfigError: `function` is not a function, or its parameters fit no form.
         """
         if not callable(function) or isinstance(function, type):
-            raise ConfigError(f"reward {name!r} is {function!r:.100}; it must be a function")
+            raise ConfigError(f"reward {name!r} is {function!r:.100}; give a function of a trajectory{defined_at(function)}")
         refuse_generator(function, where=f"reward {name!r}")
         self.name = name
         self._function = function
-        parameters = _parameters(function, name=name)
+        with errors_at(function):
+            parameters = _parameters(function, name=name)
         self._kwargs = {**{k: v for k, v in (supplies or {}).items() if lacks(function, k)}, **(kwargs or {})}
         self._options = options or CallOptions()
         self.limit = CallRateLimit(self._options.rate)
         """The rate limit of the calls, shared by the functions of a run."""
         self._is_quick = any(function is quick for quick in QUICK)
         self._bounded = CallWithDeadline(name=f"reward-{name}", timeout_s=self._options.timeout_s)
-        self._accepted = _inputs(parameters, self._kwargs, name=name)
+        with errors_at(function):
+            self._accepted = _inputs(parameters, self._kwargs, name=name)
         self._called = function
         num_processes = self._options.num_processes
         if source and num_processes and self._accepted is not None and not inspect.iscoroutinefunction(function):
@@ -141,11 +144,12 @@ class RewardFunction:
                     returned = await self._run(**{k: v for k, v in arguments.items() if k in self._accepted})
             return _score_of(returned)
         except RewardError as problem:
-            raise RewardError(f"{where}: {problem}") from problem
+            raise RewardError(f"{where}: {problem}{raised_at(problem) or defined_at(self._function)}") from problem
         except (DeadlineError, LateCallError) as problem:
             raise RewardError(f"{where}: {problem}; raise reward.timeout_s or make it quicker") from problem
         except PLUGIN_RAISES as problem:  # reading the returned value may raise too, if it is of a user's class
-            raise RewardError(f"{where}: it failed with {one_line(problem)}") from problem
+            at = raised_at(problem) or defined_at(self._function)
+            raise RewardError(f"{where} failed with {one_line(problem)}{at}") from problem
 
     async def _call_many(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
         assert self._accepted is not None
@@ -165,7 +169,7 @@ def _score_of(returned: Any) -> Score:
         return Score(finite(returned, what="outcome"), {})
     scores = {str(key): value for key, value in returned.items()}
     if "score" not in scores:
-        raise RewardError(f"it returned a mapping with {sorted(scores)}; it needs a 'score'")
+        raise RewardError(f"the returned mapping has the keys {sorted(scores)}; add 'score'")
     return Score(finite(scores.pop("score"), what="outcome"), scores)
 
 
@@ -250,7 +254,7 @@ def _inputs(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, An
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(kwargs) - set(parameters))):
         raise ConfigError(
-            f"reward {name!r}: it does not take {unknown[0]!r}, set in its kwargs; it takes {list(parameters)}"
+            f"reward {name!r} takes the parameters {list(parameters)}, and its kwargs set {unknown[0]!r}; remove that"
         )
     fixed = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required = [p.name for p in fixed if p.default is p.empty and p.name not in kwargs]
@@ -258,22 +262,22 @@ def _inputs(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, An
     if known is not None:
         if unfilled := [n for n in required if n not in known]:
             raise ConfigError(
-                f"reward {name!r}: it needs the parameter {unfilled[0]!r}, which nothing fills; give it a default, or set "
-                f"it in the kwargs of the function (filled are {', '.join(known)})"
+                f"reward {name!r} needs the parameter {unfilled[0]!r}, which nothing fills; give the parameter a default, "
+                f"or set it in the kwargs of the function (filled are {', '.join(known)})"
             )
         if taken := sorted(set(kwargs) & set(known)):
-            raise ConfigError(f"reward {name!r}: its kwargs set {taken[0]!r}, which the run fills; drop it there")
+            raise ConfigError(f"reward {name!r}: its kwargs set {taken[0]!r}, which the run fills; remove that from kwargs")
         return frozenset(known if takes_any else set(parameters) & set(known))
     if fixed and fixed[0].name not in kwargs and (hint := _misread(fixed[0].name)) is not None:
         raise ConfigError(
-            f"reward {name!r}: it takes ({', '.join(parameters)}), and no argument has the name {fixed[0].name!r}"
-            f"{hint}; write it as (trajectory), as (data_source, solution_str, ground_truth, extra_info=None), or for many "
-            "at once as (data_sources, solution_strs, ground_truths, extra_infos=None), which returns a list"
+            f"reward {name!r} takes ({', '.join(parameters)}), and no argument has the name {fixed[0].name!r}"
+            f"{hint}; write the function as (trajectory), as (data_source, solution_str, ground_truth, extra_info=None), or "
+            "for many at once as (data_sources, solution_strs, ground_truths, extra_infos=None), which returns a list"
         )
     takes_one = any(p.kind is not p.KEYWORD_ONLY for p in fixed) or len(fixed) < len(parameters) - takes_any
     if len(required) > 1 or not takes_one:
         raise ConfigError(
-            f"reward {name!r}: it takes ({', '.join(parameters)}); write it as (trajectory), or as "
+            f"reward {name!r} takes ({', '.join(parameters)}); write the function as (trajectory), or as "
             "(data_source, solution_str, ground_truth, extra_info=None)"
         )
     return None

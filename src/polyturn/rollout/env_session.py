@@ -19,7 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from polyturn.core.errors import NoSnapshotError, SnapshotError
+from polyturn.core.errors import NoSnapshotError, SnapshotError, errors_at
 from polyturn.core.snapshots import SnapshotHooks
 from polyturn.rollout.env import Env, EnvStep, first_observation
 
@@ -141,7 +141,10 @@ class EnvSession:
             SchedulerError: the environment raised, was late, or returned an invalid answer.
         """
         assert self._open is not None
-        answer = EnvStep.of(await self._ask(self._open.step, action), name=self.name)
+        step = self._open.step
+        returned = await self._ask(step, action)
+        with errors_at(step):
+            answer = EnvStep.of(returned, name=self.name)
         outcome = answer._replace(info={}, rewards=dict(sorted(answer.rewards.items())))
         self._answers.update(repr(outcome).encode("utf-8", "replace"))
         return answer

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, plugin_errors_as
+from polyturn.core.code_origin import defined_at
+from polyturn.core.errors import DataError, InteractionError, LifecycleError, one_line, plugin_errors_as, raised_at
 from polyturn.core.messages import Message
 from polyturn.core.protocols import Interaction
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
@@ -123,29 +124,33 @@ class InteractionSession:
             InteractionError: the method raised, was late, or did not return (should_terminate, content, score, metadata).
         """
         partner, kwargs = self.loaded.takes_view, self._ref.kwargs
+        method: Callable[..., Any]
         if partner is not None:
-            limit_s = partner.reply_timeout_s
-            answer = await self._call(partner.respond, view, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
+            method, limit_s = partner.respond, partner.reply_timeout_s
+            answer = await self._call(method, view, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
         else:
-            answer = await self._call(self._interaction.generate_response, self._live(), messages, kwargs=kwargs)
-        with plugin_errors_as(f"interaction {self.name!r}: to read what generate_response returned", InteractionError):
-            return self._read(answer)
+            method = self._interaction.generate_response
+            answer = await self._call(method, self._live(), messages, kwargs=kwargs)
+        with plugin_errors_as(f"interaction {self.name!r}: to read what {method.__name__} returned", InteractionError):
+            return self._read(answer, method)
 
-    def _read(self, answer: Any) -> InteractionReply:
+    def _read(self, answer: Any, method: Callable[..., Any]) -> InteractionReply:
+        """Check and convert an answer of `method`."""
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise InteractionError(
-                f"interaction {self.name!r}: generate_response returned {brief(answer, 200)}; it must return "
-                "(should_terminate, content, score, metadata)"
+                f"interaction {self.name!r}: {method.__name__} returned {brief(answer, 200)}; return "
+                f"(should_terminate, content, score, metadata){defined_at(method)}"
             )
         done, content, score, metadata = answer
         if (is_done := as_flag(done)) is None:
             raise InteractionError(
-                f"interaction {self.name!r}: generate_response gave {brief(done)} for should_terminate; it is true or false"
+                f"interaction {self.name!r}: {method.__name__} gave {brief(done)} for should_terminate; return True or False"
+                f"{defined_at(method)}"
             )
         return InteractionReply(
             is_done=is_done,
             content=self._content(content),
-            score=None if score is None else self._number("generate_response", score),
+            score=None if score is None else self._number(method, score),
             metadata=dict(metadata or {}),
         )
 
@@ -155,8 +160,9 @@ class InteractionSession:
         Raises:
             InteractionError: the method raised, was late, or did not return a finite number.
         """
-        score = await self._call(self._interaction.calculate_score, self._live())
-        return None if score is None else self._number("calculate_score", score)
+        method = self._interaction.calculate_score
+        score = await self._call(method, self._live())
+        return None if score is None else self._number(method, score)
 
     async def snapshot(self) -> Any:
         """Return the interaction's snapshot of the episode; None if it does not keep state.
@@ -191,7 +197,7 @@ class InteractionSession:
         try:
             await self._call(self._interaction.finalize_interaction, instance_id)
         except InteractionError as problem:
-            logger.warning("%s", problem)
+            logger.warning("%s%s", problem, raised_at(problem))
             return str(problem)
         finally:
             self.loaded.live_ids.discard(instance_id)
@@ -233,11 +239,11 @@ class InteractionSession:
                 why += f"; of this task's row kwargs holds {', '.join(kwargs) or 'nothing'}"
             raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
 
-    def _number(self, what: str, value: Any) -> float:
+    def _number(self, method: Callable[..., Any], value: Any) -> float:
         number = as_score(value)
         if number is None:
             raise InteractionError(
-                f"interaction {self.name!r}: {what} gave the score {brief(value)}; it must be a finite number of at most "
-                f"{MAX_REWARD:g}, or None"
+                f"interaction {self.name!r}: {method.__name__} gave the score {brief(value)}; return a finite number of at "
+                f"most {MAX_REWARD:g}, or None{defined_at(method)}"
             )
         return number

@@ -6,10 +6,12 @@ Tools, interaction and scheduler add results and scores to an `OpenTurn`. When t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError
 from polyturn.core.generation import Completion, FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -71,8 +73,8 @@ class Reply:
     """Named scores of the turn, added to `turn.scores`."""
 
     @classmethod
-    def of(cls, value: Any, *, source: str = "step") -> Reply:
-        """Convert the result of a `step` to a reply; `source` names the method in an error.
+    def of(cls, value: Any, *, source: Callable[..., Any] | None = None) -> Reply:
+        """Convert the result of a `step` to a reply; `source` is the method, for an error.
 
         Raises:
             SchedulerError: the result has an unsupported type.
@@ -89,8 +91,10 @@ class Reply:
             return cls(messages=(Message.from_openai(value),))
         if isinstance(value, Sequence):
             return cls(messages=tuple(Message.from_openai(m) for m in value))
+        name = f"{type(source.__self__).__name__}.step" if inspect.ismethod(source) else "step"
         raise SchedulerError(
-            f"{source} returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply"
+            f"{name} returned {value!r:.200}; return None, a text, a message, a list of messages, or a Reply"
+            f"{defined_at(source)}"
         )
 
 

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import (
     AlignmentError,
     ConfigError,
@@ -166,7 +167,7 @@ async def close_episode(episode: Episode, scheduler: Scheduler) -> list[str]:
                 await episode.call(scheduler, scheduler.on_trajectory_end, episode)
             lines = []
         except (PolyturnError, TimeoutError) as problem:
-            lines = [one_line(problem)]
+            lines = [f"{one_line(problem)}{raised_at(problem)}"]
             logger.warning("%s: on_trajectory_end failed: %s", episode.id, lines[0])
         return lines + await episode.resources.close()
 
@@ -217,7 +218,8 @@ async def _drive(
                     with AsSchedulerError("the scheduler's run"):
                         stop = await run(episode)
             if not isinstance(stop, StopReason):
-                raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason")
+                at = defined_at(scheduler.run)
+                raise SchedulerError(f"the scheduler's run returned {stop!r:.100}; return a StopReason{at}")
         except TimeoutError:
             if not timeout.expired():  # the time-out comes from a plug-in, not from the episode's limit
                 raise

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -113,7 +114,7 @@ class MultiTurnScheduler:
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         answer = episode.guarded(self, self.step)(episode, turn)
-        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer, source=f"{type(self).__name__}.step")
+        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer, source=self.step)
         episode.record(turn, reply)
         if reply.is_done:
             return StopReason.ENV_DONE
@@ -182,6 +183,7 @@ class MultiTurnScheduler:
             if answer not in (False, True):
                 raise SchedulerError(
                     f"the scheduler's {method.__name__} returned {answer!r:.100}; return a StopReason, True, False or None"
+                    f"{defined_at(method)}"
                 )
             if answer:
                 return meaning

@@ -39,6 +39,7 @@ from polyturn.core.errors import (
     SnapshotError,
     ToolUnavailableError,
     one_line,
+    raised_at,
 )
 from polyturn.core.messages import ToolCall
 from polyturn.core.task import Task, ToolKwargs
@@ -173,7 +174,8 @@ class EpisodeTools:
                 value = await bounded.run(functools.partial(methods.calc_reward, instance_id, **kwargs))
                 rewards[name] = self._toolbox.number_or_none(name, value)
             except PLUGIN_RAISES as problem:
-                raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}") from problem
+                at = raised_at(problem) or self._toolbox.defined_at(name, "calc_reward")
+                raise RewardError(f"tool {name!r}: calc_reward failed: {one_line(problem)}{at}") from problem
         return rewards
 
     async def snapshot(self) -> dict[str, Any]:
@@ -321,7 +323,8 @@ class EpisodeTools:
         try:
             await bounded.run(functools.partial(methods.release, instance_id, **kwargs), is_owed=True)
         except Exception as problem:
-            problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {one_line(problem)}")
+            reason = f"{one_line(problem)}{raised_at(problem)}"
+            problems.append(f"tool {name!r}: release failed for episode {self._episode_id!r}: {reason}")
             logger.warning("%s", problems[-1])
         finally:
             self._toolbox.live_ids.discard((name, instance_id))
@@ -422,7 +425,8 @@ class EpisodeTools:
             RewardError, ToolUnavailableError: the exception fails the trajectory instead.
         """
         if isinstance(problem, RewardError):
-            raise RewardError(f"tool {call.name!r}: {problem}") from problem
+            at = raised_at(problem) or self._toolbox.defined_at(call.name)
+            raise RewardError(f"tool {call.name!r}: {problem}{at}") from problem
         if isinstance(problem, ToolUnavailableError):
             raise ToolUnavailableError(f"tool {call.name!r}: {problem}") from problem
         kind = kind_of(problem)

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
 
-from polyturn.core.errors import ConfigError, DataError, LifecycleError, one_line
+from polyturn.core.errors import ConfigError, DataError, LifecycleError, errors_at, one_line
 from polyturn.infra.plugin_shape import refuse_generator
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.annotation import AS_WRITTEN, Types, json_type, read_argument
@@ -51,11 +51,13 @@ class FunctionTool(BaseTool):
         self.function = function
         self.stateless = stateless
         refuse_generator(function, where=f"tool {name or function.__name__!r}")
-        self._hidden = _hidden(function)
+        with errors_at(function):
+            self._hidden = _hidden(function)
         self._types: Types = {}
         """The types of the parameters that the model fills; empty if the schema was passed explicitly."""
         if schema is None:
-            schema, self._types = read_signature(function, name=name)
+            with errors_at(function):
+                schema, self._types = read_signature(function, name=name)
         super().__init__({}, schema)
         if name is not None and name != self.name:
             self.tool_schema = self.tool_schema.model_copy(deep=True)

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, did_you_mean, one_line, raised_at
 from polyturn.infra.live import NameOrObject
 from polyturn.infra.plugin_files import PluginEntry, PluginFile, read_plugin_file
 from polyturn.infra.plugin_shape import CallShape, Shape, check_class
@@ -151,5 +151,7 @@ def _construct(cls: Any, entry: PluginEntry, raw_schema: Any, *, base: Path | No
     try:
         built: BaseTool = cls(config, read_schema(raw_schema))
     except PLUGIN_RAISES as problem:
-        raise ConfigError(f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}") from problem
+        raise ConfigError(
+            f"{entry.where}: {entry.class_name}(config, tool_schema) raised {one_line(problem)}{raised_at(problem)}"
+        ) from problem
     return built

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, RolloutError, did_you_mean, one_line, raised_at
 from polyturn.core.messages import Origin
 from polyturn.core.protocols import Tool
@@ -140,12 +141,20 @@ class Toolbox:
         return None
 
     def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
-        """Log a tool's exception once per tool and raising line; return the result with that line in its metrics."""
-        where = raised_at(problem)
+        """Log a tool's exception once per tool and line; return the result with that line in its metrics.
+
+        It is the line that raised; if reading the tool's answer raised, it is the first line of the tool's code.
+        """
+        where = raised_at(problem) or self.defined_at(result.name)
         if f"{result.name}{where}" not in self._warned:
             self._warned.add(f"{result.name}{where}")
             logger.warning("tool %r raised %s%s", result.name, one_line(problem), where, exc_info=problem)
         return dataclasses.replace(result, metrics={**result.metrics, RAISED_AT: where.strip(" ()")}) if where else result
+
+    def defined_at(self, name: str, method: str = "execute") -> str:
+        """Return the position of a tool's method, for messages; "" if the tool is not an author's."""
+        tool = self.tools[name]
+        return defined_at(tool if isinstance(tool, FunctionTool) else getattr(tool, method))
 
     def check_abandoned(self) -> None:
         """Check that at most `max_abandoned` calls are still running past their deadline.

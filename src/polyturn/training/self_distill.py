@@ -30,7 +30,7 @@ import numpy as np
 from polyturn.algorithms.options import SelfDistillOptions
 from polyturn.algorithms.teacher_advantage import Score, taught, untaught
 from polyturn.core.arrays import Ids, joined_support
-from polyturn.core.errors import DataError, TrainingError, did_you_mean, plugin_errors_as
+from polyturn.core.errors import DataError, TrainingError, did_you_mean, errors_at, plugin_errors_as
 from polyturn.core.messages import Message, Origin
 from polyturn.core.metrics import Mean, Metrics, Sum
 from polyturn.core.sample import TrainSample
@@ -149,7 +149,8 @@ class SelfDistillation:
             return text_of_row(trajectory.task, self._options)
         with plugin_errors_as(f"algorithm.self_distill.privileged {self._options.privileged!r}", TrainingError):
             text = self._privileged(trajectory, group)
-        return _in_template(text, trajectory.task, self._options)
+        with errors_at(self._privileged):
+            return _in_template(text, trajectory.task, self._options)
 
     def _warn(self, skipped: Counter[Skipped], num_samples: int) -> None:
         """Log, once per cause, samples that were not scored for a reason other than a missing text."""

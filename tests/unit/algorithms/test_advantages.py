@@ -80,7 +80,9 @@ WRONG = {
 
 @pytest.mark.parametrize("returned", WRONG.values(), ids=WRONG.keys())
 def test_estimator_with_a_wrong_result_is_refused(returned: object):
-    with pytest.raises(TrainingError, match=r"array|token 2 of SampleId\(.*trajectory='1'"):
+    with pytest.raises(
+        TrainingError, match=r"(array|token 2 of SampleId\(.*trajectory='1').*\(test_advantages.py, line \d+\)"
+    ):
         assign_advantages([GROUP], SAMPLES, estimator=lambda rewards_G, samples_G: returned)
 
 

@@ -321,7 +321,7 @@ def test_options_go_to_the_loss_or_to_its_selection():
         (lambda x: x.mean(), "tensor"),
         (lambda x: TokenLoss(x.mean(), {}), r"TokenLoss\(loss_T=tensor"),
         (lambda x: TokenLoss(x, {"mine": 0.5}), r"'mine' as 0\.5"),
-        (lambda x: 1 / 0, r"ZeroDivisionError: .*\(test_policy_losses.py, line \d+\)"),
+        (lambda x: 1 / 0, r"ZeroDivisionError: "),
     ],
     ids=["a tensor", "one number", "one figure", "raises"],
 )
@@ -329,5 +329,5 @@ def test_loss_with_a_wrong_result_is_refused(returned, said):
     """One number for all tokens would be broadcast, and count once for each of them."""
     loss = bind(lambda logprobs_T, old_logprobs_T, advantages_T: returned(logprobs_T), kwargs={})
     ones = torch.ones(3)
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=rf"{said}.*\(test_policy_losses.py, line \d+\)$"):
         loss(ones, ones, ones, ones)

@@ -170,7 +170,7 @@ def test_batch_manager_calls_its_function_once() -> None:
     data = scored_batch()
     assert manager(data).tolist() == [[0, 0, 0, 3], [0, 6, 0, 0]] and calls == [["1 2 3 4", "5 6"]]
     assert data.batch["acc"].tolist() == [3, 6]
-    with pytest.raises(RewardError, match="for 2 answers; it needs one for each"):
+    with pytest.raises(RewardError, match="for 2 answers; return one for each"):
         reward_manager.BatchRewardManager(Words(), 0, lambda **columns: [1.0])(scored_batch())
 
 

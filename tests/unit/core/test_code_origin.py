@@ -1,14 +1,21 @@
-"""Whose function a stack is described by: an author's before an installed package's."""
+"""What a message says about an author's code: the author's function in a stack, and the line that defines a plug-in."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, describe_position
+import polyturn
+from polyturn.core.code_origin import OURS, PACKAGES, STDLIB, defined_at, describe_position
+from polyturn.core.errors import ConfigError, errors_at
+from polyturn.rewards.gsm8k import compute_score
+from support.refusals import refuses
 
 PACKAGE, TOOL, HELPER = f"{PACKAGES[0]}retry.py", "/project/tool.py", "/project/helper.py"
 
@@ -44,3 +51,55 @@ def stack_through(*files: str) -> list[FrameType]:
 )
 def test_function_of_an_author_is_described_first(files: tuple[str, ...], described: str) -> None:
     assert describe_position(stack_through(*files)) == described
+
+
+class Author:
+    def method(self) -> None: ...
+
+
+@polyturn.tool
+def tool() -> str:
+    """Do nothing."""
+    return ""
+
+
+@functools.wraps(Author.method)
+def wrapper(*args: Any) -> None: ...
+
+
+def line(text: str) -> str:
+    """Return the position of the first line of this file that begins with a text."""
+    lines = Path(__file__).read_text().splitlines()
+    return f" (test_code_origin.py, line {next(n for n, one in enumerate(lines, 1) if one.startswith(text))})"
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (Author, "class Author"),
+        (Author(), "class Author"),
+        (Author.method, "    def method"),
+        (Author().method, "    def method"),
+        (functools.partial(functools.partial(Author.method), None), "    def method"),
+        (wrapper, "    def method"),
+        (tool, "@polyturn.tool"),
+    ],
+)
+def test_line_of_an_authors_code_is_known(code: object, text: str) -> None:
+    assert defined_at(code) == line(text)
+
+
+@pytest.mark.parametrize("code", [compute_score, ConfigError, len, math.sqrt, int, 3, None, pytest.fixture, Path()])
+def test_code_of_nobody_else_has_no_line(code: object) -> None:
+    assert defined_at(code) == ""
+
+
+def test_error_about_a_plugin_names_its_line_once() -> None:
+    def fails() -> None:
+        with errors_at(Author), errors_at(Author):
+            raise ConfigError("no")
+
+    refuses(fails, ConfigError, f"no{line('class Author')}")
+    with pytest.raises(ConfigError) as caught, errors_at(len):
+        raise ConfigError("no")
+    assert str(caught.value) == "no"

@@ -71,8 +71,8 @@ async def test_function_gets_its_own_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
-        ({"bonnus": 1}, r"'f': it does not take 'bonnus', set in its kwargs; it takes \['solution_str', 'bonus'\]"),
-        ({}, "it needs the parameter 'bonus', which nothing fills"),
+        ({"bonnus": 1}, r"'f' takes the parameters \['solution_str', 'bonus'\], and its kwargs set 'bonnus'"),
+        ({}, "needs the parameter 'bonus', which nothing fills"),
         ({"bonus": 1, "solution_str": "x"}, "its kwargs set 'solution_str', which the run fills"),
     ],
 )

@@ -19,6 +19,7 @@ import numpy as np
 from polyturn.algorithms.advantages.agents import Share, shares
 from polyturn.algorithms.advantages.base import BatchAdvantages, Estimator, GroupView, MemberView, on_weighted, traits_of
 from polyturn.core.arrays import float_array
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import AlignmentError, ConfigError, TrainingError, did_you_mean, plugin_errors_as
 from polyturn.core.messages import Message
 from polyturn.core.reward import brief
@@ -67,7 +68,7 @@ def assign_advantages(
             else:
                 estimates = estimator(batch, **kept)
         batch_advantages = estimates if isinstance(estimates, BatchAdvantages) else BatchAdvantages(estimates)
-    _check_estimate(batch_advantages, batch)
+    _check_estimate(batch_advantages, batch, estimator)
     out = list(samples)
     for index in alone:
         out[index] = dataclasses.replace(samples[index], advantages=on_weighted(samples[index], 0.0))
@@ -80,7 +81,9 @@ def assign_advantages(
             returns = samples[index].returns if targets is None else targets[number][position]
             out[index] = dataclasses.replace(samples[index], advantages=arrays[number][position], returns=returns)
     if (bad := first_not_finite(out)) is not None:
-        raise TrainingError(f"the advantage estimator returned {bad}; return a finite number for each token")
+        raise TrainingError(
+            f"the advantage estimator returned {bad}; return a finite number for each token{defined_at(estimator)}"
+        )
     return out
 
 
@@ -276,7 +279,7 @@ def _check_batch(batch: Sequence[GroupView], estimator: Estimator, *, has_scored
         raise TrainingError(f"the advantage estimator needs a critic's values, and sample {missing} has none; pass a critic")
 
 
-def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView]) -> None:
+def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView], estimator: Estimator) -> None:
     """Raise a TrainingError unless the estimate has, for each group, member and sample, one number per token."""
     wanted = [[[len(s) for s in m.samples] for m in g.members] for g in batch]
     for name, value in (("advantages", batch_advantages.advantages), ("returns", batch_advantages.returns)):
@@ -290,4 +293,5 @@ def _check_estimate(batch_advantages: BatchAdvantages, batch: Sequence[GroupView
             raise TrainingError(
                 f"the advantage estimator returned the {name} {brief(value)}; return a list with an entry per member "
                 "of the group: a list of arrays, one per sample of the member, with a number per token"
+                f"{defined_at(estimator)}"
             )

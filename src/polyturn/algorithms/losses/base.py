@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyturn.core.arrays import Floats
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, TrainingError, did_you_mean, plugin_errors_as
 from polyturn.core.reward import brief
 from polyturn.core.sample import TrainSample
@@ -181,12 +182,14 @@ def bind(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> PolicyLoss:
         with plugin_errors_as("the policy loss", TrainingError):
             result = loss(logprobs_T, old_logprobs_T, advantages_T, **extra, **bound)
         if not isinstance(result, TokenLoss) or np.shape(result.loss_T) != logprobs_T.shape:
-            raise TrainingError(f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats)")
+            raise TrainingError(
+                f"the policy loss returned {brief(result)}; return TokenLoss(loss_T, stats){defined_at(loss)}"
+            )
         for name, stat in result.stats.items():
             if not isinstance(stat, Tensor) or stat.shape != logprobs_T.shape:
                 raise TrainingError(
                     f"the policy loss returned the figure {name!r} as {brief(stat)}; return a tensor with a number for each "
-                    "token, as long as logprobs_T"
+                    f"token, as long as logprobs_T{defined_at(loss)}"
                 )
         return result
 

@@ -25,6 +25,7 @@ from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler, multi_turns
 from polyturn.compat.swift.shapes import overrides_batches, refuse_groups
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -145,7 +146,7 @@ class SwiftScheduler(MultiTurnScheduler):
         outputs: list[RolloutOutput] = []
         try:
             returned = await scheduler_run(scheduler, live.request, config)
-            outputs = _checked(returned, type(scheduler).__name__, episode.id)
+            outputs = _checked(returned, scheduler, episode.id)
         except EngineOver:
             pass
         except BaseExceptionGroup as problems:  # from tasks that the user's own loop started
@@ -290,13 +291,14 @@ def _runs_own_loop(scheduler: RolloutScheduler) -> bool:
     return overrides_batches(type(scheduler)) or type(scheduler).run.__module__ != RolloutScheduler.__module__
 
 
-def _checked(returned: Any, name: str, uuid: str) -> list[RolloutOutput]:
+def _checked(returned: Any, scheduler: Any, uuid: str) -> list[RolloutOutput]:
+    name, advice = type(scheduler).__name__, "return a RolloutOutput, or a list of them"
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     for one in outputs:
         if not isinstance(one, RolloutOutput):
-            raise SchedulerError(
-                f"{name}.run returned {one!r:.100} in trajectory {uuid!r}; return a RolloutOutput, or a list of them"
-            )
+            at = defined_at(scheduler.run)
+            raise SchedulerError(f"{name}.run returned {one!r:.100} in trajectory {uuid!r}; {advice}{at}")
     if not outputs:
-        raise SchedulerError(f"{name}.run returned an empty list in trajectory {uuid!r}; return at least one RolloutOutput")
+        at = defined_at(scheduler.run)
+        raise SchedulerError(f"{name}.run returned an empty list in trajectory {uuid!r}; {advice}{at}")
     return outputs

@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean
 from polyturn.infra.plugin_shape import num_positional
 from polyturn.serving.rollout_protocol import (
@@ -326,7 +327,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         if not isinstance(reply, Mapping):
             raise SchedulerError(
                 f"{type(self).__name__}.on_turn_end returned {reply!r:.100} in trajectory {request.uuid!r}; return None, or "
-                "a dict with done, rollout_infos or score"
+                f"a dict with done, rollout_infos or score{defined_at(self.on_turn_end)}"
             )
         _refuse_misspelt(reply, _OF_TURN_END, f"{type(self).__name__}.on_turn_end", f"in trajectory {request.uuid!r}")
         if isinstance(self.infer_engine, SchedulerEngine) and (value := _turn_score(reply, current)) is not None:
@@ -346,7 +347,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         if not isinstance(result, Mapping) or result.get("infer_request") is None:
             raise SchedulerError(
                 f"{type(self).__name__}.step returned {result!r:.100} {where}; return a dict with 'infer_request', the "
-                "request of the next turn"
+                f"request of the next turn{defined_at(self.step)}"
             )
         ids, mask = result.get("response_token_ids") or [], result.get("response_loss_mask") or []
         if mask and not ids:
@@ -383,7 +384,7 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
     if not extra:
         return
     if not isinstance(extra, Mapping):
-        raise SchedulerError(f"rollout_infos is {extra!r:.100} in trajectory {request.uuid!r}; it must be a dict")
+        raise SchedulerError(f"rollout_infos is {extra!r:.100} in trajectory {request.uuid!r}; return a dict")
     media = {k: as_sources(MEDIA[k], v) for k, v in extra.items() if k in MEDIA and v}
     extra = {k: as_handed_over(MEDIA[k], v) if k in media else v for k, v in extra.items()}
     try:

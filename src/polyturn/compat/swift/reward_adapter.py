@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from polyturn.compat.swift.orm import orms
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, RewardError, one_line
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline
@@ -60,7 +61,7 @@ async def score(
     keyword_columns = _arguments(trajectory, rows)
     columns: dict[str, list[float | None]] = {}
     for name, function in zip(names, functions, strict=True):
-        columns[name] = _checked(await _call(function, keyword_columns), name=name, num=len(rows))
+        columns[name] = _checked(await _call(function, keyword_columns), function, name=name, num=len(rows))
     if use_gym_env:
         columns[GYM] = [_total(row) for row in rows]
     totals = [_sum([column[i] for column in columns.values()], of) for i in range(len(rows))]
@@ -136,11 +137,12 @@ async def _call(function: Any, arguments: Mapping[str, Any]) -> Any:
     return await _threads().call(functools.partial(method, arguments["completions"], **takes))
 
 
-def _checked(returned: Any, *, name: str, num: int) -> list[float | None]:
+def _checked(returned: Any, function: Any, *, name: str, num: int) -> list[float | None]:
     values = list(returned) if isinstance(returned, Sequence) else None
     if values is None or len(values) != num:
         raise RewardError(
             f"the reward function {name!r} returned {returned!r:.100} for {num} completions; return a list of {num} scores"
+            f"{defined_at(function)}"
         )
     return [None if v is None or math.isnan(float(v)) else float(v) for v in values]
 

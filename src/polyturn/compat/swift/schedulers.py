@@ -20,6 +20,7 @@ from polyturn.compat.swift.openenv_wrapper import OpenEnvWrapper
 from polyturn.compat.swift.orm import MathAccuracy
 from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import without_reasoning
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean, one_line
 from polyturn.serving.rollout_protocol import (
     ChatCompletionResponseChoice,
@@ -196,7 +197,7 @@ class GYMScheduler(MultiTurnScheduler):
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise SchedulerError(
                 f"{type(env).__name__}.step returned {answer!r:.100} in trajectory {infer_request.uuid!r}; return "
-                "(next_observation, reward, done, info)"
+                f"(next_observation, reward, done, info){defined_at(env.step)}"
             )
         observation, reward, done, _ = answer
         return await self._scored(infer_request.uuid, observation, float(reward), bool(done))

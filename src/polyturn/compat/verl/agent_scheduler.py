@@ -40,6 +40,7 @@ from polyturn.compat.verl.agent_loop import (
 )
 from polyturn.compat.verl.tool_agent_loop import tools_of
 from polyturn.core.arrays import Ids, ids_array
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, DataError, PolyturnError, SchedulerError, UnknownNameError, one_line
 from polyturn.core.generation import FinishReason
 from polyturn.core.lifecycle import StopReason
@@ -206,7 +207,10 @@ class AgentLoopScheduler(MultiTurnScheduler):
         outputs = output if isinstance(output, list) else [output]
         for one in outputs:
             if not isinstance(one, AgentLoopOutput):
-                raise SchedulerError(f"the agent loop returned {one!r:.200}; return an AgentLoopOutput, or a list of them")
+                raise SchedulerError(
+                    f"the agent loop returned {one!r:.200}; return an AgentLoopOutput, or a list of them"
+                    f"{defined_at(loop.cls.run)}"
+                )
         if not server.claims:
             if server.over is not None:
                 return server.over

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyturn.algorithms import losses
 from polyturn.compat.verl.batch_estimator import Options
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
 
 PolicyLossFn = Callable[..., tuple[Any, ...]]
@@ -66,6 +67,7 @@ def as_policy_loss(fn: PolicyLossFn) -> Callable[..., losses.TokenLoss]:
             raise ConfigError(
                 f"the policy loss {fn.__name__!r} must return the result of agg_loss of verl.trainer.ppo.core_algos "
                 "for its tokens, so that the loss of each token can be weighted over the whole batch"
+                f"{defined_at(fn)}"
             )
         metrics = rest[0] if rest and isinstance(rest[0], dict) else {}
         stats = {str(k): torch.as_tensor(v).detach().expand(logprobs_T.shape) for k, v in metrics.items()}

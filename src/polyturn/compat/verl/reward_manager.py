@@ -25,6 +25,7 @@ import torch
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.import_utils import load_extern_object
 from polyturn.compat.verl.reward_score import default_compute_score
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, RewardError, UnknownNameError, did_you_mean
 from polyturn.infra.plugins import is_same_source
 
@@ -166,7 +167,10 @@ class BatchRewardManager(NaiveRewardManager):
             **self.reward_kwargs,
         )
         if not isinstance(scores, Sequence) or len(scores) != len(rows):
-            raise RewardError(f"the reward function returned {scores!r:.200} for {len(rows)} answers; it needs one for each")
+            raise RewardError(
+                f"the reward function returned {scores!r:.200} for {len(rows)} answers; return one for each"
+                f"{defined_at(self.compute_score)}"
+            )
         return _kept(data, scores)
 
 

@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 from polyturn.compat.not_offered import __getattr__  # noqa: F401  (raises for names that are not offered)
 from polyturn.compat.verl.tokenizer import hf_processor, hf_tokenizer
 from polyturn.compat.verl.torch_functional import compute_position_id_with_mask, postprocess_data
-from polyturn.core.errors import ConfigError, DataError, one_line
+from polyturn.core.code_origin import defined_at
+from polyturn.core.errors import ConfigError, DataError, one_line, raised_at
 from polyturn.core.task import Task
 from polyturn.data.rows import task_from_row
 from polyturn.data.sequences import TaskSequence
@@ -246,7 +247,7 @@ def custom_tasks(
     except (ConfigError, DataError):
         raise
     except Exception as problem:
-        raise ConfigError(f"data.custom_cls {cls}: it failed with {one_line(problem)}") from problem
+        raise ConfigError(f"data.custom_cls {cls} raised {one_line(problem)}{raised_at(problem)}") from problem
     return _Rows(dataset, split=split, source=f"{cls} over {', '.join(map(str, files))}")
 
 
@@ -266,12 +267,14 @@ class _Rows(TaskSequence):
         try:
             row = self._dataset[index]
         except Exception as problem:
-            raise DataError(f"{where}: it failed with {one_line(problem)}") from problem
+            raise DataError(f"{where}: __getitem__ raised {one_line(problem)}{raised_at(problem)}") from problem
         if not isinstance(row, Mapping):
-            raise DataError(f"{where}: it is {row!r:.100}; __getitem__ must return a dict")
+            at = defined_at(type(self._dataset).__getitem__)
+            raise DataError(f"{where}: __getitem__ returned {row!r:.100}; return a dict{at}")
         prompt = row.get("raw_prompt", row.get("prompt"))
         if prompt is None:
-            raise DataError(f"{where}: it has no raw_prompt (the messages), only {sorted(map(str, row))}")
+            at = defined_at(type(self._dataset).__getitem__)
+            raise DataError(f"{where}: it has no raw_prompt (the messages), only {sorted(map(str, row))}{at}")
         kept = {k: v for k, v in row.items() if k not in _OF_A_BATCH and not isinstance(v, torch.Tensor)}
         for kind, items in (row.get("multi_modal_data") or {}).items():
             kept.setdefault(f"{kind}s", items)
