@@ -99,7 +99,7 @@ def stubborn_run(folder: Path, kind: str) -> Path:
 
 def check_named(said: str) -> None:
     """Check that what was left is named, with its file and lines."""
-    assert re.search(r"abandoned at the end of the run, .*\(\S+plugins\.py:\d+, now at \S+plugins\.py:\d+\)", said), said
+    assert re.search(r"is abandoned: .*\(\S+plugins\.py:\d+, now at \S+plugins\.py:\d+\)", said), said
     assert "Traceback" not in said and "Task was destroyed" not in said, said
 
 

@@ -57,7 +57,7 @@ def joined_support(parts: Sequence[tuple[int, Support | None]]) -> Support | Non
 def _frozen(values: ArrayLike, dtype: type[Any], ndim: int = 1) -> NDArray[Any]:
     array = np.asarray(values, dtype=dtype)
     if array.ndim != ndim:
-        raise ValueError(f"this array must have {ndim} dimension{'s' * (ndim > 1)}, and it has shape {array.shape}")
+        raise ValueError(f"the array has the shape {array.shape}; give one with {ndim} dimension{'s' * (ndim > 1)}")
     if array.flags.writeable:
         # Copy memory that the caller can still write to (an array, a tensor, a buffer), so that a record never changes.
         # An array that `np.asarray` has just made from a list needs no copy.

@@ -197,7 +197,9 @@ class TrajectoryBuilder:
         ids = completion.token_ids
         chosen: Floats | None = None if weights is None else float_array(weights)
         if chosen is not None and len(chosen) != len(ids):
-            raise AlignmentError(f"turn {turn}: {len(chosen)} weights for {len(ids)} sampled tokens; they must be as many")
+            raise AlignmentError(
+                f"turn {turn}: {len(chosen)} weights for {len(ids)} sampled tokens; give one weight for each token"
+            )
         starts = [start for start, _ in completion.policy_versions]
         ends = [*starts[1:], len(ids)]
         refs = []
@@ -312,7 +314,7 @@ class TrajectoryBuilder:
                 raise AlignmentError(f"this {span.source.value} span cannot be weighted; only sampled tokens can be trained")
         total = sum(len(span) for span in spans)
         if len(chosen) != total:
-            raise AlignmentError(f"{len(chosen)} weights for {total} sampled tokens; they must be as many")
+            raise AlignmentError(f"{len(chosen)} weights for {total} sampled tokens; give one weight for each token")
         start = 0
         for ref, old in zip(refs, spans, strict=True):
             end = start + len(old)

@@ -68,9 +68,9 @@ class Sampling:
                 f"{MAX_TEMPERATURE:g}"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+            raise ConfigError(f"top_p is {self.top_p}; set a number above 0 and at most 1")
         if not (_is_whole(self.top_k) and -1 <= self.top_k < 2**31):
-            raise ConfigError(f"top_k is {self.top_k}; it is a whole number of tokens, -1 or 0 for no limit")
+            raise ConfigError(f"top_k is {self.top_k}; set a whole number of tokens, or -1 or 0 for no limit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ def with_origin(messages: Iterable[Message], origin: Origin) -> tuple[Message, .
 def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
     function = data.get("function", data)
     if not isinstance(function, Mapping):
-        raise DataError(f"the function of a tool call is {function!r:.100}; it is an object with a name and arguments")
+        raise DataError(f"the function of a tool call is {function!r:.100}; give an object with a name and arguments")
     if function is data and not data.get("name") and data.get("type", "function") != "function":
         function = {**data, "name": data["type"]}  # a flat form, whose type is the name of the tool
     if function.get("name") is None:

@@ -93,7 +93,7 @@ def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
     names = tuple(name for name in tool_names if name in configured)
     if task.needs_tools and not names:
         raise DataError(
-            f"it needs tools (need_tools_kwargs) and has none: it names {list(tool_names)} and configured are "
-            f"{sorted(configured)}; configure its tools (rollout.tools.file, rollout.tools.functions).{hint}"
+            f"the row needs tools (need_tools_kwargs) and names {list(tool_names)}, but configured are "
+            f"{sorted(configured)}; configure the row's tools in rollout.tools.file or rollout.tools.functions.{hint}"
         )
     return ToolChoice(names, skipped)

@@ -70,7 +70,7 @@ class Span(Record):
         for name in ("logprobs", "weights", "routed_experts", "support"):
             if (array := getattr(self, name)) is not None and len(array) != len(self.ids):
                 kind = name.replace("_", " ")
-                raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {kind}; they must be as many")
+                raise AlignmentError(f"a span of {len(self.ids)} ids has {len(array)} {kind}; give one entry for each id")
 
     def _check_not_sampled(self) -> None:
         if self.policy_version is not None:

@@ -269,7 +269,11 @@ class RemoteEngine(ServerDialect, BaseEngine):
         except EngineLostError as problem:
             if self.supervisor is None:
                 raise
-            logger.warning("%s is stopped, because it did not release its memory (%s)", self.url, one_line(problem))
+            logger.warning(
+                "the server at %s did not release its memory (%s); the server is stopped",
+                self.url,
+                one_line(problem),
+            )
             await self.supervisor.stop()
 
     async def _take(self, weights: ServerWeights, version: int) -> None:
@@ -366,10 +370,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 return
             if await self._is_well():
                 if updates and await self.is_as_left() is False and updates == self._updates:
-                    raise EngineError(f"{self.url} serves other weights than it was given")
+                    raise EngineError(
+                        f"the server at {self.url} serves other weights than this run sent; check that nothing else "
+                        "restarts the server or sends weights to it"
+                    )
                 return
             await asyncio.sleep(self._health_s * LOOK_SHARE)
-        raise EngineLostError(f"{self.url} does not say that it is well")
+        raise EngineLostError(f"the server at {self.url} failed {_NUM_LOOKS} health checks in a row; see its log")
 
     # Clients of the same server in other processes.
 

@@ -50,7 +50,10 @@ class ServerSupervisor:
         async with self._lock:
             if self.num_restarts >= self.max_restarts:
                 times = f"{self.num_restarts} time{'s' * (self.num_restarts != 1)}"
-                raise EngineGoneError(f"{why}, and it has been restarted {times} already (engine.launch.max_restarts)")
+                raise EngineGoneError(
+                    f"{why}, and the server has been restarted {times} already; see its log, or raise "
+                    "engine.launch.max_restarts"
+                )
             self.num_restarts += 1
             if self.server is not None:
                 logger.warning("%s; the last lines of its log:\n%s", why, await self.server.last_lines())

@@ -104,7 +104,7 @@ class EnvScheduler(EnvironmentLoop):
         """Refuse a task whose environment is not part of this run."""
         row_env = task.extra.get(ENV)
         if not isinstance(row_env, Mapping) or not isinstance(row_env.get("seed"), int) or "name" not in row_env:
-            raise DataError(f"task {task.id!r} has the env {row_env!r:.100}; it needs {{'name': …, 'seed': …}}")
+            raise DataError(f"task {task.id!r} has the env {row_env!r:.100}; give {{'name': …, 'seed': …}}")
         if row_env["name"] not in self._stages:
             hint = did_you_mean(str(row_env["name"]), self._stages)
             raise DataError(f"task {task.id!r}: the run's env has no {row_env['name']!r}.{hint}")
@@ -263,7 +263,7 @@ class EnvScheduler(EnvironmentLoop):
             reply = await episode.call(self, player.act, seen, of=f"the player of seat {self._answer.seat}:")
             if not isinstance(reply, str):
                 raise SchedulerError(
-                    f"the player of seat {self._answer.seat} answered {reply!r:.100}; it must return a text"
+                    f"the player of seat {self._answer.seat} answered {reply!r:.100}; return a text from the player's act"
                 )
             self._moves.append(reply)
             await self.act(reply)

@@ -87,7 +87,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         else:
             _ABANDONED.append(loop)
             logger.warning(
-                "abandoned at the end of the run, because it stands still: %s", describe_position(_stack(ending.ident))
+                "a plug-in stands still while the run ends, and is abandoned: %s", describe_position(_stack(ending.ident))
             )
 
 
@@ -119,7 +119,7 @@ async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
     _ABANDONED.extend(left)
     for name in sorted({describe_position(_awaited(task)) or task.get_name() for task in left}):
-        logger.warning("abandoned at the end of the run, because it ignores being cancelled: %s", name)
+        logger.warning("a task ignores being cancelled at the end of the run, and is abandoned: %s", name)
 
 
 def _awaited(task: asyncio.Task[Any]) -> list[FrameType]:
@@ -227,8 +227,8 @@ class LoopMonitor:
             return
         self._logged.add(location)
         logger.warning(
-            "the event loop of this run has stood still for %.1f s in %s, episode %s: it is async and does not await, so no "
-            "other episode can go on; write it as a plain function, which runs in a thread, or await what takes long",
+            "the event loop of this run has stood still for %.1f s in %s, episode %s: the function is async and does not "
+            "await, so no other episode can go on; write a plain function, which runs in a thread, or await what takes long",
             seconds,
             where,
             "unknown" if task is None else task.get_name().partition("#")[0],

@@ -30,7 +30,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
         raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
     except AssertionError as error:  # OmegaConf raises this for a file with just a number
-        raise ConfigError(f"{path} must hold keys with values, and it holds one value") from error
+        raise ConfigError(f"{path} holds one value; write keys with values") from error
     except (OmegaConfBaseException, OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a config: {one_line(error):.500}") from error
     except RecursionError as error:
@@ -40,7 +40,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path} has {num:,} values where its aliases (*name) are written out; at most {MAX_VALUES:,} are read"
         )
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold keys with values, and it holds a {type(values).__name__}")
+        raise ConfigError(f"{path} holds a {type(values).__name__}; write keys with values")
     return {str(k): v for k, v in values.items()}
 
 

@@ -312,7 +312,7 @@ class _Resolver:
         target, kwargs = (wanted.target, dict(wanted.kwargs)) if isinstance(wanted, RewardRef) else (wanted, {})
         if isinstance(target, str) and target in EPISODE_ROUTES:
             if kwargs:
-                raise ConfigError(f"the reward {target!r} is not a function and takes no kwargs; it has {sorted(kwargs)}")
+                raise ConfigError(f"the reward {target!r} is not a function and takes no kwargs; remove {sorted(kwargs)}")
             return target
         if isinstance(target, str | LiveObject):
             function = rewards.resolve(target, base=self._base, key="reward")

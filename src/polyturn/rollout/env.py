@@ -145,7 +145,7 @@ def _reward(value: Any, *, name: str) -> float:
     number = as_score(value)
     if number is None:
         raise SchedulerError(
-            f"the environment {name!r}: step gave the reward {brief(value)}; it must be a finite number of at most "
+            f"the environment {name!r}: step returned the reward {brief(value)}; return a finite number of at most "
             f"{MAX_REWARD:g}"
         )
     return number
@@ -155,14 +155,14 @@ def _flag(value: Any, *, name: str) -> bool:
     """Read a flag of an environment's result as a bool."""
     if (flag := as_flag(value)) is None:
         raise SchedulerError(
-            f"the environment {name!r}: step gave {brief(value)} for whether it is over; it is true or false"
+            f"the environment {name!r}: step returned {brief(value)} as the flag that ends the episode; return True or False"
         )
     return flag
 
 
 def _info(info: Any, *, name: str) -> dict[str, Any]:
     if info is not None and not isinstance(info, Mapping):
-        raise SchedulerError(f"the environment {name!r}: step gave the info {brief(info)}; it must be a mapping or None")
+        raise SchedulerError(f"the environment {name!r}: step returned the info {brief(info)}; return a mapping or None")
     return dict(info or {})
 
 

@@ -168,7 +168,12 @@ class Resources:
                 async with asyncio.timeout(ABORT_S):
                     await self._context.engine.abort(request_id)
             except TimeoutError:
-                logger.warning("%s: the engine did not take an abort within %g s; it samples on", request_id, ABORT_S)
+                logger.warning(
+                    "%s: the engine did not take an abort within %g s and goes on sampling; the episode waits for the "
+                    "end of the completion",
+                    request_id,
+                    ABORT_S,
+                )
             await answered.wait()  # from then on, `num_sampled` counts the tokens of the completion
 
     @property

@@ -59,7 +59,8 @@ class McpServerSettings(Settings):
     @model_validator(mode="after")
     def _can_work(self) -> Self:
         if (self.command is None) == (self.url is None):
-            raise ValueError(f"it needs either a command or a url; it has {'neither' if self.url is None else 'both'}")
+            which = "neither a command nor" if self.url is None else "both a command and"
+            raise ValueError(f"the server has {which} a url; give one of them")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError("its url must begin with http:// or https://")
         token_of(self.model_dump())

@@ -129,14 +129,14 @@ class McpConnection:
         except _SessionLost as problem:
             if self._is_own:
                 raise ConnectionError(
-                    f"MCP server {self.name!r}: it ended since the last call, and what it remembered is lost{problem}; "
-                    "the next call starts anew"
+                    f"MCP server {self.name!r} ended since the last call, and its state is lost{problem}; the next call "
+                    "starts the server again"
                 ) from None
             logger.warning("MCP server %r ended between two calls%s; connecting again", self.name, problem)
         try:
             return await self._call(tool, arguments, timeout_s=timeout_s)
         except _SessionLost as problem:
-            raise ConnectionError(f"MCP server {self.name!r}: it does not keep a session{problem}") from None
+            raise ConnectionError(f"MCP server {self.name!r} keeps no session{problem}; see the server's log") from None
 
     async def close(self) -> None:
         """Disconnect and end a server process that was started, even if the caller is cancelled."""

@@ -41,8 +41,8 @@ class McpItem(Settings):
     def _has_one_source(self) -> Self:
         if (self.mcp_servers_config_path is None) == (self.servers is None):
             raise ValueError(
-                "a tool of type 'mcp' needs {mcp_servers_config_path: servers.json} or {servers: {name: {command: …}}}; "
-                f"it has {'neither' if self.servers is None else 'both'}"
+                f"a tool of type 'mcp' has {'neither' if self.servers is None else 'both'} of mcp_servers_config_path and "
+                "servers; give {mcp_servers_config_path: servers.json} or {servers: {name: {command: …}}}"
             )
         return self
 

@@ -64,8 +64,8 @@ def tracker_spec(name: NameOrObject, *, samples: int = 4, base: Path | None = No
         inspect.signature(make).bind(None, **kwargs)
     except TypeError as problem:
         raise ConfigError(
-            f"tracking: {name} cannot be made with the keys {sorted(kwargs) or 'given'} ({problem}); it takes "
-            f"{inspect.signature(make)}"
+            f"tracking: {name} cannot be made with the keys {sorted(kwargs) or 'given'} ({problem}); its "
+            f"parameters are {inspect.signature(make)}"
         ) from problem
     return TrackerSpec(name=str(name), make=make, kwargs=kwargs, samples=samples)
 

@@ -114,6 +114,6 @@ class WeightChecksums:
             return
         checksums = await engine.checksums()
         if checksums is None:
-            raise EngineLostError("it no longer reports checksums; was it restarted without its plug-in?")
+            raise EngineLostError("the engine no longer reports checksums; its server may run without polyturn's plug-in")
         if (wrong := composition.problem(checksums, self._folds)) is not None:
-            raise EngineError(f"it does not hold the weights sent as version {version}: checksums differ in {wrong}")
+            raise EngineError(f"the engine does not hold the weights sent as version {version}: checksums differ in {wrong}")

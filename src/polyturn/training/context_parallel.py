@@ -51,8 +51,10 @@ class ContextRow:
         ranks = dist.get_world_size()
         if ranks % (size * inner):
             each = f", each of {inner} ranks that split layers" if inner > 1 else ""
+            product = f"{inner} times context_parallel" if inner > 1 else "context_parallel"
             raise ConfigError(
-                f"train.distributed.context_parallel is {size}{each}, and there are {ranks} ranks; it must divide them"
+                f"train.distributed.context_parallel is {size}{each}, and there are {ranks} ranks; choose context_parallel "
+                f"such that {product} divides the number of ranks"
             )
         return _row(dist.group.WORLD, device.type, size, inner)
 

@@ -71,7 +71,8 @@ def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
     ranks = dist.get_world_size()
     if ranks % tensor_parallel:
         raise ConfigError(
-            f"train.distributed.tensor_parallel is {tensor_parallel} and there are {ranks} ranks; it must divide them"
+            f"train.distributed.tensor_parallel is {tensor_parallel} and there are {ranks} ranks; set tensor_parallel to a "
+            f"divisor of {ranks}"
         )
     return _mesh(dist.group.WORLD, device.type, tensor_parallel, ("dp", "tp"))
 

@@ -181,7 +181,11 @@ class JournalFile:
             try:
                 self._write_anew(self._path(self._step))
             except OSError as problem:
-                logger.warning("the journal of conversations in flight cannot be rewritten (%s); it keeps growing", problem)
+                logger.warning(
+                    "the journal of conversations in flight cannot be rewritten (%s), so the file keeps growing; free space "
+                    "on the disk of the run's folder",
+                    problem,
+                )
 
     def read_metrics(self) -> Mapping[str, float]:
         """Return the numbers of episodes that continued, restarted, and could not be kept since the last call."""

@@ -123,7 +123,9 @@ class Trainer:
         """
         saved = self.checkpoints.load(path)
         if missing := [name for name in ("fingerprint", "sampler", "policy", "loop") if name not in saved]:
-            raise CheckpointError(f"the checkpoint {path} has no {missing[0]!r}; it was not written by a training run")
+            raise CheckpointError(
+                f"the checkpoint {path} has no {missing[0]!r}, so no training run wrote it; resume from another one"
+            )
         if saved["fingerprint"] != self._saving.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} was made with another tokenizer or chat template; resume with the one that made it"

@@ -239,7 +239,7 @@ def read_scores(values: Sequence[Any], *, num: int) -> Floats:
         raise ValueError(f"{len(values)} log-probabilities")
     scores = read_logprobs(values)
     if not np.isfinite(scores).all():
-        raise ValueError("one of them is not finite")
+        raise ValueError("a log-probability that is not finite")
     return np.minimum(scores, np.float32(0.0))
 
 

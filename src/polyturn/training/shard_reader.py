@@ -50,7 +50,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no checkpoint needs")
+            raise pickle.UnpicklingError(f"the metadata refers to {module}.{name}, which no checkpoint needs")
         if module.startswith("pathlib"):  # the module of a path's class differs between versions of Python
             return getattr(pathlib, name)
         return super().find_class(module, name)

@@ -74,8 +74,8 @@ def plan_of_layers(model: PreTrainedModel, *, parts: int) -> dict[str, str]:
     config = model.config.get_text_config()
     # Before the first pass, in which torch would raise an obscure error about a shape.
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % parts:
-            raise ConfigError(f"{key} and the model's {name} is {getattr(config, name)}; it must divide it")
+        if (count := getattr(config, name)) % parts:
+            raise ConfigError(f"{key} and the model's {name} is {count}; set tensor_parallel to a divisor of {count}")
     return plan
 
 
@@ -95,7 +95,7 @@ def require_experts(model: PreTrainedModel, *, parts: int) -> None:
     if adapted := next((name for name, _ in model.named_parameters() if re.search(r"\.experts\..*lora_", name)), None):
         raise ConfigError(f"{key} and model.lora adapts {adapted}; set model.lora.target_modules without experts")
     if count % parts:
-        raise ConfigError(f"{key} and the model has {count} experts; it must divide them")
+        raise ConfigError(f"{key} and the model has {count} experts; set expert_parallel to a divisor of {count}")
 
 
 def num_experts(config: PreTrainedConfig) -> int:

@@ -121,8 +121,8 @@ class WeightProbe:
                 largest = max(largest, float(np.abs(completion.logprobs[:same] - logprobs[:same]).max()))
         if not num_same or largest > limit:
             raise EngineError(
-                f"it serves other weights: {num_same} of {sum(map(len, record.answers))} tokens equal those of policy "
-                f"version {record.version}, and their logprobs differ by up to {largest:.2e} ({limit:.2e} is allowed)"
+                f"the engine serves other weights: {num_same} of {sum(map(len, record.answers))} tokens equal those of "
+                f"policy version {record.version}, and their logprobs differ by up to {largest:.2e} ({limit:.2e} is allowed)"
             )
 
     def _prompt(self) -> _Prompt:

@@ -140,7 +140,9 @@ def test_routes_of_another_model_are_refused_in_a_sentence() -> None:
         "uint8 or uint16",
     )
     refuses(
-        lambda: Span(ids=[1, 2], source=SpanSource.PROMPT, routed_experts=routes_of([1])), AlignmentError, "must be as many"
+        lambda: Span(ids=[1, 2], source=SpanSource.PROMPT, routed_experts=routes_of([1])),
+        AlignmentError,
+        "give one entry",
     )
     builder = TrajectoryBuilder()
     builder.open([1])

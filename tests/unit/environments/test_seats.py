@@ -182,7 +182,7 @@ async def test_opponent_may_be_a_function_or_class_of_a_file(tmp_path: Path) -> 
     assert (lost.reward, won.reward) == (-1.0, 1.0)
     assert (await play(made, seed=0, actions=["[2]"], seats=["policy", "opponents.py:Seeded"])).reward == 1.0
     failed = await play(made, seed=0, actions=["[2]"], seats=["policy", "opponents.py:silent"])
-    assert failed.trajectory.is_failed and "it must return a text" in str(failed.trajectory.error)
+    assert failed.trajectory.is_failed and "return a text" in str(failed.trajectory.error)
 
 
 async def test_opponent_behind_an_endpoint_sees_its_own_side() -> None:

@@ -169,7 +169,7 @@ async def test_session_that_the_server_forgot_is_begun_again() -> None:
             await server.call("e", "count", {}, timeout_s=50)
         for session in list(tools.server.session_manager._server_instances.values()):
             await session.terminate()
-        with pytest.raises(ConnectionError, match="it ended since the last call, and what it remembered is lost"):
+        with pytest.raises(ConnectionError, match="ended since the last call, and its state is lost"):
             await own.call("e", "count", {}, timeout_s=50)
         for server in (own, shared):
             assert (await server.call("e", "count", {}, timeout_s=50)).content[0].text == "1", "begun again"

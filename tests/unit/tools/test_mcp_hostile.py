@@ -96,7 +96,7 @@ async def test_server_killed_during_calls_is_started_again() -> None:
     orphan = int(await ask("child"))
     os.kill(second, signal.SIGKILL)
     await until(lambda: server.sessions["e"].has_ended)
-    await refuses_later(lambda: ask("count"), ConnectionError, "what it remembered is lost")
+    await refuses_later(lambda: ask("count"), ConnectionError, "its state is lost")
     assert await ask("count") == "1", "the next call begins anew"
     await server.close("e")
     assert not is_alive(second)

@@ -237,7 +237,7 @@ async def test_returning_server_is_held_to_the_known_logprobs():
     await pool.verify(back, 1)
     with torch.no_grad():
         back.engine.module.model.norm.weight.mul_(1.1)
-    await refuses_later(lambda: pool.verify(back, 1), EngineError, "it serves other weights")
+    await refuses_later(lambda: pool.verify(back, 1), EngineError, "the engine serves other weights")
     await refuses_later(lambda: pool.verify(back, 2), EngineError, "there is no record of version 2 yet")
 
 

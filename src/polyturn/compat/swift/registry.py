@@ -50,8 +50,9 @@ class PluginDict(dict[str, Any]):
         """
         if name not in self:
             raise UnknownNameError(
-                f"{self.kind}: there is no {name!r}.{did_you_mean(name, self)} A plug-in file registers its own with "
-                f"{self.kind}[{name!r}] = …; name the file under `plugins`"
+                f"{self.kind}: there is no {name!r}.{did_you_mean(name, self)} To add {name!r}, write "
+                f"{self.kind}[{name!r}] = YourClass in a Python file, and name the file in --external_plugins (in a "
+                "configuration: under plugins)"
             )
         entry = self[name]
         if self._shape is not None and isinstance(entry, type):

@@ -84,7 +84,7 @@ def files(s: Source) -> None:
         value, limit = s.get(key), s.whole(most, -1, least=-1)
         if not value:
             if key in s.written and value is not None:
-                s.refuse(key, "it names no file")
+                s.refuse(key, "the value names no file; give one, or leave the key out")
             continue
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(name, str) for name in values):

@@ -38,7 +38,7 @@ class SandboxLimits:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"the sandbox's {item.name} is {value!r}; it is a positive number")
+                raise ConfigError(f"the sandbox's {item.name} is {value!r}; set a positive number")
 
     @property
     def of_a_process(self) -> list[tuple[int, int]]:

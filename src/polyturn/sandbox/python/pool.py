@@ -135,7 +135,9 @@ class WarmPool:
             with self._changed:
                 if not wanted.cancel():  # the sandbox arrived at the last moment
                     return wanted.result()
-            raise SandboxStartError("the machine could start no sandbox in time; it is too busy") from problem
+            raise SandboxStartError(
+                "no sandbox started in time, because this machine is too busy; run fewer at once (num_workers)"
+            ) from problem
 
     def _grow(self) -> None:
         """Start threads for the wanted sandboxes. The caller holds the lock."""

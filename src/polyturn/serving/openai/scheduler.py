@@ -359,8 +359,8 @@ def _arguments_of(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[
         is_filled = parameter.name in AGENT_ARGUMENTS or parameter.name in kwargs or parameter.default is not parameter.empty
         if not is_filled or parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which gets no value; it may have "
-                f"{', '.join(AGENT_ARGUMENTS)}, and the names in scheduler_kwargs.kwargs"
+                f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which gets no value; use "
+                f"{', '.join(AGENT_ARGUMENTS)}, or set the parameter in scheduler_kwargs.kwargs"
             )
     for row in kwargs:
         if row not in parameters:

@@ -101,7 +101,8 @@ def require_split(config: PreTrainedConfig, degrees: Degrees) -> None:
         ("expert_parallel", degrees.expert_parallel, "experts", experts),
     ):
         if size > 1 and (count == 0 or count % size):
-            raise ConfigError(f"{where}.{name} is {size} and the model has {count} {what}; it must divide them")
+            divisor = f"a divisor of {count}" if count else "1"
+            raise ConfigError(f"{where}.{name} is {size} and the model has {count} {what}; set {name} to {divisor}")
     of_stage = wide * degrees.context_parallel
     if experts and degrees.pipeline_parallel > 1 and degrees.expert_parallel != of_stage:
         raise ConfigError(
