@@ -43,8 +43,11 @@ DEAD_CODES = frozenset({125, 126, 127, 137, 255, -9})
 KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 3, 0.1
 """Exit codes of a killed command; number of checks whether its sandbox is alive; seconds between two checks. On a busy
 machine the first process of a killed namespace ended at most 5 ms after the commands in it."""
-SLEEP = "while :; do sleep 3600 & wait $!; done"
-"""The first process of a sandbox: it reaps orphaned processes, and survives when all others are killed."""
+_LOOP = """trap 'exec sh -c "$LOOP"' EXIT; while :; do kill -CHLD $$; jobs; sleep 3600 & wait $!; done > /dev/null 2>&1"""
+SLEEP = f'export LOOP={shlex.quote(_LOOP)}; exec sh -c "$LOOP"'
+"""The first process of a sandbox: it reaps orphaned processes, and survives when all others are killed. A shell ends if it
+cannot fork, because the sandbox is at its limit of processes; this one then begins again, as the same process. `jobs` reaps
+the processes that have ended, once a signal has reminded the shell of them."""
 
 Backend = Literal["bubblewrap", "podman", "docker", "apptainer", "e2b"]
 

@@ -141,6 +141,29 @@ async def test_fork_bomb_ends_with_kill_all(box: BaseSandbox):
         await box.kill_all()
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@needs_root
+async def test_first_process_survives_while_it_cannot_fork():
+    async with await open_sandbox(SandboxSpec(processes=8)) as box:
+        # A process enters the sandbox beyond its limit of processes; only a fork inside is refused.
+        commands = [asyncio.create_task(box._run(["sleep", "31340"], timeout_s=600)) for _ in range(12)]
+        while len(processes_with("31340")) < 24:  # noqa: ASYNC110 (each with the program that enters)
+            await asyncio.sleep(0.01)
+        first = await box.pid()
+        (own,) = children_of(first)
+        os.kill(own, signal.SIGKILL)
+        while own in children_of(first):  # noqa: ASYNC110 (until the first process has reaped it)
+            await asyncio.sleep(0.01)
+        await box.kill_all()
+        assert [output.exit_code for output in await asyncio.gather(*commands)] == [137] * 12
+        while (await box.exec("echo alive")).stdout != "alive\n":
+            pass
+        assert await box.is_alive()
+
+
 async def test_dead_sandbox_is_an_error(box: BaseSandbox):
     os.kill(box._pid, signal.SIGKILL)  # type: ignore[attr-defined]
     while await box.is_alive():  # noqa: ASYNC110
