@@ -3,10 +3,11 @@
 import asyncio
 import copy
 import dataclasses
+import signal
 
 import pytest
 import torch
-from engine_servers import CLIENTS, launch_spec, needs_server, on_servers
+from engine_servers import CLIENTS, READY_S, launch_spec, needs_server, on_servers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from polyturn.core.errors import EngineError
@@ -15,6 +16,8 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weight_transport import untied
+from polyturn.infra.process import signal_session
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
@@ -58,21 +61,46 @@ async def test_adapter_arrives_merged(engine):
     assert await sync.publish(1) < 3 * report.noise
 
 
-@pytest.mark.engines
-async def test_adapters_change_under_running_requests(model_folder, tmp_path):
-    needs_server("vllm")
+def adapted_model():
     model = small_model()
     lora.add_lora(model, lora.LoraSettings(rank=4))
-    flags, env = VllmEngine.adapter_launch(4)
-    spec = launch_spec("vllm", model_folder)
+    return model
+
+
+def draw_adapter(model, seed):
+    for tensor in lora.adapter_tensors(model).values():
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def adapter_pool(kind, model, model_folder, root):
+    """Return a pool of a server of its own that is sent only the adapter of `model`."""
+    needs_server(kind)
+    settings = lora.adapter_settings(model)
+    flags, env = CLIENTS[kind].adapter_launch(settings, device="cpu")
+    spec = launch_spec(kind, model_folder, way="adapter")
     spec = dataclasses.replace(spec, command=(*spec.command, *flags), env={**spec.env, **env})
-    engine = VllmEngine("", ServedModel(vocab_size=VOCAB), supervisor=ServerSupervisor(spec))
-    pool = EnginePool([engine], files=WeightFolder(model_folder, root=tmp_path, adapter=lora.adapter_settings(model)))
+    served = ServedModel(vocab_size=VOCAB, adapter=settings)
+    engine = CLIENTS[kind]("", served, supervisor=ServerSupervisor(spec, max_restarts=1))
+    return EnginePool([engine], files=adapter_files(model, model_folder, root))
+
+
+def adapter_files(model, model_folder, root):
+    return WeightFolder(model_folder, root=root, adapter=lora.adapter_settings(model))
+
+
+def bytes_of_latest(root):
+    """Return the size of the latest adapter in `root`."""
+    return max(root.glob("*/*/adapter_model.safetensors")).stat().st_size
+
+
+@pytest.mark.parametrize("kind", on_servers())
+async def test_adapters_change_under_running_requests(kind, model_folder, tmp_path):
+    model = adapted_model()
+    pool = adapter_pool(kind, model, model_folder, tmp_path)
     models, running = [], []
     try:
         for version in range(5):
-            for tensor in lora.adapter_tensors(model).values():
-                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(version)))
+            draw_adapter(model, version)
             models.append(copy.deepcopy(model))
             await pool.update_weights(version, weights=lora.as_peft(lora.adapter_tensors(model)))
             running.append(asyncio.create_task(pool.generate(ask(f"r{version}", max_tokens=1900))))
@@ -87,6 +115,44 @@ async def test_adapters_change_under_running_requests(model_folder, tmp_path):
         for (start, version), end in zip(completion.policy_versions, ends, strict=True):
             assert logprob_gaps(models[version], completion)[start:end].max() < 1e-4
     assert completions[0].policy_versions[-1][1] > 0, "it ran while the adapter changed"
+
+
+@pytest.mark.timeout(3 * READY_S, func_only=True)  # it starts a server twice
+@pytest.mark.parametrize("kind", on_servers(slow="vllm"))
+async def test_adapter_is_proved_and_returns_after_a_kill(kind, model_folder, tmp_path, monkeypatch):
+    model = adapted_model()
+    pool = adapter_pool(kind, model, model_folder, tmp_path)
+    (replica,) = pool.replicas
+    trainer = local_policy(model, optim=OptimSettings(lr=1e-3))
+    probe = WeightProbe(vocab_size=VOCAB)
+    try:
+        sync = WeightSync(pool, trainer, probe, to_checkpoint=lora.as_peft, adapter_only=True)
+        report = await sync.start(0)
+        assert report.canary < report.smallest_effect / 4
+        assert report.num_groups == 14, "A and B of seven layers"
+        draw_adapter(model, 1)
+        assert await sync.publish(1) < 3 * report.noise
+        sent, merged = bytes_of_latest(tmp_path), sum(tensor.nbytes for tensor in untied(trainer.weights()).values())
+        assert sent < merged / 6, f"{sent} bytes of the adapter, {merged} of the merged model"
+
+        signal_session(replica.engine.process.pid, signal.SIGKILL)
+        completion = await pool.generate(ask("after", max_tokens=80))
+        assert replica.engine.num_restarts == 1
+        assert completion.policy_versions == ((0, 1),)
+        assert logprob_gaps(model, completion).max() < 1e-4
+
+        if kind == "sglang":  # as to a server that does not see the folder
+            monkeypatch.setattr("polyturn.engines.sglang.is_here", lambda url: False)
+            client = CLIENTS[kind](replica.engine.url, ServedModel(vocab_size=VOCAB, adapter=lora.adapter_settings(model)))
+            other = EnginePool([client], files=adapter_files(model, model_folder, tmp_path))
+            draw_adapter(model, 2)
+            await other.update_weights(2, weights=lora.as_peft(lora.adapter_tensors(model)))
+            completion = await other.generate(ask("tensors", max_tokens=80))
+            await other.close()
+            assert completion.policy_versions == ((0, 2),)
+            assert logprob_gaps(model, completion).max() < 1e-4
+    finally:
+        await pool.close()
 
 
 async def test_sleeping_server_wakes_with_new_weights(engine):

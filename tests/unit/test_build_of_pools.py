@@ -174,8 +174,8 @@ async def test_servers_of_several_versions_are_refused() -> None:
             "engine.weights is adapter, and http://192.0.2.7:1 is on another machine",
         ),
         (
-            ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2}"),
-            "servers of this engine.kind cannot change an adapter while requests use it",
+            ("engine.kind=sglang", "engine.weights=adapter", "model.lora={rank: 2, target_modules: [q_proj, lm_head]}"),
+            "engine.weights is adapter, and SGLang adapts .*, and model.lora also adapts lm_head",
         ),
         (("engine.launch.replicas=3", "engine.launch.devices=['0']"), "3 replicas and devices for 1"),
     ],
@@ -187,20 +187,40 @@ def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: t
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_server_of_an_adapter_starts_without_it(tmp_path: Path, trains: bool) -> None:
+@pytest.mark.parametrize(("kind", "weights", "rank"), [("vllm", "adapter", "16"), ("sglang", "auto", "12")])
+async def test_server_of_an_adapter_starts_without_it(
+    tmp_path: Path, kind: str, weights: str, rank: str, trains: bool
+) -> None:
     """A run that trains nothing sends nothing, and is served the whole model."""
-    overrides = (*LAUNCH, "engine.weights=adapter", "model.lora={rank: 12}")
+    overrides = (*LAUNCH, f"engine.kind={kind}", f"engine.weights={weights}", "model.lora={rank: 12}")
     loaded = load_config(RunConfig, write_tiny_run(tmp_path), overrides)
     place = build.ConfigSource(config=loaded.config, base=tmp_path)
     made = build.build_parts(place if trains else build.untrained(place))
     assert isinstance(made.engine, EnginePool)
     (client,) = clients(made.engine)
     command, env = client.supervisor.spec.command, client.supervisor.spec.env
-    served = load_file(Path(command[command.index("--model") + 1]) / "model.safetensors")
-    assert ("--enable-lora" in command) == trains == ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in env)
-    assert not trains or command[command.index("--max-lora-rank") + 1] == "16"
+    served = load_file(
+        Path(command[command.index("--model" if kind == "vllm" else "--model-path") + 1]) / "model.safetensors"
+    )
+    assert ("--enable-lora" in command) == trains
+    assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in env) == (trains and kind == "vllm")
+    assert not trains or command[command.index("--max-lora-rank") + 1] == rank
+    if trains and kind == "sglang":
+        at = command.index("--lora-target-modules")
+        assert command[at + 1 : at + 8] == ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert not any("lora" in name for name in served)
     await made.engine.close()
+
+
+@pytest.mark.parametrize("settings", ["engine.weights=folder", "model.lora.target_modules=[q_proj, lm_head]"])
+async def test_sglang_gets_merged_weights_if_asked_or_needed(
+    tmp_path: Path, settings: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = build_pool(tmp_path, *LAUNCH, "engine.kind=sglang", "model.lora={rank: 2}", settings)
+    (client,) = clients(pool)
+    assert client.supervisor is not None and "--enable-lora" not in client.supervisor.spec.command
+    assert ("merged into the weights: SGLang adapts" in caplog.text) == ("lm_head" in settings)
+    await pool.close()
 
 
 @pytest.mark.parametrize("replica", ["", ".1"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.config.config_source import ConfigSource, folder_or_name
-from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, did_you_mean, plugin_errors_as
 from polyturn.core.generation import SamplingParams
 from polyturn.core.protocols import Engine
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from polyturn.tokens.multimodal import MediaProcessor
+
+logger = logging.getLogger(__name__)
+
+_FEED_FORWARD = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 
 
 def build_engine(
@@ -52,6 +56,8 @@ def build_engine(
 
     config = source.config
     build = find_engine(source)
+    if source.trains and config.model.lora is not None and isinstance(config.engine, ServerOptions):
+        _explain_merged(config.engine, _adapter_problem(config.engine, model))
     routes = route_shape(source, model)
 
     def folder() -> ModelFolder:
@@ -69,7 +75,7 @@ def build_engine(
         model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
-        adapter=adapter_settings(model) if sends_adapter(config) else None,
+        adapter=adapter_settings(model) if sends_adapter(source, model) else None,
         places=own_places,
         trains_on_gpu=None if config.cluster.address is None else bool(config.cluster.rank_resources.get("GPU")),
         follows=follows,
@@ -90,18 +96,62 @@ def build_engine(
     return engine
 
 
-def sends_adapter(config: RunConfig) -> bool:
-    """Return whether servers are sent only the adapter, and keep the base weights."""
-    return isinstance(config.engine, ServerOptions) and config.engine.weights == "adapter"
+def sends_adapter(source: ConfigSource, model: PreTrainedModel) -> bool:
+    """Return whether servers are sent only the adapter of `model`, and keep the base weights."""
+    engine = source.config.engine
+    if not source.trains or source.config.model.lora is None or not isinstance(engine, ServerOptions):
+        return False
+    if engine.weights != "auto" or engine.kind != "sglang":
+        return engine.weights == "adapter"
+    return _adapter_problem(engine, model) is None
+
+
+def _adapter_problem(engine: ServerOptions, model: PreTrainedModel) -> str | None:
+    """Return why SGLang servers cannot serve the adapter of `model`; None if they can. vLLM servers report it themselves."""
+    from polyturn.engines.routers import beside_experts
+    from polyturn.training.lora import adapted_layers
+    from polyturn.training.modality_encoders import encoders_of
+
+    if engine.kind != "sglang":
+        return None
+    if engine.update == "sleep":
+        return "engine.update is sleep, in which a server drops its base weights"
+    layers = adapted_layers(model)
+    if (problem := _module_problem(engine, layers)) is not None:
+        return problem
+    inside = {module for encoder in encoders_of(model) for module in encoder.modules()}
+    if not inside.isdisjoint(layers.values()):
+        return "SGLang adapts the language model, and model.lora also adapts an encoder of images or sound"
+    if any(name.endswith(_FEED_FORWARD) for name in layers) and any(beside_experts(layer)[0] for layer in model.modules()):
+        return "SGLang adapts only attention in a model with experts, and model.lora also adapts feed-forward layers"
+    return None
+
+
+def _module_problem(engine: ServerOptions, names: Iterable[str]) -> str | None:
+    """Return why servers cannot serve an adapter of modules whose names end like `names`; None if they can."""
+    from polyturn.engines.sglang import SglangEngine
+
+    return None if engine.kind != "sglang" else SglangEngine.adapter_problem({name.rpartition(".")[2] for name in names})
+
+
+def _explain_merged(engine: ServerOptions, problem: str | None) -> None:
+    """Refuse the transport `adapter` because of `problem`; for `auto`, log why the merged weights are sent.
+
+    Raises:
+        ConfigError: `engine.weights` is adapter.
+    """
+    if problem is not None and engine.weights == "adapter":
+        raise ConfigError(f"engine.weights is adapter, and {problem}; remove engine.weights to send the merged weights")
+    if problem is not None and engine.weights == "auto":
+        logger.warning("servers are sent the adapter merged into the weights: %s", problem)
 
 
 def untrained(source: ConfigSource) -> ConfigSource:
     """Return the configuration for a command without training: servers load the whole model and are sent no weights."""
     engine = source.config.engine
-    if not isinstance(engine, ServerOptions) or not sends_adapter(source.config):
-        return source
-    engine = dataclasses.replace(engine, weights="auto")
-    return dataclasses.replace(source, config=source.config.model_copy(update={"engine": engine}))
+    if isinstance(engine, ServerOptions) and engine.weights == "adapter":
+        engine = dataclasses.replace(engine, weights="auto")
+    return dataclasses.replace(source, config=source.config.model_copy(update={"engine": engine}), trains=False)
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
@@ -146,11 +196,15 @@ def check_engine(source: ConfigSource) -> None:
     """
     find_engine(source)
     options = source.config.engine
-    if sends_adapter(source.config) and source.config.model.lora is None:
-        raise ConfigError(
-            "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or "
-            "remove engine.weights"
-        )
+    if isinstance(options, ServerOptions) and options.weights == "adapter":
+        lora = source.config.model.lora
+        if lora is None:
+            raise ConfigError(
+                "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or "
+                "remove engine.weights"
+            )
+        if not isinstance(lora.target_modules, str):  # the others are known only with the model
+            _explain_merged(options, _module_problem(options, lora.target_modules))
     if isinstance(options, ServerOptions) and options.launch is not None:
         for number in range(options.launch.replicas):
             if (log := options.launch.log_of(number)) is not None:
@@ -195,7 +249,7 @@ def servable_folder(
     path = source.config.model.path
     local = checkpoint or (None if path is None or isinstance(path, LiveObject) else Path(folder_or_name(path, source.base)))
     lora = source.config.model.lora
-    alone = checkpoint is None and sends_adapter(source.config)
+    alone = checkpoint is None and sends_adapter(source, model)
     is_whole = checkpoint is not None or lora is None or lora.adapter is None or alone
     has_all = local is not None and (local / "config.json").is_file() and (media is None or checkpoint is None)
     if local is not None and is_whole and has_all:

@@ -72,6 +72,8 @@ class Demand(NamedTuple):
     """Tokens of the longest conversation; a server's KV cache must have room for at least one."""
     row: int = 1
     """Number of ranks that see the same samples; the number of ranks is a multiple of it."""
+    adapter_only: bool = False
+    """Whether servers are sent only the adapter."""
 
     def rank(self, ranks: int) -> dict[str, int]:
         """Return the bytes of one of `ranks` ranks, by part."""
@@ -147,7 +149,7 @@ class Gpus(NamedTuple):
             room = (left - demand.server(layout.width)["weights"]) * layout.width
             tokens = room // max(1, server_bytes(demand.size, tokens=1)["KV cache"])
             lines["room for conversations of a server"] = f"{max(0, tokens)} tokens"
-            seconds = sync_seconds(demand.size, link=self.link * GB, adapter_only=sends_adapter(config))
+            seconds = sync_seconds(demand.size, link=self.link * GB, adapter_only=demand.adapter_only)
             lines["new weights to all servers"] = f"{seconds:.2f} s over {self.link:g} GB/s"
         return lines
 
@@ -159,7 +161,8 @@ def demand_of(source: ConfigSource) -> Demand:
     if config.model.lora is not None:
         lora.add_lora(model, config.model.lora, seed=config.seed)
     load = load_of(source, tokens=config.train.max_tokens_per_batch)
-    return Demand(ModelSize.of(model), load, max_context_of(config.rollout.limits.max_context, model), row_width(config))
+    context = max_context_of(config.rollout.limits.max_context, model)
+    return Demand(ModelSize.of(model), load, context, row_width(config), sends_adapter(source, model))
 
 
 def load_of(source: ConfigSource, *, tokens: int, on_gpu: bool = True) -> RankLoad:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.algorithms.options import RoutingOptions
-from polyturn.build.engine import build_engine
+from polyturn.build.engine import build_engine, untrained
 from polyturn.build.model import build_codec, build_model, max_context_of
 from polyturn.config.config_source import ConfigSource, folder_or_name, model_folder
 from polyturn.config.models import ModelConfig, PolicyConfig, RolloutConfig
@@ -147,11 +147,11 @@ def _own_source(one: PolicyConfig, source: ConfigSource, model: ModelConfig) -> 
         )
     # Servers of the run's model cannot serve another one.
     engine = one.engine or (config.engine if isinstance(config.engine, EmbeddedOptions) else EmbeddedOptions())
-    untrained = dataclasses.replace(config.algorithm, routing=RoutingOptions(replay="off"))
+    algorithm = dataclasses.replace(config.algorithm, routing=RoutingOptions(replay="off"))
     changed = config.model_copy(
-        update={"model": model, "engine": engine, "rollout": RolloutConfig(), "algorithm": untrained}
+        update={"model": model, "engine": engine, "rollout": RolloutConfig(), "algorithm": algorithm}
     )
-    return ConfigSource(config=changed, base=source.base)
+    return untrained(ConfigSource(config=changed, base=source.base))
 
 
 def _model_config(one: PolicyConfig, source: ConfigSource, checkpoint: Path | None) -> ModelConfig:

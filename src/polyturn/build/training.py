@@ -178,7 +178,7 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
             return shared
         return GatheredWeights(backend, shared, thread=None if parts.engine.capabilities.shares_loop else thread)
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
-    alone = sends_adapter(config)
+    alone = sends_adapter(parts.source, parts.model)
     sync = WeightSync(
         parts.engine,
         policy,

@@ -31,6 +31,8 @@ class ConfigSource:
     base: Path
     is_plan: bool = False
     """Whether nothing will be sampled or trained. The weights of a large model are then not read."""
+    trains: bool = True
+    """Whether the model is trained, so that servers are sent new weights."""
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
     """In a plan, reasons why the run would not start on this machine."""
     reads_parts: bool = False

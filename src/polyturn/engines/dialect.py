@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -70,6 +70,10 @@ class ServerDialect(ABC):
     """Flag of a server that can release its memory; "" if this kind cannot."""
     share_flag: ClassVar[str] = ""
     """Flag for the share of a GPU that a server may use."""
+    adapter_flags: ClassVar[str] = ""
+    """The settings that a running server needs to load adapters, for messages."""
+    takes_adapter_tensors: ClassVar[bool] = False
+    """Whether an adapter can be sent to a server that does not see this machine's folders."""
 
     @abstractmethod
     async def _describe(self) -> ServerFacts:
@@ -110,21 +114,24 @@ class ServerDialect(ABC):
     async def load_folder(self, folder: Path) -> None:
         """Make the server load the checkpoint in `folder`."""
 
-    async def load_adapter(self, folder: Path) -> None:
-        """Make the server load the adapter in `folder`; later requests name the new adapter."""
+    async def _load_adapter(self, name: str, folder: Path) -> None:
+        """Make the server load the adapter in `folder` as `name`, beside the previous adapter."""
         raise EngineError(f"the {self.name} server cannot load an adapter; set engine.weights to folder")
 
-    @staticmethod
-    def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments and environment of a server for adapters of `rank`.
+    async def _unload_adapter(self, name: str) -> None:
+        """Make the server drop an adapter that requests no longer name, unless it keeps only a few anyway."""
+        return
 
-        Raises:
-            ConfigError: servers of this kind cannot change an adapter while requests use it.
-        """
-        raise ConfigError(
-            "engine.weights is adapter, and servers of this engine.kind cannot change an adapter while requests use "
-            "it; use engine.kind vllm, or remove engine.weights to send the adapter merged into the weights"
-        )
+    @classmethod
+    def adapter_launch(cls, adapter: Mapping[str, Any], *, device: str) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and environment of a server on `device` for adapters with peft's settings `adapter`."""
+        raise ConfigError(f"{cls.name} servers cannot load an adapter; set engine.weights to folder")
+
+    @staticmethod
+    def adapter_problem(targets: Collection[str]) -> str | None:
+        """Return why servers of this kind cannot serve an adapter of the modules with the names `targets`; None if they
+        can, or if only the server knows."""
+        return None
 
     @staticmethod
     async def open_link(transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Any]) -> TransferLink:

@@ -123,8 +123,8 @@ class ServerOptions(AskedOptions):
     weights: Literal["auto", "folder", "gloo", "nccl", "ipc", "adapter"] = "auto"
     """The transport of new weights. folder: the server reads a folder. nccl, gloo: the server's broadcast of tensors,
     between GPUs (nccl) or CPUs (gloo). ipc: handles of memory on the same GPU. auto: folder, or a broadcast if a server is
-    on another machine. adapter: a folder with only the adapter of model.lora (vLLM); otherwise the adapter is merged into
-    the weights."""
+    on another machine. adapter: only the adapter of model.lora, in a folder, or over HTTP to an SGLang server on another
+    machine. With model.lora and SGLang, auto is adapter if the server can serve it. Otherwise the adapter is merged."""
     weights_folder: str | None = None
     """Folder for weights on a disk that the servers see under the same path; null uses this machine's memory."""
 

@@ -25,6 +25,7 @@ import uuid
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn.core.continuation import before_banned, continued, joined, nothing, version_runs
@@ -32,7 +33,7 @@ from polyturn.core.errors import EngineBusyError, EngineError, EngineLostError, 
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
 from polyturn.core.protocols import EngineLoad
 from polyturn.engines.base import BaseEngine
-from polyturn.engines.dialect import ServerDialect, ServerFacts, release
+from polyturn.engines.dialect import UNSEEN, ServerDialect, ServerFacts, release
 from polyturn.engines.http_client import HttpClient
 from polyturn.engines.launcher import RunningServer
 from polyturn.engines.options import ServerOptions
@@ -72,7 +73,8 @@ _MAX_VAIN = 16
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """An adapter on a server, under a unique name. A request keeps its adapter to the end."""
+    """An adapter on a server, under a unique name, so that a late request still finds the previous one. A request keeps its
+    adapter to the end."""
 
     name: str
     version: int = FOREIGN_VERSION
@@ -138,6 +140,10 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._silent_since: float | None = None
         self._adapter: ServedAdapter | None = None
         """The latest adapter on the server; None if requests use the model itself."""
+        self._former_adapter: ServedAdapter | None = None
+        """The adapter before it, which a late request may still name."""
+        self._sees_folders = supervisor is not None or options.weights_folder is not None
+        """Whether the server certainly sees the folders of new weights."""
         self._is_open = asyncio.Event()
         self._is_open.set()
         """Cleared while weights change or the server sleeps."""
@@ -323,6 +329,27 @@ class RemoteEngine(ServerDialect, BaseEngine):
             EngineError: the server refused.
         """
         return await self._post(path, body, timeout_s=LOAD_TIMEOUT_S)
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Make the server load the adapter in `folder`, which later requests name.
+
+        Raises:
+            EngineError: the server cannot load it.
+        """
+        adapter = ServedAdapter(f"{self._prefix}adapter-{self._updates}")
+        try:
+            await self._load_adapter(adapter.name, folder)
+        except EngineLostError:
+            raise
+        except EngineError as problem:
+            raise EngineError(
+                f"{self.url} does not load the adapter in {folder}; {UNSEEN}; a running server needs {self.adapter_flags} "
+                f"({one_line(problem)})"
+            ) from problem
+        former, self._former_adapter, self._adapter = self._former_adapter, self._adapter, adapter
+        if former is not None:
+            with contextlib.suppress(EngineError):  # a restarted server does not have it
+                await self._unload_adapter(former.name)
 
     async def is_as_left(self) -> bool | None:
         """Return whether the server's weights still have the name that this client set last; None if the server does not

@@ -35,6 +35,8 @@ class ServedModel:
     """The router sizes, if the server must report the experts of tokens; None does not request them."""
     needs_routes: bool = False
     """Whether a server that does not report experts is an error."""
+    adapter: Mapping[str, Any] | None = None
+    """peft's settings of the adapter that the server will be sent; None if it is sent none."""
     folder: Path | None = None
     """The folder with the model's config, for a client that writes new weights itself; None if a pool does, or if weights
     never change."""

@@ -60,6 +60,7 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         media=setup.media,
         routes=setup.routes,
         needs_routes=setup.needs_routes,
+        adapter=setup.adapter,
     )
     sent = dataclasses.replace(options, max_in_flight=options.max_in_flight + _FOR_PROBES)
     limits: Any = {"slots": options.max_in_flight, "max_tries": options.max_tries, "patience_s": options.patience_s}
@@ -69,9 +70,12 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
     launch, places = options.launch or LaunchOptions(), setup.places
     root = None if options.weights_folder is None else setup.base / options.weights_folder
     has_gpu = torch.cuda.is_available() if setup.trains_on_gpu is None else setup.trains_on_gpu
-    transport = choose_transport(options.weights, options.urls, has_gpu=has_gpu, is_shared=root is not None)
-    if setup.adapter is not None:
-        client.adapter_launch(setup.adapter["r"])  # raises before anything is made, also for running servers
+    transport = choose_transport(
+        options.weights if setup.adapter is None else "adapter",
+        options.urls,
+        has_gpu=has_gpu,
+        is_shared=root is not None or (setup.adapter is not None and client.takes_adapter_tensors),
+    )
     in_folder = transport in {"folder", "adapter"}
     if transport in {"nccl", "ipc"}:
         _require_package(transport, setup, client)
@@ -222,7 +226,7 @@ def _launches(
     if sleeps:
         _require_sleep(setup, client, launch, device=device)
     asks = _asks_for_routes(setup, client, device=device)
-    more, beside = ([], {}) if setup.adapter is None else client.adapter_launch(setup.adapter["r"])
+    more, beside = ([], {}) if setup.adapter is None else client.adapter_launch(setup.adapter, device=device)
     if places is None and device == "cuda" and count > 1 and not launch.devices:
         raise ConfigError(
             f"engine.launch.replicas is {launch.replicas} and engine.launch.devices does not assign GPUs to them; set "

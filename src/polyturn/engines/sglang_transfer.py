@@ -2,16 +2,19 @@
 
     gloo, nccl   /init_weights_update_group once, then /update_weights_from_distributed with names, and a broadcast
     ipc          /update_weights_from_tensor with handles of the trainer's memory, on the same GPU
+    adapter      /load_lora_adapter_from_tensors with the tensors themselves, to a server that does not see their folder
 
-Handles are pickled, because the route requires it; the server reads them with an unpickler restricted to tensors.
+Both are pickled, because the routes require it; the server reads them with an unpickler restricted to tensors.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 import pickle
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from polyturn.engines.weight_group import GroupLink
@@ -71,6 +74,17 @@ class SglangMemoryLink(SglangLink):
         await on_all(self._servers, give)
         tensors.clear()
         torch.cuda.ipc_collect()
+
+
+def packed_adapter(folder: Path, num_workers: int) -> dict[str, Any]:
+    """Return the adapter in `folder`, in peft's format, as the body of /load_lora_adapter_from_tensors: each of the server's
+    processes reads its own copy."""
+    from safetensors.torch import load_file
+
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    data = base64.b64encode(pickle.dumps(tensors, protocol=4)).decode("ascii")
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return {"config_dict": config, "serialized_named_tensors": [data] * num_workers}
 
 
 def _pickled(tensors: Mapping[str, Tensor]) -> str:

@@ -21,7 +21,7 @@ from polyturn.core.generation import MAX_SUPPORT, Completion, FinishReason, Gene
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.engines.base import EngineSetup
 from polyturn.engines.dialect import UNSEEN, HttpCall, Memory, ServerFacts
-from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine, ServedAdapter
+from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
@@ -45,6 +45,7 @@ class VllmEngine(RemoteEngine):
     transfer_package = "vllm"
     routes_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     sleep_flag, share_flag = "--enable-sleep-mode", "--gpu-memory-utilization"
+    adapter_flags = "--enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -185,30 +186,15 @@ class VllmEngine(RemoteEngine):
         if "no folder" in answers["results"]:
             raise EngineError(f"{self.url} does not load {folder}; {UNSEEN}")
 
-    async def load_adapter(self, folder: Path) -> None:
-        """Make the server load an adapter, which later requests name.
+    async def _load_adapter(self, name: str, folder: Path) -> None:
+        # Not `load_inplace`, with which the server reads an adapter from its folder again for every batch. Earlier adapters
+        # need not be unloaded: the server keeps only a few.
+        await self.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
 
-        Raises:
-            EngineError: the server cannot load it.
-        """
-        # Each adapter has a new name, because one that replaces another (`load_inplace`) is read from its folder again for
-        # every batch. Earlier adapters are not unloaded, because a late request may name one; the server keeps only a few.
-        adapter = ServedAdapter(f"{self._prefix}adapter-{self._updates}")
-        try:
-            await self.tell("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
-        except EngineLostError:
-            raise
-        except EngineError as problem:
-            raise EngineError(
-                f"{self.url} does not load the adapter in {folder}; {UNSEEN}; a running server needs --enable-lora, "
-                f"--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 ({one_line(problem)})"
-            ) from problem
-        self._adapter = adapter
-
-    @staticmethod
-    def adapter_launch(rank: int) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments and environment of a server for adapters of `rank`."""
-        largest = next((known for known in _RANKS if known >= rank), rank)
+    @classmethod
+    def adapter_launch(cls, adapter: Mapping[str, Any], *, device: str) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and environment of a server for adapters with peft's settings `adapter`."""
+        largest = next((known for known in _RANKS if known >= adapter["r"]), adapter["r"])
         flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest)]
         return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 

@@ -2,7 +2,7 @@
 
 folder       the server reads a checkpoint in this machine's memory, or in a shared folder
 gloo, nccl   the server's transfer: tensors are broadcast to all servers at once    needs a network in both directions
-adapter      like folder, with only the adapter; the server adds it to its base weights
+adapter      like folder, with only the adapter; the server adds it to its base weights; SGLang also takes it over HTTP
 ipc          the server's transfer: it opens the trainer's memory                       needs the same GPU
 """
 

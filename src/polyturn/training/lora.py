@@ -3,8 +3,8 @@
     y = W x + (alpha / rank) B A dropout(x)        B is 0 at first, so the adapter changes nothing before the first update
 
 The adapter is part of the model's modules, so the trainer, an engine that shares the parameters and a forward pass see one
-ordinary model. Checkpoints keep the adapter only. Servers and exports get the merged weights W + (alpha / rank) B A under
-the names of the model without an adapter.
+ordinary model. Checkpoints keep the adapter only. Servers get the adapter, or as exports do, the merged weights
+W + (alpha / rank) B A under the names of the model without an adapter.
 """
 
 from __future__ import annotations
@@ -174,10 +174,11 @@ def whole_merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 
 def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of peft's settings file for the model's adapter."""
+    """Return the content of peft's settings file for the model's adapter, with the names of the adapted modules as targets:
+    servers do not read regular expressions."""
     config: Any = model.peft_config[ADAPTER]
     settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=list))
-    return settings
+    return settings | {"target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers(model)})}
 
 
 def as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
