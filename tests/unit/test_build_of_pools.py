@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from polyturn import build
 from polyturn.build import parts
+from polyturn.build.engine import build_engine
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -24,7 +26,11 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served import require_one_version
 from polyturn.engines.vllm import VllmEngine
+from polyturn.testing.tiny_models import tiny_tokenizer
+from polyturn.training import lora
+from support.models import tiny_model
 from support.runs import write_tiny_run
+from support.vision import tiny_vision_model, vision_tokenizer
 
 LAUNCH = ("engine.kind=vllm", "engine.num_slots=null", f"engine.launch.python={sys.executable}")
 
@@ -221,6 +227,39 @@ async def test_sglang_gets_merged_weights_if_asked_or_needed(
     assert client.supervisor is not None and "--enable-lora" not in client.supervisor.spec.command
     assert ("merged into the weights: SGLang adapts" in caplog.text) == ("lm_head" in settings)
     await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "merged_because"),
+    [
+        ("qwen3", "all-linear", None),
+        ("qwen3_moe", "all-linear", None),
+        ("deepseek_v3", "all-linear", "also adapts .*kv_a_proj_with_mqa"),
+        ("experts", "all-linear", "in a model with experts"),
+        ("vision", ["k_proj"], None),
+        ("vision", ["q_proj"], "an encoder of images or sound"),
+    ],
+)
+async def test_adapter_that_sglang_cannot_serve_is_refused_or_merged(
+    tmp_path: Path, model: str, targets: str | list[str], merged_because: str | None
+) -> None:
+    if model == "vision":
+        made: Any = tiny_vision_model(vision_tokenizer())
+        made.base_model.visual.q_proj = torch.nn.Linear(4, 4)  # as some encoders name their layers
+    else:
+        made = tiny_model(64, kind="qwen3" if model == "experts" else model)
+    if model == "experts":  # beside a dense feed-forward layer
+        stacks = [torch.nn.Parameter(torch.zeros(2, 4, 4), requires_grad=False) for _ in range(2)]
+        made.base_model.layers[0].mlp.experts = torch.nn.ParameterList(stacks)
+    lora.add_lora(made, lora.LoraSettings(rank=2, target_modules=targets))
+    for weights in ("auto", "adapter"):
+        settings = (*LAUNCH, "engine.kind=sglang", f"engine.weights={weights}", "model.lora={rank: 2}")
+        source = build.ConfigSource(config=load_config(RunConfig, write_tiny_run(tmp_path), settings).config, base=tmp_path)
+        if weights == "auto":
+            assert build.sends_adapter(source, made) == (merged_because is None)
+        elif merged_because is not None:
+            with pytest.raises(ConfigError, match=f"engine.weights is adapter, and SGLang adapts .*{merged_because}"):
+                build_engine(source, made, tokenizer=tiny_tokenizer(), media=None, max_context=64, checkpoint=None)
 
 
 @pytest.mark.parametrize("replica", ["", ".1"])
