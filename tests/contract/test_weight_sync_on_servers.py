@@ -98,20 +98,21 @@ async def test_adapters_change_under_running_requests(kind, model_folder, tmp_pa
     model = adapted_model()
     pool = adapter_pool(kind, model, model_folder, tmp_path)
     models, running = [], []
+    length = 1900 if kind == "vllm" else 600  # SGLang's adapters are slow on a CPU
     try:
         for version in range(5):
             draw_adapter(model, version)
             models.append(copy.deepcopy(model))
             await pool.update_weights(version, weights=lora.as_peft(lora.adapter_tensors(model)))
-            running.append(asyncio.create_task(pool.generate(ask(f"r{version}", max_tokens=1900))))
+            running.append(asyncio.create_task(pool.generate(ask(f"r{version}", max_tokens=length))))
             await asyncio.sleep(0.3)
         completions = [await task for task in running]
     finally:
         await pool.close()
     for number, completion in enumerate(completions):
-        assert len(completion.token_ids) == 1900
+        assert len(completion.token_ids) == length
         assert completion.policy_versions[0] == (0, number)
-        ends = [start for start, _ in completion.policy_versions[1:]] + [1900]
+        ends = [start for start, _ in completion.policy_versions[1:]] + [length]
         for (start, version), end in zip(completion.policy_versions, ends, strict=True):
             assert logprob_gaps(models[version], completion)[start:end].max() < 1e-4
     assert completions[0].policy_versions[-1][1] > 0, "it ran while the adapter changed"
