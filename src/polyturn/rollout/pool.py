@@ -181,8 +181,9 @@ class FailureBudget:
     Only the latest trajectories count, so that a long healthy run still ends soon after its engine or its tools broke.
     """
 
-    MIN_COUNT = 16
-    """Number of trajectories from which on the share is checked."""
+    MIN_COUNT = 64
+    """Smallest number of trajectories that the share is taken of. Failed trajectories often end before the others, so among
+    the first few their share is too large."""
     WINDOW = 1024
     """Number of the latest trajectories that count."""
 
@@ -205,14 +206,14 @@ class FailureBudget:
             self._latest.append(reason if trajectory.is_failed else None)
             self._has_one |= not trajectory.is_failed
         num_failed, num_total = sum(reason is not None for reason in self._latest), len(self._latest)
-        if num_total >= self.MIN_COUNT and num_failed > self.max_share * num_total:
+        if num_failed > self.max_share * max(num_total, self.MIN_COUNT):
             raise RolloutError(
                 f"{num_failed} of the latest {num_total} trajectories failed, more than rollout.max_failed_share = "
                 f"{self.max_share:g} allows. Most common: {self._common()}"
             )
 
     def require_any(self) -> None:
-        """Check that at least one trajectory succeeded, even if there were fewer than `MIN_COUNT`.
+        """Check that at least one trajectory succeeded, even if fewer failed than the budget allows.
 
         Raises:
             RolloutError: all counted trajectories failed; the message has the most common reasons.

@@ -110,11 +110,15 @@ async def test_failure_budget_counts_the_latest_trajectories(monkeypatch: pytest
     good, bad = [
         await RolloutPool(scripted_context([say]), max_failed_share=1).run_one(specs(1)[0]) for say in ("x", OSError("gone"))
     ]
-    monkeypatch.setattr(FailureBudget, "WINDOW", 50)
+    monkeypatch.setattr(FailureBudget, "WINDOW", 100)
     budget = FailureBudget(max_share=0.1)
-    for group in [good] * 1000 + [bad] * 5:
+    for group in [good] * 1000 + [bad] * 10:
         budget.count(group)
-    refuses(lambda: budget.count(bad), RolloutError, "6 of the latest 50")
+    refuses(lambda: budget.count(bad), RolloutError, "11 of the latest 100")
+    first = FailureBudget(max_share=0.1)
+    for group in [good] * 4 + [bad] * 6:  # failures end first, and 6 of a step of 64 are allowed
+        first.count(group)
+    refuses(lambda: first.count(bad), RolloutError, "7 of the latest 11")
 
 
 async def test_groups_with_a_turn_limit_share_the_context() -> None:
