@@ -173,6 +173,7 @@ def user(text: str, **fields: Any) -> Task:
         (user("?", tools=("shoot",)), r"'t0' .*'shoot'.*'shout'"),
         (user("?", data_source="other"), "'other'"),
         (user("a b " * 300), r"'t0'.* 447"),
+        (user("a \ud83d b"), r"'t0'.* half of a surrogate pair, '\\ud83d'"),
         (user("?", data_source=None, tools=()), "'t0'"),
     ],
 )

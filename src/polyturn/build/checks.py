@@ -284,8 +284,15 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
         text = context.codec.template.render(task.prompt, tools=context.encoder_for(task).tools, add_generation_prompt=True)
     except TemplateError as problem:
         raise TemplateError(f"{name}, task {task.id!r}: {problem}") from problem
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as problem:
+        raise DataError(
+            f"{name}, task {task.id!r}: the prompt has half of a surrogate pair, {text[problem.start]!a}, which is no "
+            "character; remove it, or read the text with errors='replace'"
+        ) from problem
     # A token has at least one byte, so a text with at most as many bytes as the limit need not be encoded.
-    if len(text.encode()) <= limit:
+    if num_bytes <= limit:
         return None
     length = len(context.codec.encode(text))
     return length if length > limit else None
