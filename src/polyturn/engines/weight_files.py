@@ -124,6 +124,7 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, n
     if len(drafts) == 1:
         names = [f"{name}.safetensors"]
     for draft, file in zip(drafts, names, strict=True):
+        draft.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read, and a server may be another user
         draft.rename(folder / file)
     if len(drafts) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": {tensor: names[i] for tensor, i in file_of.items()}}

@@ -64,6 +64,7 @@ def test_export_is_loaded_by_transformers(tmp_path):
 def test_save_replaces_the_former_one(tmp_path):
     folder = tmp_path / "model"
     save_model(tiny_model(64, seed=1), folder)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {folder.stat().st_mode & 0o666}, "as readable"
     (folder / "stale.txt").write_text("from before")
     newer = tiny_model(64, seed=2)
     save_model(newer, folder)
