@@ -80,7 +80,10 @@ def run(name: str, command: Sequence[str], *, dry_run: bool = False, overrides: 
     if dry_run or overrides:
         if not find_stand_in(name).takes_overrides:
             readers = " or ".join(one.name for one in stand_ins() if one.takes_overrides)
-            raise ConfigError(f"--dry-run and --set work with {readers}'s programs, not with {name!r}'s; remove them")
+            raise ConfigError(
+                f"--dry-run and --set work with programs of {readers}, not of {name}; remove them, or run "
+                f"`polyturn train --{name} FILE --dry-run` on a file of its arguments"
+            )
         environment |= {OVERRIDES: json.dumps(list(overrides)), **({DRY_RUN: "1"} if dry_run else {})}
     # `python` is the interpreter of polyturn, even if its virtual environment is not activated
     folders = [_programs(name), str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]

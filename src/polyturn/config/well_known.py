@@ -52,7 +52,9 @@ WELL_KNOWN: Mapping[str, WellKnown] = {
     "val_files": _is("evaluation.data.files", call="eval_tasks={value}"),
     "model_name_or_path": _is("model.path", call="model={value}"),
     "processing_class": WellKnown(write="model.tokenizer", call="tokenizer=tokenizer"),
-    "reward_funcs": WellKnown(write="reward.function=file.py:right", call="reward=right, a function of one trajectory"),
+    "reward_funcs": WellKnown(
+        write="reward.function=file.py:my_reward", call="reward=my_reward, a function of one trajectory"
+    ),
     "args": WellKnown(
         write="each of its settings as a key", call="its settings as keywords: steps=100, lr=1e-6, group_size=8"
     ),

@@ -187,7 +187,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt keyword": ({"step": 3}, ["'step'", "'steps'"]),
     "keyword like no other": ({"zzz": 3}, ["'zzz'", "model, tokenizer, tasks"]),
     "misspelt key": ({"rollout.limits.max_turn": 3}, ["rollout.limits.max_turn", "Did you mean"]),
-    "another trainer's argument": ({"reward_funcs": [undescribed]}, ["'reward_funcs'", "reward=right"]),
+    "another trainer's argument": ({"reward_funcs": [undescribed]}, ["'reward_funcs'", "reward=my_reward"]),
     "name of several keys": ({"timeout_s": 3}, ["rollout.limits.timeout_s, engine.timeout_s"]),
     "last name of a deep key": ({"max_cooldown_s": 3}, ["'max_cooldown_s'"]),
     "retired key": ({"reasoning_parser": "qwen3"}, ["'reasoning_parser'", "rollout.parser.reasoning"]),
