@@ -171,7 +171,7 @@ class RolloutPool:
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run_one(spec), name=spec.id) for spec in specs]
-        self.failures.require_any()
+        self.failures.check_finished()
         return [task.result() for task in running]
 
 
@@ -182,8 +182,10 @@ class FailureBudget:
     """
 
     MIN_COUNT = 64
-    """Smallest number of trajectories that the share is taken of. Failed trajectories often end before the others, so among
-    the first few their share is too large."""
+    """Smallest number of trajectories that the share is taken of while others run: failed trajectories often end before the
+    others, so among the first few their share is too large."""
+    MIN_FINISHED = 16
+    """Smallest number of trajectories that the share is taken of when all have ended."""
     WINDOW = 1024
     """Number of the latest trajectories that count."""
 
@@ -205,21 +207,26 @@ class FailureBudget:
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
             self._latest.append(reason if trajectory.is_failed else None)
             self._has_one |= not trajectory.is_failed
+        self._check(of_at_least=self.MIN_COUNT)
+
+    def check_finished(self) -> None:
+        """Check the trajectories when all have ended.
+
+        Raises:
+            RolloutError: all failed, however few, or more than `max_share` of the latest; the message has the most common
+                reasons.
+        """
+        if self._latest and not self._has_one:
+            raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
+        self._check(of_at_least=self.MIN_FINISHED)
+
+    def _check(self, *, of_at_least: int) -> None:
         num_failed, num_total = sum(reason is not None for reason in self._latest), len(self._latest)
-        if num_failed > self.max_share * max(num_total, self.MIN_COUNT):
+        if num_failed > self.max_share * max(num_total, of_at_least):
             raise RolloutError(
                 f"{num_failed} of the latest {num_total} trajectories failed, more than rollout.max_failed_share = "
                 f"{self.max_share:g} allows. Most common: {self._common()}"
             )
-
-    def require_any(self) -> None:
-        """Check that at least one trajectory succeeded, even if fewer failed than the budget allows.
-
-        Raises:
-            RolloutError: all counted trajectories failed; the message has the most common reasons.
-        """
-        if self._latest and not self._has_one:
-            raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
 
     def _common(self) -> str:
         return most_common(Counter(reason for reason in self._latest if reason is not None), 3)

@@ -105,7 +105,7 @@ class Trainer:
                 with first_error():
                     async with asyncio.TaskGroup() as tasks:
                         await self._train(tasks)
-                self._pool.failures.require_any()
+                self._pool.failures.check_finished()
             results = await self._evaluate(self._data.eval_sets)
             self.state.reports["after"] = _reports(results)
         except BaseException:
@@ -185,7 +185,7 @@ class Trainer:
                 taken = await buffer.take()
                 self._training = taken.tickets
                 if self._pool.failures.max_share < 1:  # with a share of 1 a run continues whatever fails
-                    self._pool.failures.require_any()
+                    self._pool.failures.check_finished()
                 # Before the update, so that the engine drops abandoned requests while the trainer computes.
                 producer.cut(taken.left, tasks)
                 await self._step(taken, sampler, drops, began=began)

@@ -70,7 +70,7 @@ async def groups_of(num: int, size: int, says: Any = ("x",), *, share: float = 1
     fields = options.pop("task", {})
     context = scripted_context(says, **options)
     pool = RolloutPool(context, max_failed_share=share)
-    pool.failures.require_any = lambda: None  # type: ignore[method-assign]
+    pool.failures.check_finished = lambda: None  # type: ignore[method-assign]
     return await pool.run([GroupSpec(id=f"g{i}", task=task(id=f"t{i}", **fields), size=size) for i in range(num)])
 
 
