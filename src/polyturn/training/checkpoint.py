@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from polyturn.core.errors import CheckpointError, one_line
+from polyturn.core.errors import CheckpointError, RankLostError, one_line
 from polyturn.core.protocols import Stored
 
 STATE = "state.pt"
@@ -78,6 +78,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint cannot be written, for instance on a full disk; earlier ones are intact.
+            RankLostError: a rank is gone with its shards.
         """
         draft, parts = self.folder / f".draft-{step:06d}", stored or {}
         with self._writing(draft, step):
@@ -123,6 +124,9 @@ class Checkpoints:
         """Remove a draft that cannot be written, and add the free space to the error, which torch's error lacks."""
         try:
             yield
+        except RankLostError:  # not a matter of the disk: the run restarts or ends
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         except Exception as problem:  # the tokenizers library raises Exception itself if the disk is full
             free = f"; {shutil.disk_usage(self.folder).free / 1e6:.0f} MB are free there" if self.folder.is_dir() else ""
             shutil.rmtree(draft, ignore_errors=True)
@@ -242,7 +246,7 @@ class Saver:
         `Checkpoints.begin`) must not share memory with the trained model.
 
         Raises:
-            CheckpointError: the previous checkpoint could not be written.
+            CheckpointError, RankLostError: the previous checkpoint could not be written.
         """
         self.wait()
         finish = self._checkpoints.begin(step, state, **options)
@@ -260,7 +264,7 @@ class Saver:
         """Wait until the checkpoint under way is written.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError, RankLostError: it could not be written.
         """
         if self._thread is not None:
             self._thread.join()

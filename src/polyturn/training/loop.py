@@ -26,7 +26,7 @@ from typing import Any
 from polyturn.buffer.drop_stats import DropStats
 from polyturn.buffer.group_buffer import GroupBuffer, Taken
 from polyturn.buffer.staleness import Replay, check_staleness
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.core.seeds import derive_seed
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.data.sampler import TaskSampler
@@ -356,8 +356,8 @@ class Trainer:
             else:
                 self._save(in_thread=False)
                 self._settle_journal()
-        except CheckpointError as problem:
-            logger.error("%s", problem)  # the error that ended the run is raised instead
+        except (CheckpointError, RankLostError) as problem:
+            logger.error("the latest steps are not saved: %s", problem)  # the error that ended the run is raised instead
 
     def _save(self, *, is_best: bool = False, in_thread: bool = True) -> None:
         """Save the run. With `in_thread`, only start the save: the files are written while training continues."""

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from polyturn.batching.microbatch import LayoutSettings
 from polyturn.core.arrays import Floats
-from polyturn.core.errors import CheckpointError, RankLostError
+from polyturn.core.errors import CheckpointError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
@@ -115,18 +115,19 @@ class RankedBackend:
         """Start writing every rank's part to `folder`, which must be visible to all.
 
         Raises:
-            CheckpointError: a rank is gone with its shards.
+            RankLostError: a rank is gone with its shards.
         """
-        self._shards("save", folder.resolve())
+        self._all("save", folder.resolve())
         self._folder = folder
 
     def is_saved(self) -> bool:
         """Return whether all ranks have written their part.
 
         Raises:
-            CheckpointError: a rank could not write, or is gone.
+            CheckpointError: a rank could not write.
+            RankLostError: a rank is gone.
         """
-        is_done = all(self._shards("is_saved"))
+        is_done = all(self._all("is_saved"))
         if is_done and not (self._folder / METADATA).is_file():
             raise CheckpointError(
                 f"the ranks have written to {self._folder}, which this machine does not see; set `out` to a folder "
@@ -189,12 +190,6 @@ class RankedBackend:
 
     def _all(self, command: str, *share: Any) -> list[Any]:
         return self._call(command, [share] * self._group.num_ranks)
-
-    def _shards(self, command: str, *share: Any) -> list[Any]:
-        try:
-            return self._all(command, *share)
-        except RankLostError as problem:
-            raise CheckpointError(f"no checkpoint of the {self._network} can be written: {problem}") from problem
 
     def _streamed(self, *, is_merged: bool) -> StreamedTensors:
         def bring(names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from polyturn.core.errors import CheckpointError
+from polyturn.core.errors import CheckpointError, RankLostError
 from polyturn.training import shard_reader
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.shards import read_shards, stored_kinds
@@ -81,6 +81,15 @@ def test_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path, problem: Exce
     refuses(lambda: checkpoints.save(1, {"step": 1}, export=fails(problem)), CheckpointError, "step 1", "step-000001")
     assert checkpoints.load(first) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"], "no draft is left behind"
+
+
+def test_lost_rank_is_not_a_full_disk(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    lost = RankLostError("rank 1 was killed")
+    with pytest.raises(RankLostError) as caught:  # the run restarts by this error, not by a CheckpointError
+        checkpoints.save(1, {"step": 1}, export=fails(lost))
+    assert caught.value is lost
+    assert not list(tmp_path.iterdir()), "no draft is left behind"
 
 
 def test_kill_during_a_replacement_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
