@@ -5,7 +5,7 @@
     <-  151204
     ->  151204
 
-The demonstrations mostly guess, so reinforcement learning has to discover that the calculator helps. A quarter of all
+Nine of ten demonstrations guess, so reinforcement learning has to discover that the calculator helps. A quarter of all
 products appear only in the evaluation, not in the demonstrations or the training tasks.
 
     polyturn train config.yaml
@@ -56,7 +56,7 @@ def tasks(num_tasks: int, is_held_out: bool = False) -> list[dict[str, str]]:
     return [{"prompt": f"What is {a} * {b}?", "ground_truth": str(a * b)} for a, b in pairs]
 
 
-def demonstrations(num_conversations: int, guess_share: float = 0.75) -> list[Conversation]:
+def demonstrations(num_conversations: int, guess_share: float = 0.9) -> list[Conversation]:
     """Return dialogues of someone who knows some products by heart and uses the calculator for the others.
 
     Args:

@@ -37,7 +37,7 @@ def test_held_out_products_are_never_shown_in_training() -> None:
 def test_demonstrations_mostly_guess() -> None:
     conversations = part("demonstrations")(num_conversations=160)
     calls = [c for c in conversations if any(message.tool_calls for message in c.messages)]
-    assert (len(conversations), len(calls)) == (160, 40)
+    assert (len(conversations), len(calls)) == (160, 16)
 
 
 def test_controls_take_the_tool_or_the_later_turns_away() -> None:
