@@ -69,7 +69,18 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
     reader = _RowReader(source, index if row_number is None else row_number)
     if is_deep(row):
         reader.fail(f"the row is nested deeper than {MAX_DEPTH} lists and objects; flatten it")
-    return reader.task(_plain(row), index, split)
+    columns: Any = _plain(row)
+    if not isinstance(columns, Mapping):
+        reader.fail(f"a row must be an object with keys, not {_show(columns)}")
+    identity = columns.get("id", f"{split}-{index}")
+    if not isinstance(identity, str | int):
+        reader.fail(f"'id' must be a string or an integer, not {_show(identity)}")
+    is_conversation = "messages" in columns and "prompt" not in columns
+    return Task(
+        id=str(identity),
+        data_source=reader.text(columns, "data_source"),
+        **(reader.conversation(columns) if is_conversation else reader.native(columns)),
+    )
 
 
 class _RowReader:
@@ -82,29 +93,21 @@ class _RowReader:
     def fail(self, what: str) -> NoReturn:
         raise DataError(f"{self.where}: {what}")
 
-    def task(self, row: Any, index: int, split: str) -> Task:
-        if not isinstance(row, Mapping):
-            self.fail(f"a row must be an object with keys, not {_show(row)}")
-        if "messages" in row and "prompt" not in row:
-            return self.conversation(row, index, split)
+    def native(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the task's fields for a row with a prompt."""
         extra = self.mapping(row, "extra_info") or {}
         truth = (self.mapping(row, "reward_model") or {}).get("ground_truth", row.get("ground_truth"))
-        identity = row.get("id", f"{split}-{index}")
-        if not isinstance(identity, str | int):
-            self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
         of_row = {k: v for k, v in row.items() if k not in _TYPED and k not in COLUMNS}
-        rest = of_row | {k: v for k, v in extra.items() if k not in _PARTNERS and k not in COLUMNS}
-        return Task(
-            id=str(identity),
-            prompt=self.prompt(row),
-            data_source=self.text(row, "data_source"),
-            ground_truth=truth,
-            extra=rest,
+        return {
+            "prompt": self.prompt(row),
+            "ground_truth": truth,
+            "extra": of_row | {k: v for k, v in extra.items() if k not in _PARTNERS and k not in COLUMNS},
             **self.partners(row, extra, truth, self.names(_first(extra, row, "tools"), "tools")),
-        )
+        }
 
-    def conversation(self, row: Mapping[str, Any], index: int, split: str) -> Task:
-        """Read a row with a conversation in `messages`; the last answer is left out, all other columns are kept."""
+    def conversation(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the task's fields for a row with a conversation in `messages`; the last answer is left out, all other
+        columns are kept."""
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
             self.fail(f"'messages' must be a list of messages, not {_show(messages)}")
@@ -118,17 +121,12 @@ class _RowReader:
         truth = rest.get("solution", rest.get("ground_truth"))
         if truth is None and isinstance(rest.get("reward_model"), Mapping):
             truth = rest["reward_model"].get("ground_truth")
-        identity = row.get("id", f"{split}-{index}")
-        if not isinstance(identity, str | int):
-            self.fail(f"'id' must be a string or an integer, not {_show(identity)}")
-        return Task(
-            id=str(identity),
-            prompt=self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": roles}),
-            data_source=self.text(row, "data_source"),
-            ground_truth=truth,
-            extra=rest,
+        return {
+            "prompt": self.prompt({**{k: row[k] for k in COLUMNS if k in row}, "prompt": roles}),
+            "ground_truth": truth,
+            "extra": rest,
             **self.partners(row, extra if isinstance(extra, Mapping) else {}, truth, self.schema_names(row.get("tools"))),
-        )
+        }
 
     def partners(
         self, row: Mapping[str, Any], extra: Mapping[str, Any], truth: Any, native: tuple[str, ...] | None
