@@ -141,9 +141,10 @@ class BatchStep:
         start = slots.cached[rows]
         steps = np.arange(width)
         is_real = steps < todo[:, None]
-        positions = np.where(is_real, start[:, None] + steps, 0)
+        positions = np.where(is_real, start[:, None] + steps, 0)  # padding attends to position 0: its softmax is defined
         ids = np.where(is_real, slots.ids[rows[:, None], positions], 0)
-        self._fill(rows, ids, positions, is_real=is_real)
+        write_slots = np.where(is_real, rows[:, None], self._cache.trash)
+        self._forward(self._module.base_model, ids, positions, rows=rows, write_slots=write_slots)
         if slots.routes is not None:
             slots.note_routes(rows, start, todo, self._routes)
         slots.cached[rows] += todo
@@ -155,11 +156,12 @@ class BatchStep:
         start, last = int(slots.cached[row]), int(slots.known[row]) - 1
         end = min(prompt.behind(min(start + self._prefill_chunk, last)), last)
         positions = np.arange(start, end)[None]
-        self._fill(
-            np.array([row]),
+        self._forward(
+            self._module.base_model,
             prompt.ids(slots.ids[row, start:end], start)[None],
             positions,
-            is_real=np.ones(positions.shape, np.bool_),
+            rows=np.array([row]),
+            write_slots=np.full_like(positions, row),
             rope=prompt.positions(start, end)[..., None, :],
             inputs=prompt.inputs(start, end),
         )
@@ -167,38 +169,6 @@ class BatchStep:
             slots.note_routes(np.array([row]), np.array([start]), np.array([end - start]), self._routes)
         slots.cached[row] = end
         self._stats.prefill_steps += 1
-
-    def _fill(
-        self,
-        rows: NDArray[np.int64],
-        ids: NDArray[Any],
-        positions: NDArray[np.int64],
-        *,
-        is_real: NDArray[np.bool_],
-        rope: NDArray[np.int64] | None = None,
-        inputs: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        """Compute keys and values of known tokens.
-
-        Args:
-            rows: [B] the slot of each row.
-            ids: [B, Q] the tokens.
-            positions: [B, Q] index in the slot; consecutive, 0 for padding.
-            is_real: [B, Q] False for padding.
-            rope: [B, Q] or [3, B, Q] position for the model; None if equal to `positions`.
-            inputs: The model's inputs for the media among the tokens.
-        """
-        is_fresh = not positions[:, 0].any()
-        extent = positions.shape[1] if is_fresh else self._extent(positions)
-        self._cache.aim(
-            rows=self._tensor(rows),
-            write_slots=self._tensor(np.where(is_real, rows[:, None], self._cache.trash)),
-            positions=self._tensor(positions),
-            extent=extent,
-            is_fresh=is_fresh,
-        )
-        # Padding attends to position 0, so that its softmax is defined.
-        self._forward(self._module.base_model, ids, positions, extent, rope, inputs)
 
     def _decode(self, rows: NDArray[np.int64]) -> list[Ended]:
         """Feed the last known token of every running slot, and sample the next one."""
@@ -214,9 +184,7 @@ class BatchStep:
         write_slots = np.full((num_rows, 1), self._cache.trash, np.int64)
         fed[rows, 0], write_slots[rows, 0] = slots.ids[rows, cached], rows
         at[rows, 0], rope[rows, 0] = cached, cached + slots.rope_offset[rows]
-        extent = self._extent(cached)
-        self._cache.aim(rows=None, write_slots=self._tensor(write_slots), positions=self._tensor(at), extent=extent)
-        logits: Tensor = self._forward(self._module, fed, at, extent, rope, {}).logits
+        logits: Tensor = self._forward(self._module, fed, at, rows=None, write_slots=write_slots, rope=rope).logits
         self._stats.decode_steps += 1
         ended = self._keep(rows, *self._sample(rows, logits[:, -1]))
         if slots.routes is not None:
@@ -299,28 +267,46 @@ class BatchStep:
         """Return an array on the model's device."""
         return torch.from_numpy(array).to(self._device)
 
-    def _extent(self, positions: NDArray[np.int64]) -> int:
-        length = int(positions.max()) + 1
-        return min(-(-length // EXTENT_STEP) * EXTENT_STEP, self._max_context)
-
     def _forward(
         self,
         module: Any,
         ids: NDArray[Any],
         positions: NDArray[np.int64],
-        extent: int,
-        rope: NDArray[np.int64] | None,
-        inputs: Mapping[str, Tensor],
+        *,
+        rows: NDArray[np.int64] | None,
+        write_slots: NDArray[np.int64],
+        rope: NDArray[np.int64] | None = None,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Any:
-        """Run `module` on [B, Q] ids; each token attends to the positions up to its own, at most `extent`."""
+        """Run `module`, and store the keys and values of its tokens; each token attends to the positions up to its own.
+
+        Args:
+            module: The causal language model, or its base model if no logits are needed.
+            ids: [B, Q] the tokens.
+            positions: [B, Q] index in the slot; consecutive, 0 for padding.
+            rows: [B] the slot of each row; None if row i is slot i.
+            write_slots: [B, Q] the slot of each token; the cache's `trash` for padding.
+            rope: [B, Q] or [3, B, Q] position for the model; None if equal to `positions`.
+            inputs: The model's inputs for the media among the tokens.
+        """
+        is_fresh = rows is not None and not positions[:, 0].any()
+        extent = positions.shape[1] if is_fresh else min(_round_up(int(positions.max()) + 1, EXTENT_STEP), self._max_context)
+        positions_BQ = self._tensor(positions)
+        self._cache.aim(
+            rows=None if rows is None else self._tensor(rows),
+            write_slots=self._tensor(write_slots),
+            positions=positions_BQ,
+            extent=extent,
+            is_fresh=is_fresh,
+        )
         start = time.perf_counter()
         with torch.inference_mode():
-            hidden = torch.arange(extent, device=self._device) > self._tensor(positions).unsqueeze(-1)  # [B, Q, extent]
+            hidden = torch.arange(extent, device=self._device) > positions_BQ.unsqueeze(-1)  # [B, Q, extent]
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
             out = module(
                 input_ids=self._tensor(ids.astype(np.int64, copy=False)),
                 attention_mask=mask.unsqueeze(1),
-                position_ids=self._tensor(positions if rope is None else rope),
+                position_ids=positions_BQ if rope is None else self._tensor(rope),
                 past_key_values=self._cache,
                 use_cache=True,
                 **{k: v.to(self._device, self._dtype if v.is_floating_point() else None) for k, v in inputs.items()},
