@@ -209,9 +209,16 @@ class RewardRouter:
         steps = [s for name, s in scores if name.startswith("tool/")]
         scores_given = [s for name, s in scores if not name.startswith("tool/")]
         interaction_score = _AGGREGATES[self._weighing.interaction](turns) if turns else None
-        value, info = outcome or await self._outcome(
-            trajectory, interaction_score, math.fsum(scores_given), of_tools, tool_rewards or {}
-        )
+        if outcome is None:
+            target = self._target_of(trajectory, of_tools)
+            if isinstance(target, RewardFunction):
+                outcome = await target(trajectory, tool_rewards=tool_rewards or {})
+            elif target == "interaction":
+                # Without a score, a limit ended the episode before the interaction answered; the outcome is then 0.
+                outcome = 0.0 if interaction_score is None else interaction_score, {}
+            else:
+                outcome = math.fsum(scores_given if target == "turns" else of_tools.values()), {}
+        value, info = outcome
         components = {"outcome": value, "tool_step": math.fsum(steps), **of_tools}
         if interaction_score is not None:
             components["interaction"] = interaction_score
@@ -232,18 +239,11 @@ class RewardRouter:
             components |= {f"agent/{agent}": score for agent, score in info[AGENTS].items()}
         return Reward(total=total, components=components, info=info)
 
-    async def _outcome(
-        self,
-        trajectory: Trajectory,
-        score: float | None,
-        reward: float,
-        of_tools: Mapping[str, float],
-        tool_rewards: Mapping[str, float | None],
-    ) -> tuple[float, Mapping[str, Any]]:
-        """Compute the outcome by the task's route; return it with further values to record.
+    def _target_of(self, trajectory: Trajectory, of_tools: Mapping[str, float]) -> RewardFunction | str:
+        """Return the scorer of a finished trajectory: a function, "interaction", "tools" or "turns".
 
         Raises:
-            RewardError: nothing scores the task, or its reward function failed.
+            RewardError: nothing scores it.
         """
         try:
             target = self._target(trajectory.task)
@@ -256,14 +256,7 @@ class RewardRouter:
                 f"nothing says what the episode of task {trajectory.task.id!r} is worth: its agent returned None and posted "
                 f"no reward, and no reward function scores the data_source {trajectory.task.data_source!r}"
             )
-        if isinstance(target, RewardFunction):
-            return await target(trajectory, tool_rewards=tool_rewards)
-        if target == "interaction":
-            # Without a score, a limit ended the episode before the interaction answered; the outcome is then 0.
-            return (0.0 if score is None else score), {}
-        if target == "turns":
-            return reward, {}
-        return math.fsum(of_tools.values()), {}
+        return target
 
     def _target(self, task: Task) -> RewardFunction | str:
         if task.data_source is not None:
