@@ -159,20 +159,13 @@ class PolicyTerms(Objective):
         has_grad = weights.entropy != 0
         options = {"entropy_grad": has_grad if has_grad or weights.measures_entropy else None}
         options |= {"balance_grad": True} if algorithm.routing.balance_coef != 0 else {}
+        return partial(self._terms, weights=weights, options=options)
 
-        def terms(network: ScoringModel, batch: MicroBatch) -> Terms:
-            scores = network(batch.with_observations, **options)
-            if batch.read is None:
-                return self._terms(batch, scores, weights)
-            bound = self._terms(batch, scores.at(batch.read.at_S), weights)
-            observation, figures = _observation_loss(batch.read, scores.logprobs_S)
-            return bound._replace(observation=observation, figures={**bound.figures, **figures})
-
-        return terms
-
-    def _terms(self, batch: MicroBatch, scores: TargetScores, weights: TermWeights) -> Terms:
+    def _terms(self, network: ScoringModel, batch: MicroBatch, *, weights: TermWeights, options: Mapping[str, Any]) -> Terms:
         """Return the loss of each target: the policy loss times its correction, plus KL, entropy and teacher terms."""
-        settings, algorithm = self._settings, self._settings.algorithm
+        settings, algorithm, read = self._settings, self._settings.algorithm, batch.read
+        read_scores: TargetScores = network(batch.with_observations, **options)
+        scores = read_scores if read is None else read_scores.at(read.at_S)
         logprobs_S = scores.logprobs_S
         if batch.advantages_S is None:
             raise TrainingError("the samples have no advantages; run an advantage estimator before forward_backward")
@@ -215,7 +208,11 @@ class PolicyTerms(Objective):
         if scores.balance_S is not None and balance_coef:
             loss_S = loss_S + balance_coef * scores.balance_S
             parts_S["loss/router_balance"] = balance_coef * scores.balance_S.detach()
-        return Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.figures)
+        terms = Terms(loss_S, logprobs_S.detach(), stats_S, parts_S, own_S, scores.figures)
+        if read is None:
+            return terms
+        observation, figures = _observation_loss(read, read_scores.logprobs_S)
+        return terms._replace(observation=observation, figures={**scores.figures, **figures})
 
 
 def _observation_loss(read: ReadTargets, logprobs_R: Tensor) -> tuple[Tensor, Figures]:
