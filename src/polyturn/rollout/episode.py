@@ -386,13 +386,16 @@ class Episode:
             )
         return (await speaker.generate()).message
 
-    def record(self, turn: OpenTurn, reply: Reply) -> None:
+    def record(self, turn: OpenTurn, reply: Reply) -> StopReason | None:
         """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
+
+        Returns:
+            Why the episode ends with this reply, or None: ENV_DONE if the reply says so, STOP if nothing follows the turn.
 
         Raises:
             SchedulerError: the reply has messages, but after `go_on` the next turn continues the turn's own message.
         """
-        self.history.record(turn, reply)
+        return self.history.record(turn, reply)
 
     def read(self, text: str, *, turn: OpenTurn) -> Message:
         """Parse `text` as the message of a turn, without encoding anything. It may begin with the turn's `said_before`."""

@@ -324,8 +324,11 @@ class History:
         """Set the agent's name, before the prompt is shown."""
         self.set_prompt(self._messages, agent=agent)
 
-    def record(self, turn: OpenTurn, reply: Reply) -> None:
+    def record(self, turn: OpenTurn, reply: Reply) -> StopReason | None:
         """Record the reply to the turn; unless it ends the episode, the next prompt contains its messages.
+
+        Returns:
+            Why the episode ends with this reply, or None.
 
         Raises:
             SchedulerError: the reply has messages, but after `go_on` the next turn continues the turn's own message.
@@ -335,10 +338,11 @@ class History:
         turn.info.update(reply.info)
         turn.scores.update(reply.scores)
         if reply.is_done:
-            return
+            return StopReason.ENV_DONE
         if messages and self.last is not None:
             raise SchedulerError(BOTH)
         self.answer(messages, "interaction" in turn.timings)
+        return None if messages or reply.goes_on else StopReason.STOP
 
     def show_ids(self, ids: Ids) -> None:
         """Use `ids` as the whole next prompt, regardless of the messages."""

@@ -97,12 +97,11 @@ class MultiTurnScheduler:
         Raises:
             PolyturnError: the engine, a plug-in or an invariant failed; the caller decides whether the run continues.
         """
-        while True:
-            if (limit := await episode.prepare()) is not None:
-                return limit
+        while (limit := await episode.prepare()) is None:
             turn = await episode.generate()
             if (reason := await self.settle(episode, turn)) is not None:
                 return reason
+        return limit
 
     async def settle(self, episode: Episode, turn: OpenTurn) -> StopReason | None:
         """Call the hooks after a completion, answer it and record both; return why the episode ends here, or None.
@@ -114,11 +113,7 @@ class MultiTurnScheduler:
         if (reason := await self._finished(episode, turn)) is not None:
             return reason
         answer = episode.guarded(self, self.step)(episode, turn)
-        reply = Reply.of(await answer if inspect.isawaitable(answer) else answer, source=self.step)
-        episode.record(turn, reply)
-        if reply.is_done:
-            return StopReason.ENV_DONE
-        return None if reply.messages or reply.goes_on else StopReason.STOP
+        return episode.record(turn, Reply.of(await answer if inspect.isawaitable(answer) else answer, source=self.step))
 
     async def run_forks(self, forks: Sequence[Episode]) -> list[StopReason]:
         """Drive forks concurrently with `MultiTurnScheduler.run`, even if `run` is overridden; return why each ended.

@@ -187,6 +187,20 @@ def test_message_cannot_go_on_before_a_waiting_answer(edit: Callable[[History], 
     refuses(lambda: edit(found), SchedulerError, "messages as well")
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply(), StopReason.STOP),
+        (Reply(goes_on=True), None),
+        (Reply(messages=(user("No."),)), None),
+        (Reply(messages=(user("Bye."),), is_done=True), StopReason.ENV_DONE),
+    ],
+)
+def test_record_returns_why_the_episode_ends(reply: Reply, reason: StopReason | None) -> None:
+    line = history()
+    assert line.record(say(line, "3"), reply) is reason
+
+
 def test_sampled_spans_are_found_in_any_order():
     found = history()
     turn = say(found, "3")
