@@ -274,7 +274,7 @@ def episodes(draw: st.DrawFn) -> Episode:
             "older": draw(st.sampled_from(builder.build())).token_ids.tolist() + draw(ids),
         }[edit]
         if prompt is not None:
-            builder.rewrite(prompt, turn=turn)
+            builder.set_prompt(prompt, turn=turn)
             assert builder.context.tolist() == prompt
         completion = draw(completions())
         n = len(completion.token_ids)
@@ -324,7 +324,7 @@ def test_rewrite_extends_or_branches_the_best_segment(prompts: list[list[int]], 
     builder = TrajectoryBuilder()
     for prompt in prompts:
         builder.open(prompt)
-    builder.rewrite(new, turn=0)
+    builder.set_prompt(new, turn=0)
     built = [s.token_ids.tolist() for s in builder.build()]
     continued = [p for p in prompts if new[: len(p)] == p]
     if continued:

@@ -158,7 +158,7 @@ def shown(
     line.events = []
 
     def show() -> None:
-        line.show(line.next_prompt())
+        line.append_prompt(line.next_prompt())
         found.append(codec.control_in(line.context).tolist())
 
     show()
@@ -167,7 +167,7 @@ def shown(
             ids = [*codec.encode_plain(change(what)).tolist(), codec.stop_token_ids[0]]
             said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
             read = line.read_completion(said.token_ids, turn=index)
-            turn = line.sample(*read, Stopped(said, None, 0), index=index, cut_by=StopReason.LENGTH)
+            turn = line.add_turn(*read, Stopped(said, None, 0), index=index, cut_by=StopReason.LENGTH)
             continue
         first, text, second = message(what[0], change), change(what[1]), message(what[2], change)
         history = line

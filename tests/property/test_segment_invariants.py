@@ -103,13 +103,13 @@ def test_builder_keeps_every_sampled_token_once(moves: list[tuple[str, int, int]
             places[index] = (here, seen + ids)
         elif move in ("rewrite", "continue"):
             new = seen + ids if move == "continue" else seen[: max(1, len(seen) - size)] + ids
-            here.rewrite(new, turn=turn)
+            here.set_prompt(new, turn=turn)
             places[index] = (here, new)
         elif move == "fork" and len(places) < 5:
             places.append((here.fork(), seen))
         elif move == "agent" and len(places) < 5:
             other = here.fork(agent=f"agent {size % 2}")
-            other.rewrite(ids, turn=turn)
+            other.set_prompt(ids, turn=turn)
             places.append((other, ids))
         last.pop(index, None)
     for here, seen in places:

@@ -7,7 +7,7 @@ engine a read-only view of it: the prompt that the engine sees *is* the prefix o
     builder.open(prompt_ids)                     segment 0: PROMPT
     builder.sample(completion, turn=0)           segment 0: PROMPT SAMPLED
     builder.observe(feedback_ids, turn=0)        segment 0: PROMPT SAMPLED OBSERVATION
-    builder.rewrite(edited_ids, turn=1)          segment 1: PROMPT, a branch of segment 0; or, if the ids extend
+    builder.set_prompt(edited_ids, turn=1)       segment 1: PROMPT, a branch of segment 0; or, if the ids extend
                                                  segment 0, OBSERVATION in segment 0
     other = builder.fork()                       a second position; the builder that appends second opens a segment
 
@@ -226,7 +226,7 @@ class TrajectoryBuilder:
         """Append the tokens that the environment and the template added after turn `turn`; their loss weight is 0."""
         return self._append(Span(ids=ids_array(ids), source=SpanSource.OBSERVATION, turn=turn))
 
-    def rewrite(self, ids: ArrayLike, *, turn: int, media: Sequence[Any] = ()) -> SpanRef | None:
+    def set_prompt(self, ids: ArrayLike, *, turn: int, media: Sequence[Any] = ()) -> SpanRef | None:
         """Continue from the complete prompt `ids` with its `media`.
 
         If a segment of this agent is a prefix of `ids` and has the same media, the longest such segment is extended.

@@ -197,7 +197,7 @@ class Episode:
         # A long text takes seconds to encode; in a thread, it does not block the other episodes.
         prompt = await asyncio.to_thread(history.next_prompt) if num_chars > LONG_CHARS else history.next_prompt()
         if is_first:
-            history.show(prompt)  # before the limits, so that the record has its prompt even if no turn fits
+            history.append_prompt(prompt)  # before the limits, so that the record has its prompt even if no turn fits
             if shared.on_turn is not None:
                 await shared.on_turn()
             tools = shared.tools.names
@@ -211,7 +211,7 @@ class Episode:
         if reason is not None:
             logger.debug(_LIMIT, self.id, reason.value, len(history.turns))
         elif not is_first:  # if a limit ends the episode, the model never sees the waiting messages
-            history.show(prompt)
+            history.append_prompt(prompt)
         return reason
 
     async def process_media(self, messages: Sequence[Message]) -> None:
@@ -246,7 +246,7 @@ class Episode:
         # Turns are numbered across all forks, in the order of completion; scores and spans refer to this number.
         index = len(shared.turns) if self._aside is None else self.aside_of
         message, text = history.read_completion(ended.completion.token_ids, turn=index)
-        turn = history.sample(message, text, ended, index=index, cut_by=cut_by)
+        turn = history.add_turn(message, text, ended, index=index, cut_by=cut_by)
         turn.timings["start"], turn.timings["generate"] = start, time.monotonic() - began
         if self._aside is None:
             shared.turns.append(turn)

@@ -41,7 +41,7 @@ class Prompted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shown:
-    """The next prompt became the context (`History.show`)."""
+    """The next prompt became the context (`History.append_prompt`)."""
 
     is_whole: bool
     segment: int
@@ -57,7 +57,7 @@ class Shown:
             ids = np.concatenate([segments[self.segment].token_ids, ids])
         messages = (*history.messages, *history.waiting) if self.is_whole else history.waiting
         media = () if isinstance(history.next, Given) else all_media(messages)
-        history.show(Prompt(ids, self.is_whole, self.num_new, self.length, media))
+        history.append_prompt(Prompt(ids, self.is_whole, self.num_new, self.length, media))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class TurnSampled:
 
     def apply(self, history: History) -> None:
         ended = Stopped(self.completion, self.stop, self.num_dropped)
-        history.sample(self.message, self.text, ended, index=self.index, cut_by=self.cut_by)
+        history.add_turn(self.message, self.text, ended, index=self.index, cut_by=self.cut_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

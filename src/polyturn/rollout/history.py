@@ -1,9 +1,9 @@
 """History: messages and tokens of one conversation, turn after turn. It is synchronous and does no I/O.
 
-    next_prompt -> show -> sample -> record -> next_prompt -> show -> …
+    next_prompt -> append_prompt -> add_turn -> record -> next_prompt -> …
 
-`next_prompt` encodes the waiting messages, and `show` makes the result the context for the next completion. Schedulers edit
-a history between two turns with `history_edits`.
+`next_prompt` encodes the waiting messages, and `append_prompt` makes the result the context for the next completion.
+Schedulers edit a history between two turns with `history_edits`.
 
 If a rendered prompt continues a segment token for token, it extends that segment; otherwise it starts a new segment, in
 which all earlier tokens are prompt. Messages are encoded only when the next generation needs them, and sampled ids are never
@@ -67,7 +67,7 @@ class History:
         self.events: list[Event] | None = None
         """The events that a journal has not taken yet; None without a journal."""
         self.prompt: tuple[Message, ...] | None = None
-        """The messages of the first prompt; None before the first `show`."""
+        """The messages of the first prompt; None before the first `append_prompt`."""
         self.prompt_tokens = 0
         """Number of tokens of the first prompt."""
         self.num_cut = 0
@@ -83,7 +83,7 @@ class History:
         """The form of the next prompt."""
         self._last_id: int | None = None
         self._rejoins = False
-        """Whether another fork may have appended to this segment; `show` then searches for a segment to extend."""
+        """Whether another fork may have appended to this segment; `append_prompt` then searches for a segment to extend."""
         self._has_user_reply = False
         """Whether the last answer came from the interaction."""
         self._response_tokens = 0
@@ -102,7 +102,7 @@ class History:
 
     @property
     def context(self) -> Ids:
-        """[T] the ids of the current context; after `show`, these are the prompt of the next completion."""
+        """[T] the ids of the current context; after `append_prompt`, these are the prompt of the next completion."""
         return self.builder.context
 
     @property
@@ -177,7 +177,7 @@ class History:
         has_same_control = np.array_equal(codec.control_in(kept), codec.control_in(rendered))
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
-    def show(self, prompt: Prompt) -> None:
+    def append_prompt(self, prompt: Prompt) -> None:
         """Make `prompt` the context: append its new ids to a segment, or open a segment. The last turn lists its span."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
@@ -185,10 +185,10 @@ class History:
         if self.prompt is None:
             self.prompt, self.prompt_tokens = self.messages, prompt.length
         if prompt.is_whole:
-            ref = builder.rewrite(prompt.ids, turn=turn, media=prompt.media)
+            ref = builder.set_prompt(prompt.ids, turn=turn, media=prompt.media)
         elif self._rejoins:  # pass the whole prompt, so that the builder can find a segment to extend
             whole = np.concatenate([builder.context, prompt.ids])
-            ref = builder.rewrite(whole, turn=turn, media=(*builder.media, *prompt.media))
+            ref = builder.set_prompt(whole, turn=turn, media=(*builder.media, *prompt.media))
         elif len(prompt.ids) or waiting:
             ref = builder.observe(prompt.ids, turn=turn)
             builder.add_media(*prompt.media)
@@ -205,7 +205,7 @@ class History:
                 Shown(is_whole=prompt.is_whole, segment=segment, ids=ids, num_new=prompt.num_new, length=prompt.length)
             )
 
-    def sample(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
+    def add_turn(self, message: Message, text: str, ended: Stopped, *, index: int, cut_by: StopReason) -> OpenTurn:
         """Append a completion with its sampled ids, and return its turn.
 
         Args:

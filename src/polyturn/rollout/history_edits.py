@@ -109,7 +109,7 @@ def shorten_to_fit(history: History, limits: Limits) -> bool:
     if last is not None:
         last = last._replace(addition=_continuation(history, shorter[-1]))
     history.edit(shorter, (), last)
-    history.show(history.next_prompt()._replace(num_new=num_new))
+    history.append_prompt(history.next_prompt()._replace(num_new=num_new))
     return True
 
 

@@ -38,7 +38,7 @@ def test_each_segment_with_a_completion_is_a_sample() -> None:
     builder.open([1, 2])
     builder.sample(completion([3, 4]), turn=0)
     builder.observe([5], turn=0)
-    builder.rewrite([1, 9, 9], turn=1)
+    builder.set_prompt([1, 9, 9], turn=1)
     builder.sample(completion([6]), turn=1)
     builder.open([7, 7])  # the next prompt, and no completion any more
     found = to_samples(group(builder.build()), temperature=0.7)
@@ -58,7 +58,7 @@ def test_observations_are_marked_once_and_prompts_never() -> None:
     builder.open([1, 2])
     builder.sample(completion([3]), turn=0)
     builder.observe([4, 5], turn=0)
-    builder.rewrite([1, 4, 5, 9], turn=1)  # a later segment replays the observation as its prompt
+    builder.set_prompt([1, 4, 5, 9], turn=1)  # a later segment replays the observation as its prompt
     builder.sample(completion([6]), turn=1)
     builder.observe([7], turn=1)
     first, second = to_samples(group(builder.build()), temperature=1.0, observed=True)
@@ -97,7 +97,7 @@ def test_every_sampled_token_is_in_exactly_one_sample(moves):
         elif move == "observe":
             builder.observe(ids, turn=turn)
         else:
-            builder.rewrite([*builder.context[:-1], *ids], turn=turn)
+            builder.set_prompt([*builder.context[:-1], *ids], turn=turn)
     samples = to_samples(group(builder.build()), temperature=1.0)
     trained = [int(i) for s in samples for i in s.token_ids[s.loss_weights > 0]]
     assert sorted(trained) == sampled

@@ -45,7 +45,7 @@ def test_references_lead_to_their_spans() -> None:
     assert builder.open([1]) == SpanRef(0, 0)
     assert builder.sample(completion([2]), turn=0) == (SpanRef(0, 1),)
     assert builder.observe([3], turn=0) == SpanRef(0, 2)
-    assert builder.rewrite([9], turn=1) == SpanRef(1, 0)
+    assert builder.set_prompt([9], turn=1) == SpanRef(1, 0)
     assert builder.span(SpanRef(0, 1)).ids.tolist() == [2]
 
 
@@ -83,11 +83,11 @@ def test_builder_needs_a_prompt_first() -> None:
 
 def test_continued_prompt_adds_only_new_tokens() -> None:
     builder = two_turns()
-    ref = builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1)
+    ref = builder.set_prompt([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1)
     assert ref == SpanRef(0, 4)
     assert builder.span(ref).source is SpanSource.OBSERVATION
     assert builder.span(ref).ids.tolist() == [8, 9]
-    assert builder.rewrite([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1) is None
+    assert builder.set_prompt([1, 2, 3, 4, 5, 6, 7, 8, 9], turn=1) is None
     (segment,) = builder.build()
     assert len(segment.spans) == 5
 
@@ -96,7 +96,7 @@ def test_segment_of_another_agent_is_left_alone() -> None:
     builder = TrajectoryBuilder(agent="critic")
     builder.open([1, 2, 3])
     builder.agent = "solver"
-    builder.rewrite([1, 2, 3, 4], turn=0)
+    builder.set_prompt([1, 2, 3, 4], turn=0)
     critic, solver = builder.build()
     assert critic.token_ids.tolist() == [1, 2, 3]
     assert (solver.agent, solver.parent) == ("solver", None)
@@ -106,7 +106,7 @@ def test_media_belong_to_the_growing_segment() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
     builder.add_media("a.png")
-    builder.rewrite([2], turn=0)
+    builder.set_prompt([2], turn=0)
     builder.add_media("b.png", "c.png")
     assert [s.media for s in builder.build()] == [("a.png",), ("b.png", "c.png")]
 
@@ -149,7 +149,7 @@ def test_turn_costs_only_its_new_tokens() -> None:
 def test_few_new_tokens_do_not_keep_a_full_render_alive() -> None:
     builder = TrajectoryBuilder()
     builder.open(range(1000))
-    ref = builder.rewrite([*range(1000), 7], turn=0)
+    ref = builder.set_prompt([*range(1000), 7], turn=0)
     assert ref is not None
     ids = builder.span(ref).ids
     assert ids.base is None or ids.base.size < 10

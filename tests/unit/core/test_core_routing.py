@@ -85,7 +85,7 @@ def test_known_route_is_that_of_its_context(steps: list[tuple[str, int]]) -> Non
         elif what == "fork":
             places.append(place.fork())
         elif what == "edit":
-            place.rewrite([*place.context[: 1 + value].tolist(), 9, value], turn=number)
+            place.set_prompt([*place.context[: 1 + value].tolist(), 9, value], turn=number)
         check(builder)
 
 

@@ -37,7 +37,7 @@ def history(parser: ToolCallParser | None = None, **options: Any) -> History:
 
 
 def say(found: History, text: str, *, is_closed: bool = True) -> OpenTurn:
-    found.show(found.next_prompt())
+    found.append_prompt(found.next_prompt())
     ids = turn_ids(text, is_closed=is_closed)
     completion = Completion(
         token_ids=ids,
@@ -48,7 +48,7 @@ def say(found: History, text: str, *, is_closed: bool = True) -> OpenTurn:
     )
     index = len(found.turns)
     message, text = found.read_completion(completion.token_ids, turn=index)
-    return found.sample(message, text, Stopped(completion, None, 2), index=index, cut_by=StopReason.LENGTH)
+    return found.add_turn(message, text, Stopped(completion, None, 2), index=index, cut_by=StopReason.LENGTH)
 
 
 def answers(found: History) -> None:

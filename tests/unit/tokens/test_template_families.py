@@ -60,15 +60,15 @@ def test_hidden_text_gains_no_space(text: str, kind: str) -> None:
 def test_message_that_goes_on_reads_as_one(said: str, keep: str, added: str, kind: str) -> None:
     codec = codec_of(PHI3, kind)
     line = History(DeltaEncoder(codec), PlainParser(), [user("Hi")])
-    line.show(line.next_prompt())
+    line.append_prompt(line.next_prompt())
     ids = [*codec.encode(said).tolist(), codec.stop_token_ids[0]]
     completion = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
-    line.sample(
+    line.add_turn(
         *line.read_completion(completion.token_ids, turn=0), Stopped(completion, None, 0), index=0, cut_by=StopReason.LENGTH
     )
     go_on(line, added, keep=keep, is_trusted=False)
     prompt = line.builder.num_tokens
-    line.show(line.next_prompt())
+    line.append_prompt(line.next_prompt())
     shown = codec.decode(line.context)
     assert prompt and shown.endswith(keep + added)
 

@@ -80,10 +80,10 @@ def test_owners_schema_may_mean_tags_and_cannot_end_a_turn() -> None:
 def line(*asked: Message) -> History:
     """Return a history behind a turn that said "So." """
     found = History(DeltaEncoder(CODEC), PlainParser(), asked or [ASKED])
-    found.show(found.next_prompt())
+    found.append_prompt(found.next_prompt())
     ids = [*CODEC.encode("So.").tolist(), END]
     said = Completion(token_ids=ids, finish_reason=FinishReason.STOP, logprobs=[-1.0] * len(ids))
-    found.sample(*found.read_completion(said.token_ids, turn=0), Stopped(said, None, 0), index=0, cut_by=StopReason.LENGTH)
+    found.add_turn(*found.read_completion(said.token_ids, turn=0), Stopped(said, None, 0), index=0, cut_by=StopReason.LENGTH)
     return found
 
 
@@ -95,7 +95,7 @@ def test_message_that_goes_on_is_trusted_by_its_origin(origin: Origin | None, sp
     history = line()
     before = [*control(history.encoder.start([ASKED]))]
     rewrite(history, history.typed([ASKED, Message(role="assistant", content=HOSTILE, origin=origin)]), goes_on=True)
-    history.show(history.next_prompt())
+    history.append_prompt(history.next_prompt())
     assert control(history.context) == [*before, *spoken]
 
 
@@ -257,7 +257,7 @@ def test_text_of_several_origins_has_the_least_trusted() -> None:
 def test_history_written_as_dicts_keeps_its_origins() -> None:
     found = line()
     found.record(found.turns[-1], Reply(messages=(Message(role="user", content="Sure?"),)))
-    found.show(found.next_prompt())
+    found.append_prompt(found.next_prompt())
     typed = found.typed([*found.openai, {"role": "user", "content": "new"}])
     assert [m.origin for m in typed] == [Origin.OWNER, Origin.MODEL, Origin.ENVIRONMENT, Origin.ENVIRONMENT]
     assert all(a is b for a, b in zip(typed, found.messages, strict=False))
