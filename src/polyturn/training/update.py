@@ -196,15 +196,7 @@ class Update:
             logger.warning("step %d: no group can teach anything (%s); the weights do not change", step + 1, why)
         order = [sample for share in shares for sample in share]
         metrics, cuts = reduce(merge(parts)), settings.algorithm.drop_truncated
-        # Adapt the coefficients only after the passes, so that the metrics report those that this step used.
-        if self._reward_kl is not None:
-            self._reward_kl.adapt()
-        if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
-            metrics["policy/kl_coef"] = self._kl.coef
-            self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in order}))
-        if self._entropy is not None and (entropy := metrics.get("policy/entropy")) is not None:
-            metrics["policy/entropy_coef"] = self._entropy.coef
-            self._entropy.update(entropy)
+        self._adapt(metrics, order)  # only after the passes, so that the metrics report the coefficients that they used
         least = self._kept_members
         records = trained_of(groups, kept.groups, order, passes, rejected=rejected, drops_truncated=cuts, min_members=least)
         self._estimator_state = estimator_state
@@ -212,6 +204,17 @@ class Update:
         # take the optimizer steps a second time.
         self.is_half_done = False
         return StepResult(metrics, records)
+
+    def _adapt(self, metrics: dict[str, float], samples: Sequence[TrainSample]) -> None:
+        """Add the coefficients that a step on `samples` used to its `metrics`, and adapt them for the next step."""
+        if self._reward_kl is not None:
+            self._reward_kl.adapt()
+        if self._kl is not None and (kl := metrics.get("policy/kl_to_reference")) is not None:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl.update(kl, num_trajectories=len({(s.id.group, s.id.trajectory) for s in samples}))
+        if self._entropy is not None and (entropy := metrics.get("policy/entropy")) is not None:
+            metrics["policy/entropy_coef"] = self._entropy.coef
+            self._entropy.update(entropy)
 
     def _credit(self, groups: Sequence[TrajectoryGroup], *, step: int) -> _Credited:
         """Return the samples, with advantages, of the groups that can teach."""
