@@ -117,7 +117,7 @@ class Message:
         """Convert an OpenAI-style dict written by `origin` to a message; a `Message` is returned unchanged.
 
         Raises:
-            DataError: there is no role, or a tool call has no name.
+            DataError: there is no role, a tool call has no name, or the content or the tool calls have a wrong type.
         """
         if isinstance(data, Message):
             return data
@@ -126,9 +126,13 @@ class Message:
         content = data.get("content")
         if content is None:
             content = ""
+        elif not isinstance(content, Iterable) or isinstance(content, Mapping | bytes):
+            raise DataError(f"the content of a message is {content!r:.100}; give a text or a list of parts")
         elif not isinstance(content, str):
             content = tuple(dict(p) if isinstance(p, Mapping) else {"type": "text", "text": str(p)} for p in content)
         calls = data.get("tool_calls") or ()
+        if not isinstance(calls, Iterable) or not all(isinstance(call, Mapping) for call in calls):
+            raise DataError(f"the tool_calls of a message are {calls!r:.100}; give a list of objects")
         return cls(
             role=str(data["role"]),
             content=content,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from polyturn.core.errors import SchedulerError
+from polyturn.core.errors import DataError, SchedulerError
 from polyturn.core.messages import Message
 from polyturn.core.reward import MAX_REWARD, as_flag, as_score, brief
 from polyturn.infra.plugin_shape import CallShape, Shape
@@ -177,14 +177,18 @@ def observed(observation: Any, *, name: str) -> tuple[Message, ...]:
     """Return an observation as messages; a text becomes a user message.
 
     Raises:
-        SchedulerError: the observation is neither a text nor messages.
+        SchedulerError: the observation is neither a text nor messages, or a message is invalid.
     """
     if observation is None:
         return ()
     if isinstance(observation, str):
         return (Message(role="user", content=observation),)
-    if isinstance(observation, Message | Mapping):
-        return (Message.from_openai(observation),)
-    if isinstance(observation, Sequence) and all(isinstance(m, Message | Mapping) for m in observation):
-        return tuple(Message.from_openai(m) for m in observation)
-    raise SchedulerError(f"the environment {name!r} showed {brief(observation, 200)}; return a text, a message, or messages")
+    messages = (observation,) if isinstance(observation, Message | Mapping) else observation
+    if not isinstance(messages, Sequence) or not all(isinstance(m, Message | Mapping) for m in messages):
+        raise SchedulerError(
+            f"the environment {name!r} showed {brief(observation, 200)}; return a text, a message, or messages"
+        )
+    try:
+        return tuple(Message.from_openai(m) for m in messages)
+    except DataError as problem:
+        raise SchedulerError(f"the environment {name!r} showed an invalid message: {problem}") from problem

@@ -99,6 +99,14 @@ def test_message_needs_a_role_and_call_a_name() -> None:
     assert call.error == "a tool call needs a name"  # what a model wrote and a scheduler repeats
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("content", 5), ("content", {"text": "x"}), ("content", b"x"), ("tool_calls", 5), ("tool_calls", ["f"])],
+)
+def test_message_with_a_field_of_a_wrong_type_is_refused(key: str, value: object) -> None:
+    refuses(lambda: Message.from_openai({"role": "assistant", key: value}), DataError, key, repr(value))
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 3), (2, 4)])
 def test_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
     pixels = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)

@@ -173,6 +173,9 @@ async def test_limit_ends_the_episode_and_closes_the_environment(limits: Limits,
         ({"returns": ("x", 0.0, False, {}, {})}, "{}"),
         ({"returns": ("x", 0.0, [[0, 1]], {})}, "[[0, 1]]"),
         ({"returns": (5, 0.0, False, {})}, "showed 5"),
+        ({"returns": ({"role": "user", "content": 5}, 0.0, False, {})}, "the content of a message is 5"),
+        ({"returns": ([{"content": "x"}], 0.0, False, {})}, "a message needs a 'role'"),
+        ({"shows": {"role": "user", "content": 5}}, "the content of a message is 5"),
     ],
 )
 async def test_broken_environment_fails_its_trajectory_and_is_closed(config: Any, key: str) -> None:
