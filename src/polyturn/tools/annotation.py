@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import SchemaError
 
-from polyturn.core.errors import ConfigError, one_line
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, one_line
 from polyturn.tools.failures import ArgumentError
 from polyturn.tools.validate import dotted, show
 
@@ -33,7 +31,7 @@ def json_type(hint: Any, *, where: str) -> tuple[TypeAdapter[Any], dict[str, Any
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         return adapter, adapter.json_schema(schema_generator=_ToolSchema)
-    except (PydanticUserError, PydanticUndefinedAnnotation, SchemaError, TypeError, RecursionError) as problem:
+    except PLUGIN_RAISES as problem:  # pydantic raises almost anything for types that it does not know
         why = one_line(problem).partition(". ")[0]  # drops the advice to authors of types
         raise ConfigError(
             f"{where} has the annotation {hint!r}, which has no JSON form ({why}); use str, int, float, bool, list, dict, "

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, overload
 
-from polyturn.core.errors import ConfigError, DataError, LifecycleError, errors_at, one_line
+from polyturn.core.errors import PLUGIN_RAISES, ConfigError, DataError, LifecycleError, errors_at, one_line
 from polyturn.infra.plugin_shape import refuse_generator
 from polyturn.infra.threads import DaemonThreads
 from polyturn.tools.annotation import AS_WRITTEN, Types, json_type, read_argument
@@ -233,7 +233,7 @@ def _description(text: str, *, where: str) -> dict[str, Any]:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError, AttributeError) as problem:
+    except PLUGIN_RAISES as problem:  # an annotation is an author's expression
         raise ConfigError(
             f"tool {function.__name__!r}: an annotation cannot be read ({one_line(problem)}); annotations must use names of "
             "the module's top level"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -15,7 +16,7 @@ from polyturn.tools import FromTask
 from polyturn.tools.function import FunctionTool, read_signature
 from polyturn.tools.result_shape import normalize
 from polyturn.tools.schema import ToolResponse
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 
 
 @polyturn.tool
@@ -145,6 +146,7 @@ ARGUMENT = '"""Do it.\n\n    Args:\n        x: a thing%s\n    """'
         ("x: str", ARGUMENT % " (choices: [red, blue])", r"'x'.*: \[red, blue\]"),
         ("x: threading.Lock", ARGUMENT % "", "no JSON form"),
         ("x: NoSuchName", ARGUMENT % "", "NoSuchName"),
+        ("x: {}['a']", ARGUMENT % "", "annotation cannot be read .*KeyError"),
     ],
 )
 def test_function_that_tells_the_model_too_little_is_refused(parameters: str, docstring: str, message: str) -> None:
@@ -152,6 +154,28 @@ def test_function_that_tells_the_model_too_little_is_refused(parameters: str, do
     exec(f"from __future__ import annotations\ndef f({parameters}):\n    {docstring}\n    return 1", names)
     with pytest.raises(ConfigError, match=message):
         polyturn.tool(names["f"])
+
+
+NO_TYPE: Any = {"a": int}
+
+
+def test_bad_annotation_is_refused_with_the_line_of_the_tool() -> None:
+    def f(x: dict[str, NO_TYPE]) -> str:
+        """Do it.
+
+        Args:
+            x: a thing
+        """
+        return ""
+
+    line = f.__code__.co_firstlineno
+    refuses(
+        lambda: polyturn.tool(f),
+        ConfigError,
+        "'f': the parameter 'x'",
+        "no JSON form",
+        f"{Path(__file__).name}, line {line}",
+    )
 
 
 def test_name_and_schema_may_be_given() -> None:

@@ -124,7 +124,26 @@ def test_type_that_refers_to_itself_is_refused() -> None:
     refuses(lambda: json_type(Tree, where="tool 'f': the parameter 'x'"), ConfigError, "'x'", "Tree")
 
 
-@pytest.mark.parametrize("hint", [Annotated[str, Field(pattern="(?=x)")], type, Colour.RED])
+VALUE: Any = {"a": int}
+"""No type, although it looks like one."""
+
+
+class Unreadable(TypedDict):
+    value: VALUE
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        Annotated[str, Field(pattern="(?=x)")],
+        type,
+        Colour.RED,
+        VALUE,
+        dict[str, VALUE],
+        dict[str, Literal[int]],  # type: ignore[valid-type]
+        list[Unreadable],
+    ],
+)
 def test_annotation_without_a_schema_is_refused(hint: Any) -> None:
     refuses(lambda: json_type(hint, where="here"), ConfigError, "here", "no JSON form")
 
