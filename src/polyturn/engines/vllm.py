@@ -34,6 +34,8 @@ _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
 """vLLM's metrics for the fields of an `EngineLoad`."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM can reserve memory."""
+_MAY_LOAD = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""vLLM's variable with which a running server loads adapters."""
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
@@ -45,7 +47,7 @@ class VllmEngine(RemoteEngine):
     transfer_package = "vllm"
     routes_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     sleep_flag, share_flag = "--enable-sleep-mode", "--gpu-memory-utilization"
-    adapter_flags = "--enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    adapter_flags = f"--enable-lora, --max-lora-rank and {_MAY_LOAD}=1"
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -62,7 +64,7 @@ class VllmEngine(RemoteEngine):
 
     async def _describe(self) -> ServerFacts:
         try:
-            config = (await self._link.get("/server_info?config_format=json", timeout_s=LOAD_TIMEOUT_S))["vllm_config"]
+            info = await self._link.get("/server_info?config_format=json", timeout_s=LOAD_TIMEOUT_S)
             workers = (await self._link.get("/get_world_size"))["world_size"]
             version = (await self._link.get("/version"))["version"]
         except EngineError as problem:
@@ -70,6 +72,7 @@ class VllmEngine(RemoteEngine):
                 f"the server at {self.url} cannot be used for training; start it with VLLM_SERVER_DEV_MODE=1 and the flags "
                 f"in docs/guides/engines.md ({one_line(problem)})"
             ) from problem
+        config = info["vllm_config"]
         model = config["model_config"]
         if model["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
@@ -84,12 +87,29 @@ class VllmEngine(RemoteEngine):
                 f"--weight-transfer-config.backend {self._transfer.transport}, or set engine.weights: folder"
             )
         self._routes.check_given(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
+        if self._model.adapter is not None:
+            self._check_adapter(self._model.adapter, config.get("lora_config") or {}, info.get("vllm_env") or {})
         return ServerFacts(
             seeded=True,
             max_context=model["max_model_len"],
             num_workers=int(workers),
             version=version,
         )
+
+    def _check_adapter(self, adapter: Mapping[str, Any], lora: Mapping[str, Any], environ: Mapping[str, Any]) -> None:
+        """Raise unless a server with these settings of LoRA and of its environment can load adapters like `adapter`.
+
+        Raises:
+            EngineError: the server cannot load such adapters.
+        """
+        rank, may_load = lora.get("max_lora_rank"), environ.get(_MAY_LOAD)  # None: LoRA is off; not reported
+        if rank is None or rank < adapter["r"] or may_load is False:
+            flags, _ = self.adapter_launch(adapter, device="cuda")
+            raise EngineError(
+                f"the vLLM server at {self.url} cannot load the adapter of model.lora (max_lora_rank: {rank}, {_MAY_LOAD}: "
+                f"{may_load}); start it with {' '.join(flags)} and {_MAY_LOAD}=1, or set engine.weights to folder, gloo or "
+                "nccl, which send the merged weights"
+            )
 
     async def checksums(self) -> ServerChecksums | None:
         """Return the checksums of each worker's tensors; None from a server without the plug-in, whose checksums are not
@@ -196,7 +216,7 @@ class VllmEngine(RemoteEngine):
         """Return the arguments and environment of a server for adapters with peft's settings `adapter`."""
         largest = next((known for known in _RANKS if known >= adapter["r"]), adapter["r"])
         flags = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest)]
-        return flags, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        return flags, {_MAY_LOAD: "1"}
 
     @staticmethod
     async def open_link(transport: Transport, servers: Sequence[TransferServer], weights: Mapping[str, Any]) -> TransferLink:

@@ -89,13 +89,16 @@ class Scripted:
 
 class ScriptedVllm(Scripted):
     client, adapter_key = VllmEngine, "model"
+    lora: ClassVar[dict[str, Any] | None] = {"max_lora_rank": 8}
+    environ: ClassVar[dict[str, Any]] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}
 
     def info(self) -> dict[str, Any]:
         config = {
             "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64},
             "aux_output_config": {"enable_return_routed_experts": False},
+            "lora_config": self.lora,
         }
-        return {"vllm_config": config}
+        return {"vllm_config": config, "vllm_env": self.environ}
 
     def answer(self, ids: list[int], reason: str, version: str) -> dict[str, Any]:
         choice = {
@@ -229,6 +232,27 @@ async def test_running_sglang_server_that_cannot_adapt_is_refused(tmp_path: Path
         wanted = r"--enable-lora --max-lora-rank 4 .*--lora-target-modules k_proj q_proj"
         with pytest.raises(EngineError, match=rf"{name}: {value}".replace("[", r"\[").replace("]", r"\]") + f".*{wanted}"):
             await pool.update_weights(1, weights=adapter(1))
+    assert not server.loads
+
+
+@pytest.mark.parametrize(
+    ("lora", "may_load", "shown"),
+    [
+        (None, True, "max_lora_rank: None"),
+        ({"max_lora_rank": 1}, True, "max_lora_rank: 1,"),
+        ({"max_lora_rank": 8}, False, "VLLM_ALLOW_RUNTIME_LORA_UPDATING: False"),
+    ],
+)
+async def test_running_vllm_server_that_cannot_adapt_is_refused(
+    tmp_path: Path, lora: dict[str, Any] | None, may_load: bool, shown: str
+) -> None:
+    server = ScriptedVllm()
+    server.lora = lora  # type: ignore[misc]
+    server.environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": may_load}  # type: ignore[misc]
+    async with scripted_pool(tmp_path, server) as pool:
+        flags = "--enable-lora --max-loras 1 --max-lora-rank 8 and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        with pytest.raises(EngineError, match=f"{shown}.*{flags}"):
+            await pool.generate(ask())
     assert not server.loads
 
 
