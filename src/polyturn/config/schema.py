@@ -18,6 +18,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -245,6 +246,8 @@ def _plain(value: Any) -> Any:
 def _as_text(value: Any) -> Any:
     if is_model(type(value)):
         return as_data(value)
+    if isinstance(value, Enum):
+        return value.value
     return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -365,6 +368,8 @@ def type_name(annotation: Any) -> str:
         return " | ".join(repr(a) for a in args)
     if annotation is type(None):
         return "null"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " | ".join(repr(choice.value) for choice in annotation)
     if annotation is Any:
         return "any"
     if origin is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -30,9 +31,15 @@ class Node(Base):
     size: int
 
 
+class Policy(Enum):
+    STOP = "stop"
+    GO_ON = "go_on"
+
+
 class Run(Base):
     mode: Literal["a", "b"] = "a"
     """What to do."""
+    policy: Policy = Policy.STOP
     optim: Optim = Optim()
     sets: dict[str, Optim] = {}
     rewards: list[Optim] = []
@@ -43,6 +50,7 @@ class Run(Base):
 def test_every_key_has_a_row_with_type_default_and_doc() -> None:
     assert [row[:4] for row in schema_table(Run)] == [
         ("mode", "'a' | 'b'", '"a"', "What to do."),
+        ("policy", "'stop' | 'go_on'", '"stop"', ""),
         ("optim", "section", "", "How weights move."),
         ("optim.lr", "float", "1e-06", "Learning rate, per step."),
         ("optim.betas", "tuple[float, float]", "[0.9, 0.99]", ""),
