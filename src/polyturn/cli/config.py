@@ -1,6 +1,7 @@
-"""`polyturn config`: print a config or all of its keys, or migrate one from another library.
+"""`polyturn config`: print a config, or the keys of a section or of all sections, or migrate one from another library.
 
     polyturn config [CONFIG]  ==  polyturn config print [CONFIG]     polyturn config migrate FILE
+    polyturn config rollout.limits                                   the keys of a section
 
 Without a command, `print` runs.
 """
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyturn.cli.arguments import Command, Overrides, new_file
+from polyturn.core.errors import ConfigError, did_you_mean
 
 
 class DefaultGroup(TyperGroup):
@@ -37,11 +39,15 @@ def config() -> None:
 @app.command("print", cls=Command)
 def config_print(
     path: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file; without it, every key is listed.")
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG|SECTION]",
+            help="YAML file, or a section such as rollout.limits, whose keys are listed; without it, every key is listed.",
+        ),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Print a config with its defaults, or all keys there are. Each key has its type, default and meaning."""
+    """Print a config with its defaults, or the keys of a section or of all, each with its type, default and meaning."""
     import yaml
     from rich.table import Table
 
@@ -50,13 +56,28 @@ def config_print(
     from polyturn.config.models import RunConfig
     from polyturn.config.schema import schema_table
 
-    if path is not None:
+    rows = schema_table(RunConfig)
+    if path is not None and _is_file(path):
         print(yaml.safe_dump(load_native(path, overrides or []).resolved, sort_keys=False), end="")
         return
+    if path is not None:
+        section = str(path)
+        known, rows = rows, [r for r in rows if r.key == section or r.key.startswith((f"{section}.", f"{section}["))]
+        if not rows:
+            hint = did_you_mean(section, (row.key for row in known))
+            raise ConfigError(f"there is neither a config file nor a section {section!r}.{hint}")
+        if overrides:
+            raise ConfigError(f"{' '.join(overrides)} has no effect on the keys of the section {section!r}; remove it")
     table = Table("key", "type", "default", "meaning", box=None, pad_edge=False)
-    for row in schema_table(RunConfig):
+    for row in rows:
         table.add_row(row.key, row.type, row.default, f"[{row.of}] {row.doc}" if row.of else row.doc)
     Output().table(table)
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether an argument means a config file or a run's folder, even a missing one, and not a section."""
+    text = str(path)
+    return path.is_file() or (path / "config.yaml").is_file() or "/" in text or text.endswith((".yaml", ".yml"))
 
 
 @app.command("migrate", cls=Command)

@@ -252,6 +252,19 @@ def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
     assert yaml.safe_load(filled.out)["train"]["steps"] == 7
 
 
+def test_config_lists_the_keys_of_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollout").mkdir()  # a folder of that name is no config
+    found = call("config", "rollout.limits")
+    assert found.code == 0 and "Completions of an episode" in found.out
+    keys = {line.split()[0] for line in found.out.splitlines() if line[:1].strip()}
+    assert keys - {"key"} and all(key.startswith("rollout.limits") for key in keys - {"key"})
+    assert "rollout.limits.max_turns" in call("config", "rollout").out
+    (wrong,) = call("config", "rollout.limit").err.splitlines()
+    assert "'rollout.limit'" in wrong and "'rollout.limits'" in wrong
+    assert "train.steps=3" in call("config", "train", "train.steps=3").err
+
+
 @pytest.mark.parametrize("variant", ["tool", "interaction"])
 def test_data_gsm8k_writes_its_files(tmp_path: Path, variant: str):
     source = tmp_path / "source"
