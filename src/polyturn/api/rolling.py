@@ -68,7 +68,7 @@ def roll_out(
     parts = build.with_workers(parts)
     tasks = build.fitting(parts, tasks, name="data.train")
     if num_tasks is not None and num_tasks > len(tasks):
-        logger.warning("data.train has %d tasks, fewer than the requested %d; each runs once", len(tasks), num_tasks)
+        logger.warning("data.train has %d tasks, fewer than the requested %d; all of them run", len(tasks), num_tasks)
     tasks = some_of(tasks, len(tasks) if num_tasks is None else num_tasks, of_each=isinstance(config.env, list))
     build.check_run(parts, tasks, name="data.train")
     folder = new_run_folder(folder)
@@ -81,7 +81,7 @@ def roll_out(
             GroupSpec(id=f"g{i}", task=task, size=config.train.group_size, seed=config.seed) for i, task in enumerate(tasks)
         ]
         observer.watch(pool.context.running)
-        observer.begin_phase("rollout", len(tasks))
+        observer.begin_phase("tasks", len(tasks))
         try:
             return await pool.run(specs)
         finally:

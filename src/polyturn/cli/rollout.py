@@ -17,7 +17,8 @@ def main(
     overrides: Overrides = None,
     checkpoint: CheckpointOption = None,
     tasks: Annotated[
-        int, typer.Option("-n", "--tasks", min=1, help="Number of training tasks to run, `train.group_size` times each.")
+        int,
+        typer.Option("-n", "--tasks", min=1, help="Number of training tasks; each has `train.group_size` episodes."),
     ] = 8,
 ) -> None:
     """Run episodes on the training tasks, and record them."""

@@ -192,8 +192,8 @@ class RunObserver(Observer):
         self._advance(phase, total)
 
     def on_rollout(self, group: TrajectoryGroup, *, total: int) -> None:
-        """Write a finished group of a rollout without training, whatever happens to other groups."""
-        self._advance("rollout", total)
+        """Write a finished group of a rollout of `total` tasks without training, whatever happens to other groups."""
+        self._advance("tasks", total)
         self._store.add(group, step=0, split="rollout")
 
     def end_rollout(self, groups: Sequence[TrajectoryGroup]) -> None:

@@ -252,6 +252,10 @@ def test_config_lists_every_key_or_fills_one_file_in(tmp_path: Path):
     assert yaml.safe_load(filled.out)["train"]["steps"] == 7
 
 
+def test_help_of_rollout_says_what_is_counted():
+    assert "Number of training tasks; each has" in " ".join(call("rollout", "--help").out.split())
+
+
 def test_config_lists_the_keys_of_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rollout").mkdir()  # a folder of that name is no config
