@@ -30,7 +30,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarm, Alarms
 from polyturn.tracking.base import RunInfo
-from polyturn.tracking.console import ConsoleTracker, Progress, duration, stops
+from polyturn.tracking.console import FIRST_PAUSE_S, LAST_PAUSE_S, ConsoleTracker, Progress, duration, stops
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 _LONG_S = 60.0
 """Seconds of a step's episodes above which the expected duration is logged."""
-_OFTEN_S = 300.0
-"""Without a terminal, progress is logged every two seconds for this many seconds, then every ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,9 +286,10 @@ class RunObserver(Observer):
 
     def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
-        is_young = time.monotonic() - self._began < _OFTEN_S
-        every_s = 1.5 if is_young else 10.0
-        self._progress = Progress(phase, total, console=self._bars, every_s=every_s, running=self._running)
+        pause_s = None
+        if self._bars is None or not self._bars.is_terminal:  # in a log, lines become rarer with the run's time
+            pause_s = min(max(FIRST_PAUSE_S, (time.monotonic() - self._began) / 20), LAST_PAUSE_S)
+        self._progress = Progress(phase, total, console=self._bars, pause_s=pause_s, running=self._running)
         if self._live is not None:
             self._live.show(self._progress)
         else:

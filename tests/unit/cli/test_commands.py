@@ -340,7 +340,7 @@ def test_log_lines_and_progress_bars_share_one_console(monkeypatch: pytest.Monke
     for module in (console_module, progress_module):
         monkeypatch.setattr(module, "stderr_console", lambda: console)
     handler = console_module.ConsoleHandler()
-    with progress_module.Progress("rollout", 3, every_s=0.0) as bar:
+    with progress_module.Progress("rollout", 3, pause_s=0.0) as bar:
         while "rollout" not in shown.getvalue():
             time.sleep(0.005)
         bar.advance()

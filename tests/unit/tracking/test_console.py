@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import threading
 import time
@@ -65,7 +66,7 @@ def test_lines_come_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None
     clock, before = Clock(), set(threading.enumerate())
     with (
         caplog.at_level(logging.INFO, logger="polyturn"),
-        Progress("rollout", 256, console=terminal(False), every_s=0.01, clock=clock) as bar,
+        Progress("rollout", 256, console=terminal(False), pause_s=0.01, clock=clock) as bar,
     ):
         clock.now = 10.0
         bar.advance(80)
@@ -73,6 +74,15 @@ def test_lines_come_without_a_terminal(caplog: pytest.LogCaptureFixture) -> None
             time.sleep(0.01)
     for thread in set(threading.enumerate()) - before:
         thread.join()  # its thread ends with it
+
+
+def test_lines_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="polyturn"), Progress("rollout", console=terminal(False), pause_s=0.05):
+        while len(caplog.records) < 4:
+            time.sleep(0.01)
+    times = [record.created for record in caplog.records]
+    for pause_s, (before, after) in zip((0.1, 0.2, 0.4), itertools.pairwise(times), strict=False):
+        assert after - before > 0.9 * pause_s
 
 
 def test_progress_without_a_count_shows_its_time() -> None:
@@ -105,7 +115,7 @@ def test_progress_without_a_total_has_no_share() -> None:
 
 def test_bar_appears_in_a_terminal_once_it_takes_long() -> None:
     console = terminal(True)
-    with Progress("rollout", 10, console=console, every_s=0.01) as bar:
+    with Progress("rollout", 10, console=console, pause_s=0.01) as bar:
         bar.advance(3)
         while "rollout" not in console.file.getvalue():  # type: ignore[attr-defined]
             time.sleep(0.01)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
+from polyturn.tracking.console import Progress
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import read_metrics
 from polyturn.training.observer import AlsoRecord, RunObserver
@@ -176,6 +178,25 @@ def test_long_first_step_is_announced_once(
                 observer.on_episode(total=32)
     (line,) = [line for line in caplog.messages if "pace" in line]
     assert "32" in line and "5m20s" in line and "train.groups_per_step" in line
+
+
+@pytest.mark.parametrize(("age_s", "pause_s"), [(0.0, 3.0), (200.0, 10.0), (9000.0, 60.0)])
+def test_progress_in_a_log_becomes_rarer_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, pause_s: float
+):
+    now, pauses = [0.0], []
+
+    class Shown(Progress):
+        def __init__(self, *args: Any, pause_s: float, **kwargs: Any) -> None:
+            super().__init__(*args, pause_s=pause_s, **kwargs)
+            pauses.append(pause_s)
+
+    monkeypatch.setattr("polyturn.training.observer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("polyturn.training.observer.Progress", Shown)
+    with RunObserver(tmp_path, total_steps=2) as observer:
+        now[0] = age_s
+        observer.begin_phase("rollout", 32)
+    assert pauses == [pause_s]
 
 
 async def test_failed_step_leaves_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
