@@ -91,6 +91,11 @@ def test_ignored_argument_gives_its_reason(command: str, flags: str, _: str) -> 
     assert [name for name in names_of(flags)[:3] if name not in notices] == []
 
 
+def test_ignored_argument_gives_its_reason_and_the_remedy() -> None:
+    notices = translate("rlhf", "--split_dataset_ratio 0.1").notices()
+    assert any("training tasks are not split" in line and "set val_dataset" in line for line in notices)
+
+
 @pytest.mark.parametrize(("command", "flags", "_"), cases("accepted"))
 def test_refused_argument_may_ask_for_nothing(command: str, flags: str, _: str) -> None:
     assert translate(command, flags).notices() == translate(command, "").notices()

@@ -258,7 +258,8 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
         if row is None:
             continue
         where = tree.where(key) if tree.is_written(key) else ""
-        notice = source.notes.get(key) or row.ignored or (row.notice if value is not None else None) or ""
+        own = (row.ignored, row.notice if value is not None else None)
+        notice = source.notes.get(key) or "; ".join(text for text in own if text)
         if row.convert is not None and value is not None and not notice and key not in source.read:
             notice = UNREAD
         nothing = "it has no effect" if row.rejected is not None else ""
