@@ -60,6 +60,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
+    loop.set_exception_handler(_report)
     try:
         return runner.run(work)
     except asyncio.CancelledError as problem:  # not from SIGINT, which raises KeyboardInterrupt
@@ -91,12 +92,18 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
             )
 
 
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error that no task awaits, except for the interrupt, which `run_loop` raises."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)
+
+
 def _end(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
     """End the tasks of a loop, in a thread. Errors that plug-ins raise now do not affect the run."""
     try:
         loop.run_until_complete(_end_tasks(loop))
-    except KeyboardInterrupt:
-        logger.warning("interrupted again while the tasks of the run were being cancelled; they are abandoned")
+    except KeyboardInterrupt:  # the interrupt that ended the run, which a task raises again; `run_loop` raises it
+        pass
     except BaseException as problem:
         logger.warning("a task that was cancelled at the end of the run raised %r; the others are abandoned", problem)
     ended.set()

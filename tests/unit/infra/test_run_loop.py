@@ -175,6 +175,30 @@ def test_error_is_raised_after_the_rest_was_cancelled(work: str, error: str) -> 
     assert "is abandoned" in done.stderr
 
 
+COMMAND = """
+from polyturn.cli.main import guarded
+ended = end_process
+end_process = lambda run: ended(lambda: guarded(run))
+"""
+
+
+def test_second_interrupt_in_a_task_ends_with_one_sentence() -> None:
+    work = """
+    async def interrupt_twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(interrupt_twice())
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(3600)
+    """
+    done = ended(work, before=COMMAND)
+    assert (done.returncode, done.stderr) == (130, "polyturn: interrupted\n")
+
+
 @pytest.mark.parametrize(
     "meddle",
     [lambda: [task.cancel() for task in asyncio.all_tasks()], lambda: asyncio.get_running_loop().stop()],
