@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -436,6 +437,44 @@ class Holds(MultiTurnScheduler):
 async def test_broken_scheduler_is_named_with_its_fault(scheduler: Any, says: str) -> None:
     with pytest.raises(ContractError, match=rf"(?s)^scheduler {type(scheduler).__name__} breaks its contract:.*{says}"):
         await check_scheduler(scheduler)
+
+
+class NeverReplies(Tutor):
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        while True:
+            with contextlib.suppress(Exception):
+                time.sleep(3600)  # noqa: ASYNC251
+
+
+class NeverAnswers(Guess):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        time.sleep(3600)  # noqa: ASYNC251
+
+
+class NeverSteps(MultiTurnScheduler):
+    async def step(self, episode: Any, turn: Any) -> Any:
+        time.sleep(3600)  # noqa: ASYNC251
+
+
+async def never_scores(solution_str: str) -> float:
+    time.sleep(3600)  # noqa: ASYNC251
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        (lambda: check_interaction(NeverReplies()), "NeverReplies.generate_response"),
+        (lambda: check_tool(NeverAnswers(), calls=[{"answer": "1"}, {"answer": "2"}]), "NeverAnswers.execute"),
+        (lambda: check_scheduler(NeverSteps()), "NeverSteps.step"),
+        (lambda: check_reward(never_scores, {"yes": 1.0, "no": 0.0}, ground_truth="yes"), "never_scores"),
+    ],
+)
+async def test_call_that_never_returns_ends_the_check(check: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyturn.testing.suites.common.INTERRUPT_S", 1.0)
+    with pytest.raises(ContractError, match=rf"1\. .* blocked the event loop for 1 s, in {name} \({__file__}") as caught:
+        await check()
+    assert "2. " not in str(caught.value)
 
 
 def test_unknown_check_comes_with_the_nearest() -> None:

@@ -11,14 +11,18 @@ A suite continues after a problem, so that the author sees all problems at once.
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+from polyturn.core.code_origin import describe_position, is_ours
 from polyturn.core.errors import one_line
 
 LONGEST_BLOCK_S = 0.25
@@ -29,6 +33,9 @@ NUM_EPISODES = 30
 """Number of episodes to play to find state that is not freed."""
 DEADLINE_S = 60.0
 """Seconds that a call of a plug-in may take in a test."""
+INTERRUPT_S = DEADLINE_S
+"""Seconds after which code that blocks the event loop is interrupted, so that the test ends."""
+_INTERRUPT = signal.SIGVTALRM
 
 
 class ContractError(AssertionError):
@@ -42,6 +49,8 @@ class Findings:
         self.name = name
         self.problems: list[str] = []
         self._blocks: list[tuple[str, float]] = []
+        self._pulse = Pulse()
+        """The measurement of the current call."""
 
     async def __aenter__(self) -> Findings:
         return self
@@ -64,6 +73,8 @@ class Findings:
 
     def expect(self, is_kept: bool, problem: str) -> bool:
         """Record `problem` unless `is_kept`; return `is_kept`."""
+        if self._pulse.interrupted:  # its consequences are no problems of their own
+            self.stop()
         if not is_kept and problem not in self.problems:
             self.problems.append(problem)
         return is_kept
@@ -71,16 +82,29 @@ class Findings:
     @asynccontextmanager
     async def calling(self, what: str, *, advice: str = "") -> AsyncIterator[None]:
         """Record a problem if the code inside raises, times out, or blocks the event loop; the suite then continues."""
-        pulse = Pulse()
+        pulse = self._pulse = Pulse(interrupt_s=INTERRUPT_S)
+        problem = ""
         try:
             async with asyncio.timeout(DEADLINE_S), pulse:
                 yield
         except TimeoutError:
-            self.expect(False, f"{what} took longer than {DEADLINE_S:g} s")
+            problem = f"{what} took longer than {DEADLINE_S:g} s"
         except Stop:
-            raise
-        except Exception as problem:
-            self.expect(False, f"{what} raised {one_line(problem)}{'; ' + advice if advice else ''}")
+            if not pulse.interrupted:
+                raise
+        except Exception as error:
+            problem = f"{what} raised {one_line(error)}{'; ' + advice if advice else ''}"
+        except Interrupted:
+            pass
+        self._pulse = Pulse()
+        if pulse.interrupted:
+            self.expect(
+                False,
+                f"{what} blocked the event loop for {INTERRUPT_S:g} s, in {pulse.interrupted}, and was interrupted; await "
+                "slow operations, or run them in a thread",
+            )
+            self.stop()
+        self.expect(not problem, problem)
         if pulse.longest_s > LONGEST_BLOCK_S:
             self._blocks.append((what, pulse.longest_s))
             if len(self._blocks) >= NUM_BLOCKS:  # enough to report; with a slow plug-in the rest would take minutes
@@ -95,8 +119,12 @@ class Stop(Exception):
     """Ends a suite early."""
 
 
+class Interrupted(BaseException):
+    """Raised in a plug-in's code that blocks the event loop; a BaseException, which the code hardly ever catches."""
+
+
 class Pulse:
-    """Measures for how long the event loop did not run a task that is always ready.
+    """Measures for how long the event loop did not run a task that is always ready, and interrupts code that blocks it.
 
     It uses clocks that stop when a busy machine does not schedule this process: the CPU time of the loop's thread, and the
     number of wake-ups of a sleeping thread.
@@ -104,15 +132,25 @@ class Pulse:
 
     INTERVAL_S = 0.01
 
-    def __init__(self) -> None:
+    def __init__(self, *, interrupt_s: float = math.inf) -> None:
+        """Set the time after which code that blocks a loop of the main thread is interrupted, in seconds."""
         self.longest_s = 0.0
         self.num_wakes = 0
         """Number of wake-ups of the thread so far."""
+        self.interrupted = ""
+        """The position of the interrupted code; "" without any."""
+        self._interrupt_s = interrupt_s
         self._last = (0, 0.0)
         self._end = threading.Event()
+        self._lock = threading.Lock()
+        """Held while the thread interrupts, and while it is ended."""
 
     async def __aenter__(self) -> Pulse:
         self._last = self._now()
+        if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
+            self._interrupt_s = math.inf
+        if self._interrupt_s < math.inf:
+            self._former = signal.signal(_INTERRUPT, self._interrupt)
         threading.Thread(target=self._wake, name="polyturn-pulse", daemon=True).start()
         self._task = asyncio.create_task(self._beat())
         await asyncio.sleep(0)
@@ -120,7 +158,10 @@ class Pulse:
 
     async def __aexit__(self, *exception: object) -> None:
         self._count()
-        self._end.set()
+        with self._lock:
+            self._end.set()
+        if self._interrupt_s < math.inf:
+            signal.signal(_INTERRUPT, self._former)
         self._task.cancel()
         await asyncio.wait({self._task})
 
@@ -132,6 +173,18 @@ class Pulse:
     def _wake(self) -> None:
         while not self._end.wait(self.INTERVAL_S):
             self.num_wakes += 1
+            with self._lock:
+                if (self.num_wakes - self._last[0]) * self.INTERVAL_S > self._interrupt_s and not self._end.is_set():
+                    signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise in the plug-in's code that blocks the loop, unless the library itself works."""
+        self._count()  # the next interrupt is due after the same time
+        frames = [each for each, _ in traceback.walk_stack(frame)][::-1] if frame is not None else []
+        first = max((i for i, each in enumerate(frames) if is_ours(each.f_code.co_filename)), default=-1) + 1
+        if position := describe_position(frames[first:]):
+            self.interrupted = position
+            raise Interrupted
 
     def _now(self) -> tuple[int, float]:
         return self.num_wakes, time.thread_time()
