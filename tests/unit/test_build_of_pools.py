@@ -235,7 +235,7 @@ async def test_sglang_gets_merged_weights_if_asked_or_needed(
         ("qwen3", "all-linear", None),
         ("qwen3_moe", "all-linear", None),
         ("deepseek_v3", "all-linear", "also adapts .*kv_a_proj_with_mqa"),
-        ("experts", "all-linear", "in a model with experts"),
+        ("experts", ["q_proj", "up_proj"], "in a model with experts"),
         ("vision", ["k_proj"], None),
         ("vision", ["q_proj"], "an encoder of images or sound"),
     ],

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+"""Layers in place of which peft adapts the stacks of experts that some models, such as DeepSeek-V3, have beside them."""
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> None:
@@ -70,13 +72,14 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
 
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[str]:
-    """Return the modules to adapt. For a model with experts, name each linear layer: peft's "all" would include the experts,
-    which are stacks of matrices, and the routers, which must choose like the engine's."""
+    """Return the modules to adapt. For a model with experts, name each linear layer except its feed-forward layers: peft's
+    "all" would include the experts, which are stacks of matrices, and the routers, which must choose like the engine's."""
     beside = [beside_experts(layer) for layer in model.modules()]
     if settings.target_modules != "all-linear" or not any(count for count, _ in beside):
         return settings.target_modules
     others = {part for _, routers in beside for part in routers.values()} | {model.get_output_embeddings()}
-    return [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part not in others]
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part not in others]
+    return [name for name in linear if not name.endswith(_FEED_FORWARD)]
 
 
 def _draw_again(model: nn.Module) -> None:

@@ -136,8 +136,8 @@ class LoraSettings:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the adapter's input in training. Above 0, the trained policy differs slightly from the one that sampled."""
     target_modules: str | list[str] = "all-linear"
-    """Suffixes of module names, a regular expression, or all-linear: every linear layer except the output embedding and the
-    routers of experts."""
+    """Suffixes of module names, a regular expression, or all-linear: every linear layer except the output embedding. In a
+    model with experts, all-linear leaves out the routers, the experts and the feed-forward layers beside them."""
     exclude_modules: str | list[str] | None = None
     """Target modules to leave out."""
     adapter: str | None = None

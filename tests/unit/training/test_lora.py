@@ -52,6 +52,15 @@ def test_all_linear_excludes_experts_and_routers(excluded: str | list[str] | Non
     assert {name.rpartition(".")[2] for name in lora.adapted_layers(named)} == {"gate"}
 
 
+def test_all_linear_leaves_shared_experts_and_dense_layers_alone() -> None:
+    model = tiny_model(VOCAB, kind="deepseek_v3", hidden=16, layers=2)
+    lora.add_lora(model, lora.LoraSettings(rank=4, alpha=8))
+    assert {name.split(".")[-2] for name in lora.adapted_layers(model)} == {"self_attn"}
+    assert (
+        lora.merged_weights(model).keys() == tiny_model(VOCAB, kind="deepseek_v3", hidden=16, layers=2).state_dict().keys()
+    )
+
+
 def policy(model: PreTrainedModel, *, kl: float = 0.0) -> ModelPolicy:
     loss = LossSettings(algorithm=AlgorithmOptions(kl=KlOptions(coef=kl)))
     return local_policy(model, optim=OptimSettings(lr=0.05), loss=loss, reference=kl > 0)
