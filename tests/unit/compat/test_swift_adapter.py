@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 import time
@@ -458,6 +459,8 @@ async def test_reward_functions_get_what_they_get_in_ms_swift() -> None:
     [
         (["nothing"], {}, RewardError, "request_id=g0/0"),
         (["few"], {}, RewardError, r"'few' returned \[\]"),
+        (["words"], {}, RewardError, "'words' returned the score 'high'"),
+        (["endless"], {}, RewardError, "'endless' returned the score inf"),
         ([], {"use_gym_env": True}, RewardError, "request_id=g0/0 has no total_reward"),
         (["few"], {"weights": [1, 2]}, ConfigError, "reward_weights has 2 entries for 1"),
         (["acuracy"], {}, ConfigError, r"'acuracy'.*'accuracy'"),
@@ -467,11 +470,21 @@ async def test_reward_functions_get_what_they_get_in_ms_swift() -> None:
 async def test_impossible_rewards_are_named(names: list[str], options: Any, error: type[Exception], words: str) -> None:
     orms["nothing"] = lambda completions, **kwargs: [None]
     orms["few"] = lambda completions, **kwargs: []
+    orms["words"] = lambda completions, **kwargs: ["high"]
+    orms["endless"] = lambda completions, **kwargs: [math.inf]
     orms["by_length"] = lambda completions, **kwargs: [float(len(c)) for c in completions]
     scheduler = "thinking_tips_scheduler" if "by_length" in names else stepping()
     trajectory = await play_swift(scheduler, ["<think>x</think>4", "<think>y</think>422"], max_turns=2, ground_truth="9")
     with pytest.raises(error, match=words):
         await score(trajectory, names, **options)
+
+
+@pytest.mark.parametrize("scores", [np.array([0.5]), (0.5,), [np.float32(0.5)], [0.5, None], [0.5, np.float32("nan")]])
+async def test_scores_may_be_arrays_and_leave_functions_out(scores: Any) -> None:
+    orms["first"] = lambda completions, **kwargs: scores[:1]
+    orms["second"] = lambda completions, **kwargs: scores[1:] if len(scores) > 1 else [0.0]
+    trajectory = await play_swift(stepping(), ["a", "b"], max_turns=2)
+    assert (await score(trajectory, ["first", "second"]))["score"] == 0.5
 
 
 def test_shipped_rewards_score_as_described() -> None:

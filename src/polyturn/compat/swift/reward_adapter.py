@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from polyturn.compat.swift.orm import orms
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError, RewardError, one_line
+from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.deadline import CallWithDeadline
 from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
@@ -138,13 +139,27 @@ async def _call(function: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _checked(returned: Any, function: Any, *, name: str, num: int) -> list[float | None]:
-    values = list(returned) if isinstance(returned, Sequence) else None
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping) else None
     if values is None or len(values) != num:
         raise RewardError(
             f"the reward function {name!r} returned {returned!r:.100} for {num} completions; return a list of {num} scores"
             f"{defined_at(function)}"
         )
-    return [None if v is None or math.isnan(float(v)) else float(v) for v in values]
+    scores = [None if value is None else as_score(value) for value in values]
+    if odd := [v for v, score in zip(values, scores, strict=True) if score is None and v is not None and not _is_nan(v)]:
+        raise RewardError(
+            f"the reward function {name!r} returned the score {odd[0]!r:.40}; return finite numbers, or None for a "
+            f"completion that it does not score{defined_at(function)}"
+        )
+    return scores
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return math.isnan(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _total(row: Mapping[str, Any]) -> float:
