@@ -204,6 +204,24 @@ async def test_loss_scale_of_ms_swift_becomes_weights(name: str) -> None:
         assert "so" not in trained
 
 
+class OwnCall(LossScale):
+    def __call__(self, contexts: Any, types: Any, messages: Any) -> Any:
+        return contexts, [0.0] * len(contexts)
+
+
+class OwnFile(LossScale):
+    loss_scale_config = "mine.json"
+
+
+@pytest.mark.parametrize(("strategy", "names"), [(OwnCall, "__call__"), (OwnFile, "loss_scale_config")])
+async def test_loss_scale_without_get_loss_scale_is_refused(strategy: Any, names: str) -> None:
+    loss_scale_map["own"] = strategy
+    trajectory = await run_episode(scripted_context(["a"]), task(), id="e")
+    scale = build_loss_scale("own", decode=tiny_codec().decode)
+    assert scale is not None
+    refuses(lambda: scale.weights(trajectory, trajectory.segments[0]), ConfigError, "'own'", names)
+
+
 def test_react_scale_leaves_out_written_observations() -> None:
     pieces, weights = REACTLossScale().get_loss_scale("Thought: a\nObservation: b\nThought: c")
     assert "".join(pieces) == "Thought: a\nObservation: b\nThought: c"

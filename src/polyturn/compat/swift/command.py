@@ -125,12 +125,14 @@ def check_plugins(config: RunConfig, *, base: Path) -> None:
     from polyturn.compat.swift.reward_adapter import make
     from polyturn.compat.swift.schedulers import multi_turns
 
-    assert loss_scale.loss_scale_map is not None
     load_plugins(config.plugins, base=base)
     function = config.reward.function
     named: Mapping[str, Any] = {} if function is None else arguments_of(function)
     for name in named.get("names", ()):
         orms.find(name)
+    for name in str(config.algorithm.loss_scale).split("+"):
+        if (entry := loss_scale.loss_scale_map.get(name.strip())) is not None:
+            loss_scale.check_strategy(entry, name=name.strip())
     options = json.dumps(dict(named.get("options") or {}), sort_keys=True, default=str)
     make(tuple(named.get("names", ())), options)  # fails now if a function cannot be created or its judge cannot be reached
     scheduler = config.rollout.scheduler

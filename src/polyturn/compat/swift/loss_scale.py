@@ -20,6 +20,7 @@ from polyturn.batching.loss_scale import SampledTurn
 from polyturn.batching.loss_scale import loss_scale as native
 from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import ContextType
+from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError
 
 _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
@@ -66,10 +67,29 @@ class LossScaleDict(PluginDict):
 def _as_mask(name: str) -> Any:
     def mask(turns: Sequence[SampledTurn]) -> list[Any]:
         entry = loss_scale_map[name]
+        check_strategy(entry, name=name)
         strategy = entry() if isinstance(entry, type) else entry
         return [_weights(strategy, turn, name=name) for turn in turns]
 
     return mask
+
+
+def check_strategy(strategy: Any, *, name: str) -> None:
+    """Refuse a strategy, or its class, whose weights are not those of its `get_loss_scale`.
+
+    Raises:
+        ConfigError: it has a method `__call__`, or a file of weights.
+    """
+    if "__call__" in dir(strategy if isinstance(strategy, type) else type(strategy)):
+        raise ConfigError(
+            f"the loss_scale {name!r} has a method __call__, which has no effect; only get_loss_scale of a reply is "
+            f"called{defined_at(strategy)}"
+        )
+    if getattr(strategy, "loss_scale_config", None):
+        raise ConfigError(
+            f"the loss_scale {name!r} has a loss_scale_config, which is not read; write its weights of 0 as a "
+            f"get_loss_scale{defined_at(strategy)}"
+        )
 
 
 def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
