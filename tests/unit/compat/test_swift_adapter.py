@@ -382,6 +382,21 @@ def adding(**result: Any) -> Any:
     return stepping(lambda request, choice, turn: {**again(request, choice, turn), **result})
 
 
+def ending(**result: Any) -> Any:
+    """Return a scheduler whose `on_turn_end` returns `result`."""
+
+    class Ends(stepping()):  # type: ignore[misc]
+        async def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            return result
+
+    return Ends
+
+
+def said(request: RolloutInferRequest, content: Any) -> RolloutInferRequest:
+    request.messages.append({"role": "user", "content": content})
+    return request
+
+
 @pytest.mark.parametrize(
     ("scheduler", "names"),
     [
@@ -395,6 +410,12 @@ def adding(**result: Any) -> Any:
         (adding(response_token_ids=[5], response_loss_mask=[0.5]), r"response_loss_mask holds 0\.5"),
         (adding(response_token_ids=[5], response_loss_mask=[-1]), "response_loss_mask holds -1"),
         (adding(response_token_ids=[5], rollout_logprobs=[-1.0, -2.0]), "rollout_logprobs has 2 .* 1 response_token_ids"),
+        (adding(response_token_ids=["a"]), r"response_token_ids is \['a'\] .*'g0/0'"),
+        (adding(response_token_ids=[5]), "turn 1 of trajectory 'g0/0' begin with 5"),
+        (adding(response_token_ids=[10**6], response_loss_mask=[0]), "'g0/0' hold 1000000; the tokenizer has"),
+        (stepping(lambda request, *_: {"infer_request": RolloutInferRequest([*request.messages, "go"])}), "message 'go'"),
+        (stepping(lambda request, *_: {"infer_request": said(request, 42)}), "'g0/0' has the message .*42"),
+        (ending(score="high"), "the score of turn 1 is 'high'"),
         (running(silent), r"Runs\.run returned an empty list .*'g0/0'"),
         (running(breaks), r"Runs\.run raised KeyError: 'solution' .*'g0/0'"),
         (ask(n=2), r"request_config\.n is 2"),
@@ -405,6 +426,46 @@ async def test_mistake_of_a_scheduler_is_named_with_its_trajectory(scheduler: An
     trajectory = await play_swift(scheduler, ["a", "b"])
     assert trajectory.stop_reason is StopReason.ERROR
     assert re.search(names, str(trajectory.error), re.DOTALL), trajectory.error
+
+
+@pytest.mark.parametrize("form", [tuple, np.array, list])
+async def test_ids_and_masks_of_a_step_may_be_arrays(form: Any) -> None:
+    def step(request: Any, choice: Any, turn: int) -> Any:
+        ids, mask = form(choice.token_ids), form([0, *[1] * (len(choice.token_ids) - 1)])
+        return {**again(request, choice, turn), "response_token_ids": ids, "response_loss_mask": mask}
+
+    trajectory = await play_swift(stepping(step), ["abcd", "e"], max_turns=2)
+    assert trajectory.error is None
+    first = next(s for s in trajectory.segments[0].spans if s.source is SpanSource.SAMPLED)
+    assert first.loss_weights.tolist() == [0.0, *[1.0] * (len(first) - 1)]
+
+
+async def test_key_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for scheduler in (adding(my_own=1), ending(finished=True)):
+        assert (await play_swift(scheduler, ["a"], max_turns=3)).error is None
+    assert caplog.text.count("Steps.step returned the key 'my_own'") == 1
+    assert caplog.text.count("Ends.on_turn_end returned the key 'finished'") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "names"),
+    [
+        ("reset", ("Go.", {}), r"Wrong\.reset returned \('Go\.', \{\}\) .*'g0/0'.*system_message"),
+        ("reset", (7, {}, ""), r"Wrong\.reset returned \(7"),
+        ("step", ("Go.", None, False, {}), r"Wrong\.step returned \('Go\.', None.*reward"),
+        ("step", ("Go.", "1", False, {}), r"Wrong\.step returned .*reward"),
+        ("step", ("Go.", 1.0, "false", {}), r"Wrong\.step returned .*done"),
+        ("step", (7, 1.0, False, {}), r"Wrong\.step returned .*observation"),
+    ],
+)
+async def test_wrong_answer_of_an_environment_is_named(method: str, answer: Any, names: str, endless: list[Any]) -> None:
+    async def wrong(self: Any, _: Any) -> Any:
+        return answer
+
+    envs["wrong"] = type("Wrong", (Endless,), {method: wrong})
+    trajectory = await play_swift("gym_scheduler", ["a"], extra={"env_config": {"name": "wrong"}})
+    assert re.search(names, str(trajectory.error)), trajectory.error
+    assert len(endless) == 1
 
 
 def test_mistake_of_a_row_or_name_is_refused_before_the_run() -> None:

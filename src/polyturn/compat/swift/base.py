@@ -13,16 +13,19 @@ keeps the ids. So the loop is the same in a trainer's process and in a rollout s
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from polyturn.compat.swift.turns import Turns, append_reply, as_request, extract_logprobs_from_choice, ids_of
+from polyturn.compat.swift.turns import Turns, append_reply, as_list, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean
+from polyturn.core.reward import as_score
 from polyturn.infra.plugin_shape import num_positional
 from polyturn.serving.rollout_protocol import (
     MEDIA,
@@ -34,6 +37,8 @@ from polyturn.serving.rollout_protocol import (
     as_handed_over,
     as_sources,
 )
+
+logger = logging.getLogger(__name__)
 
 _OF_STEP = ("infer_request", "response_token_ids", "response_loss_mask", "rollout_logprobs", "rollout_infos")
 _OF_TURN_END = ("done", "rollout_infos", "score")
@@ -282,7 +287,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
     async def _drive(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput:
-        engine, request, turns = self.infer_engine, infer_request, Turns()
+        engine, request, turns = self.infer_engine, as_request(infer_request), Turns()
         assert engine is not None
         infos: dict[str, Any] = {}
         response: ChatCompletionResponse | None = None
@@ -349,7 +354,7 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 f"{type(self).__name__}.step returned {result!r:.100} {where}; return a dict with 'infer_request', the "
                 f"request of the next turn{defined_at(self.step)}"
             )
-        ids, mask = result.get("response_token_ids") or [], result.get("response_loss_mask") or []
+        ids, mask = (as_list(result.get(n), name=n, where=where) for n in ("response_token_ids", "response_loss_mask"))
         if mask and not ids:
             raise MaskError(f"You must return response_token_ids if you want to return response_loss_mask ({where})")
         if mask and len(mask) != len(ids):
@@ -366,17 +371,25 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 f"{num_trained} are trained; return one for each id, or for each trained id"
             )
         _refuse_misspelt(result, _OF_STEP, f"{type(self).__name__}.step", where)
-        return (list(ids) if ids else None), ([int(m) for m in mask] if mask else None)
+        return ids or None, ([int(m) for m in mask] or None)
 
 
 MultiTurnScheduler = SwiftMultiTurnScheduler  # the name in users' imports
 
 
 def _refuse_misspelt(answer: Mapping[str, Any], known: Sequence[str], who: str, where: str) -> None:
-    """Refuse a key that is similar to a known one, because it is probably misspelt; other keys are allowed."""
+    """Refuse a key that is similar to a known one, because it is probably misspelt; log other unknown keys."""
     for key in answer:
-        if key not in known and difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
-            raise SchedulerError(f"{who} returned the unknown key {key!r} {where}.{did_you_mean(str(key), known)}")
+        if key not in known:
+            if difflib.get_close_matches(str(key), known, n=1, cutoff=0.8):
+                raise SchedulerError(f"{who} returned the unknown key {key!r} {where}.{did_you_mean(str(key), known)}")
+            _log_unread(who, str(key), ", ".join(known))
+
+
+@functools.cache
+def _log_unread(who: str, key: str, known: str) -> None:
+    """Log a key without effect, once per process."""
+    logger.warning("%s returned the key %r, which has no effect; the keys are %s", who, key, known)
 
 
 def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> None:
@@ -399,8 +412,17 @@ def _merge(infos: dict[str, Any], extra: Any, request: RolloutInferRequest) -> N
 
 
 def _turn_score(answer: Mapping[str, Any], current: int) -> float | None:
-    """Return the score of the turn: `score`, else the last of the infos' `step_rewards`."""
-    if answer.get("score") is not None:
-        return float(answer["score"])
-    steps = (answer.get("rollout_infos") or {}).get("step_rewards")
-    return float(steps[-1]) if isinstance(steps, list) and len(steps) == current else None
+    """Return the score of the turn: `score`, else the last of the infos' `step_rewards`.
+
+    Raises:
+        SchedulerError: it is not a finite number.
+    """
+    value, infos = answer.get("score"), answer.get("rollout_infos")
+    if value is None:
+        steps = infos.get("step_rewards") if isinstance(infos, Mapping) else None
+        value = steps[-1] if isinstance(steps, list) and len(steps) == current else None
+    if value is None:
+        return None
+    if (score := as_score(value)) is None:
+        raise SchedulerError(f"the score of turn {current} is {value!r:.40}; return a finite number")
+    return score

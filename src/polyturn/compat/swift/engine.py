@@ -147,8 +147,28 @@ class EpisodeEngine(SchedulerEngine):
         return await self._episode.call(self._owner, method, *args)
 
     def take(self, ids: Sequence[int] | None, mask: Sequence[int] | None) -> None:
-        """Receive the ids and mask that a step returned for the turn that it answers."""
-        self._step_ids = _StepIds(ids, mask)
+        """Receive the ids and mask that a step returned for the turn that it answers.
+
+        Raises:
+            SchedulerError: none of the ids was sampled in this turn although some are trained, or an id does not exist.
+        """
+        own_ids = self._step_ids = _StepIds(ids, mask)
+        turn = self.asked[-1].turn
+        if ids is None:
+            return
+        kept = own_ids.kept(turn)
+        if not kept and (mask is None or any(mask)):
+            raise SchedulerError(
+                f"response_token_ids of turn {len(self.asked)} of trajectory {self._episode.id!r} begin with {ids[0]}, but "
+                f"{turn.completion.token_ids[:1].tolist()} was sampled; return the choice's token_ids, with your own ids "
+                "after them, or mask your ids with zeros"
+            )
+        size = len(self.tokenizer)
+        if odd := [i for i in ids[kept:] if not isinstance(i, SampledId) and not 0 <= i < size]:
+            raise SchedulerError(
+                f"response_token_ids of turn {len(self.asked)} of trajectory {self._episode.id!r} hold {odd[0]}; the "
+                f"tokenizer has {size} ids"
+            )
 
     def score(self, value: float) -> None:
         """Score the last turn."""

@@ -22,6 +22,7 @@ from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import without_reasoning
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean, one_line
+from polyturn.core.reward import as_flag, as_score
 from polyturn.serving.rollout_protocol import (
     ChatCompletionResponseChoice,
     Messages,
@@ -172,8 +173,15 @@ class GYMScheduler(MultiTurnScheduler):
             if request.uuid in self._envs:
                 await self._close_and_remove(request.uuid)
             env = self._envs[request.uuid] = self._create_env(dict(request.data_dict.get("env_config") or {}))
-            observation, _, system = await self._plain_or_async(env.reset, request)
-            self._begin(request, observation, system)
+            answer = await self._plain_or_async(env.reset, request)
+            if not (
+                isinstance(answer, tuple | list)
+                and len(answer) == 3
+                and isinstance(answer[0], str | list)
+                and isinstance(answer[2], str | None)
+            ):
+                raise _bad_answer(env, "reset", answer, request.uuid, "(observation, info, system_message), with texts")
+            self._begin(request, answer[0], answer[2])
 
         await asyncio.gather(*map(start, requests))
 
@@ -195,12 +203,15 @@ class GYMScheduler(MultiTurnScheduler):
             return {"done": True, "rollout_infos": {}}
         answer = await self._plain_or_async(env.step, deepcopy(infer_request.messages))
         if not isinstance(answer, tuple | list) or len(answer) != 4:
-            raise SchedulerError(
-                f"{type(env).__name__}.step returned {answer!r:.100} in trajectory {infer_request.uuid!r}; return "
-                f"(next_observation, reward, done, info){defined_at(env.step)}"
+            raise _bad_answer(env, "step", answer, infer_request.uuid, "(next_observation, reward, done, info)")
+        observation, reward, done = answer[0], as_score(answer[1]), as_flag(answer[2])
+        if reward is None or done is None:
+            raise _bad_answer(
+                env, "step", answer, infer_request.uuid, "a finite number as reward, and done as True or False"
             )
-        observation, reward, done, _ = answer
-        return await self._scored(infer_request.uuid, observation, float(reward), bool(done))
+        if not done and not isinstance(observation, str | list):
+            raise _bad_answer(env, "step", answer, infer_request.uuid, "an observation that is a text, unless done")
+        return await self._scored(infer_request.uuid, observation, reward, done)
 
     async def _scored(self, uuid: str | None, observation: str | None, reward: float, done: bool) -> dict[str, Any]:
         self._total_rewards[uuid] = self._total_rewards.get(uuid, 0.0) + reward
@@ -288,6 +299,13 @@ class OpenEnvScheduler(GYMScheduler):
         observation, reward, done, _ = await self._plain_or_async(env.step, action)
         observed = None if done else self.format_observation(observation)
         return await self._scored(infer_request.uuid, observed, float(reward or 0.0), bool(done))
+
+
+def _bad_answer(env: Any, method: str, answer: Any, uuid: str | None, advice: str) -> SchedulerError:
+    at = defined_at(getattr(env, method))
+    return SchedulerError(
+        f"{type(env).__name__}.{method} returned {answer!r:.100} in trajectory {uuid!r}; return {advice}{at}"
+    )
 
 
 def _first_ids(tokenizer: Any, ids: list[int], *, len_text: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from polyturn.core.errors import SchedulerError
@@ -66,12 +67,30 @@ def ids_of(content: Any) -> list[int] | None:
 
 
 def as_request(value: Any) -> RolloutInferRequest:
-    """Return a request, converting it from a dict if necessary."""
-    if isinstance(value, Mapping):
-        return RolloutInferRequest(**value)
-    if not isinstance(value, RolloutInferRequest):
+    """Return a request, converting it from a dict if necessary.
+
+    Raises:
+        SchedulerError: it is not a request, or one of its messages has no role or another content than text and parts.
+    """
+    request = RolloutInferRequest(**value) if isinstance(value, Mapping) else value
+    if not isinstance(request, RolloutInferRequest):
         raise SchedulerError(f"a request is {value!r:.100}; use a RolloutInferRequest")
-    return value
+    for message in request.messages:
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(message.get("content"), str | list | tuple | None):
+            raise SchedulerError(
+                f"the request of trajectory {request.uuid!r} has the message {message!r:.100}; write a dict with a role, "
+                "and a content that is a text or a list of parts"
+            )
+    return request
+
+
+def as_list(value: Any, *, name: str, where: str) -> list[Any]:
+    """Return the ids or the mask of a step as a list; an array or a tensor is converted, None is empty."""
+    numbers = value.tolist() if hasattr(value, "tolist") else () if value is None else value
+    if not isinstance(numbers, list | tuple) or not all(isinstance(n, Integral | float) for n in numbers):
+        raise SchedulerError(f"{name} is {value!r:.100} {where}; return a list with a number for each id")
+    return list(numbers)
 
 
 def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
