@@ -185,8 +185,9 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     size = ModelSize.of(parts.model)
     demand = Demand(size, load, parts.max_context, row_width(config))
     bytes_by_part, tables = demand.rank(ranks), demand.tables(layout)
-    if parts.engine.capabilities.shares_weights:
-        bytes_by_part["KV cache of the engine"] = _kv_bytes(parts, size, longest)
+    engine = config.engine
+    if isinstance(engine, EmbeddedOptions) and parts.engine.capabilities.shares_weights:  # other caches are not known
+        bytes_by_part["KV cache of the engine"] = server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]
         tables["each rank"] = bytes_by_part
     devices = device_plan(config, holds_weights=build.holds_weights(parts.source, num_ranks=ranks))
     out = {"model": parameters_of(size), "layout": str(layout)} | devices | memory_of(tables)
@@ -288,10 +289,3 @@ def _wait(total: torch.Tensor) -> None:
     total.detach().item()
     if total.device.type == "cuda":
         torch.cuda.synchronize(total.device)
-
-
-def _kv_bytes(parts: build.Parts, size: ModelSize, longest: int) -> int:
-    """Return the bytes of the KV cache if the conversation in every slot has `longest` tokens."""
-    engine = parts.source.config.engine
-    assert isinstance(engine, EmbeddedOptions)  # no other engine shares the weights
-    return server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]

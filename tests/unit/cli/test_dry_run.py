@@ -71,6 +71,19 @@ def test_dry_run_elsewhere_is_refused() -> None:
     refuses(lambda: polyturn.evaluate(model="mine", dry_run=True), ConfigError, "'dry_run'", "polyturn.train")
 
 
+def test_own_engine_that_shares_weights_is_reported_without_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "constant.py").write_text(
+        "from polyturn.core.protocols import EngineCapabilities\nfrom polyturn.engines.scripted import ScriptedEngine\n"
+        "class Constant(ScriptedEngine):\n    @property\n    def capabilities(self):\n"
+        "        return EngineCapabilities(seeded=True, logprobs=True, shares_weights=True)\n"
+        "def build(setup):\n    return Constant([])\n"
+    )
+    engine = "engine={kind: 'constant.py:build', num_slots: null}"
+    called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", engine)
+    assert called.code == 0, called.err
+    assert "first task     mouse-0" in called.out and "KV cache" not in called.out
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_missing_server_is_refused_behind_the_report(tmp_path: Path, kind: str) -> None:
     if importlib.util.find_spec(kind) is not None:
