@@ -155,6 +155,7 @@ SWIFT = Namespace(
     modules={
         "swift.infer_engine.protocol": "polyturn.serving.rollout_protocol",
         "swift.llm.infer.protocol": "polyturn.serving.rollout_protocol",
+        "swift.plugin.loss_scale.loss_scale": f"{_SWIFT}.loss_scale",
         "swift.llm.template.template.utils": f"{_SWIFT}.template",
         "swift.llm.template.utils": f"{_SWIFT}.template",
         "swift.template.utils": f"{_SWIFT}.template",

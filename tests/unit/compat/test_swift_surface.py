@@ -49,6 +49,7 @@ NAMES = {
     "swift.plugin.multi_turn": "MultiTurnScheduler multi_turns ThinkingModelTipsScheduler MathTipsScheduler",
     "swift.plugin.orm": "ORM AsyncORM orms MathAccuracy",
     "swift.plugin.loss_scale": "LossScale loss_scale_map",
+    "swift.plugin.loss_scale.loss_scale": "LossScale loss_scale_map",
     "swift.plugin.context_manager": "ContextManager context_managers",
     "swift.infer_engine": "RequestConfig InferRequest TransformersEngine RolloutInferRequest",
     "swift.infer_engine.protocol": "RolloutInferRequest RequestConfig ChatCompletionResponseChoice RolloutOutput "

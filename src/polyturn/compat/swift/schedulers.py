@@ -185,7 +185,7 @@ class GYMScheduler(MultiTurnScheduler):
 
         await asyncio.gather(*map(start, requests))
 
-    def _begin(self, request: RolloutInferRequest, observation: str, system: str | None) -> None:
+    def _begin(self, request: RolloutInferRequest, observation: Any, system: str | None) -> None:
         request.messages = [
             *([{"role": "system", "content": system}] if system else []),
             {"role": "user", "content": observation},
