@@ -8,6 +8,7 @@
       ->  Task(id="train-0", prompt=(Message(...),), ground_truth="4", tools=("calc",), interaction=InteractionRef("gsm8k"))
     {"messages": [{"role": "user", ...}, {"role": "assistant", ...}], "solution": "4", ...}               a conversation
       ->  Task(prompt=(the user's message,), ground_truth="4", extra={"solution": "4", ...})
+    {"query": "And 2+3?", "history": [["2+2?", "4"]], "system": "Be brief.", "response": "5", ...}     the same, in parts
 
 All later code reads typed values. An invalid row raises a `DataError` with the file, the row, the key and the value.
 Parquet fills missing keys with None, so keys with None count as absent. In `tools_kwargs`, a tool that is None, or whose
@@ -75,6 +76,8 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
     identity = columns.get("id", f"{split}-{index}")
     if not isinstance(identity, str | int):
         reader.fail(f"'id' must be a string or an integer, not {_show(identity)}")
+    if isinstance(columns.get("query"), str) and not {"prompt", "messages"} & columns.keys():
+        columns = reader.in_messages(columns)
     is_conversation = "messages" in columns and "prompt" not in columns
     return Task(
         id=str(identity),
@@ -105,9 +108,19 @@ class _RowReader:
             **self.partners(row, extra, truth, self.names(_first(extra, row, "tools"), "tools")),
         }
 
+    def in_messages(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a row with `query` and `history` as a row with `messages`; the `response`, its answer, is left out."""
+        history = row.get("history") or []
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            self.fail(f"'history' must be a list of pairs [query, response], not {_show(history)}")
+        texts = [text for pair in history for text in pair] + [row["query"]]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+        return {**{k: v for k, v in row.items() if k not in ("query", "history", "response")}, "messages": messages}
+
     def conversation(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the task's fields for a row with a conversation in `messages`; the last answer is left out, all other
-        columns are kept."""
+        columns are kept. The column `system` is the system message of a conversation without one."""
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
             self.fail(f"'messages' must be a list of messages, not {_show(messages)}")
@@ -116,6 +129,8 @@ class _RowReader:
             roles.pop()
         if not roles:
             self.fail("'messages' has no message for the model to answer")
+        if isinstance(system := row.get("system"), str) and system and roles[0]["role"] != "system":
+            roles.insert(0, {"role": "system", "content": system})
         rest = {k: v for k, v in row.items() if k not in ("messages", "tools", *COLUMNS)}
         extra = row.get("extra_info")
         truth = rest.get("solution", rest.get("ground_truth"))

@@ -148,6 +148,7 @@ P: dict[str, Any] = {"prompt": "p"}
         ({"prompt": None}, "'prompt'"),
         ({"prompt": " "}, "'prompt' empty"),
         ({"messages": []}, "'messages'"),
+        ({"query": "2+2?", "history": [["a"]]}, "'history' pairs"),
         ({"prompt": 3}, "'prompt' 3"),
         ({"prompt": []}, "message"),
         ({"prompt": ["hello"]}, "prompt[0]"),
@@ -202,6 +203,17 @@ def test_row_of_messages_keeps_columns_and_loses_its_answer() -> None:
     assert len(task.prompt[1].media) == 1
     assert (task.id, task.data_source, task.ground_truth) == ("train-2", "grids", "4")
     assert task.extra == {k: row[k] for k in ("solution", "env_config", "reward_model", "extra_info", "data_source")}
+
+
+def test_row_of_a_query_is_a_conversation() -> None:
+    row = {"query": "And 2+3?", "history": [["2+2?", "4"]], "system": "Be brief.", "response": "5", "solution": "5"}
+    task = read(row)
+    assert [(m.role, m.text) for m in task.prompt] == [
+        ("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "And 2+3?"),
+    ]  # fmt: skip
+    assert task.ground_truth == "5" and "response" not in task.extra
+    own = {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}], "system": "Be brief."}
+    assert [m.text for m in read(own).prompt] == ["Own.", "a"]
 
 
 def test_tools_of_a_row_of_messages_are_names_or_schemas() -> None:

@@ -76,14 +76,17 @@ def val_dataset(s: Source) -> None:
 
 
 def columns(s: Source) -> None:
-    """Set the names of columns. ms-swift maps column to field, polyturn field to column; its `query` is our `prompt`."""
+    """Set the names of columns. ms-swift maps column to field, polyturn field to column."""
     columns = s.get("columns", {})
     if not isinstance(columns, Mapping) or not all(
         isinstance(name, str) and name for pair in columns.items() for name in pair
     ):
         s.refuse("columns", 'map each column of the files to the field that it holds, as JSON: {"question": "query"}')
         return
-    names = ["prompt" if name == "query" else name for name in columns.values()]
+    names = list(columns.values())
+    if {"query", "prompt"} <= {*names}:
+        s.refuse("columns", "two columns would be the prompt, as query and prompt; keep one of them")
+        return
     if twice := next((name for name in names if names.count(name) > 1), None):
         s.refuse("columns", f"two columns would be {twice!r}; keep one of them")
         return
