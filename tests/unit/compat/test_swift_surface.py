@@ -182,11 +182,11 @@ class OnlyAnswers(LossScale):
 
 class LastRound(LossScale):
     def get_loss_scale(
-        self, context: str, context_type: ContextType, is_last_round: bool, **kwargs: object
+        self, context: str, kind: ContextType, is_last: bool, *, query: str | None = None
     ) -> tuple[list[str], list[float]]:
-        if context_type == ContextType.RESPONSE:
-            return [context], [float(is_last_round)]
-        return super().get_loss_scale(context, context_type, is_last_round, **kwargs)
+        if kind == ContextType.RESPONSE:
+            return [context], [float(is_last)]
+        return super().get_loss_scale(context, kind, is_last, query=query)
 
 
 @pytest.mark.parametrize("name", ["base", "base+ignore_empty_think", "last_round+base", "of_the_last_round", "only_answers"])

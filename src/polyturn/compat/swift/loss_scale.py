@@ -9,7 +9,6 @@ In reinforcement learning a strategy only masks: parts with a weight above 0 are
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from polyturn.compat.swift.registry import PluginDict
 from polyturn.compat.swift.template import ContextType
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import ConfigError
+from polyturn.infra.plugin_shape import num_positional
 
 _OBSERVED = re.compile(r"(Observation:)(.*?)(?=\nThought:|\nAction:|\nFinal Answer:|\Z)", re.DOTALL)
 
@@ -94,7 +94,7 @@ def check_strategy(strategy: Any, *, name: str) -> None:
 
 def _cut(strategy: Any, turn: SampledTurn) -> tuple[list[str], list[float]]:
     """Call a strategy on a reply; releases before 4 also pass the kind of text and whether it is the last round."""
-    if "context_type" in inspect.signature(strategy.get_loss_scale).parameters:
+    if (num_positional(strategy.get_loss_scale) or 1) >= 3:
         cut: tuple[list[str], list[float]] = strategy.get_loss_scale(turn.text, ContextType.RESPONSE, turn.is_last_round)
     else:
         cut = strategy.get_loss_scale(turn.text)
