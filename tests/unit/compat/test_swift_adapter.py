@@ -416,6 +416,7 @@ def said(request: RolloutInferRequest, content: Any) -> RolloutInferRequest:
         (stepping(lambda request, *_: {"infer_request": RolloutInferRequest([*request.messages, "go"])}), "message 'go'"),
         (stepping(lambda request, *_: {"infer_request": said(request, 42)}), "'g0/0' has the message .*42"),
         (ending(score="high"), "the score of turn 1 is 'high'"),
+        (ending(done="false"), r"Ends\.on_turn_end returned done as 'false' .*'g0/0'"),
         (running(silent), r"Runs\.run returned an empty list .*'g0/0'"),
         (running(breaks), r"Runs\.run raised KeyError: 'solution' .*'g0/0'"),
         (ask(n=2), r"request_config\.n is 2"),

@@ -25,7 +25,7 @@ from typing import Any
 from polyturn.compat.swift.turns import Turns, append_reply, as_list, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean
-from polyturn.core.reward import as_score
+from polyturn.core.reward import as_flag, as_score
 from polyturn.infra.plugin_shape import num_positional
 from polyturn.serving.rollout_protocol import (
     MEDIA,
@@ -340,9 +340,14 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
         is_cut = choice.finish_reason == "length"
         stops = bool(await self._ask(self.check_finished, request, choice, current))
         why = ("length" if is_cut else "finished") if stops else None
-        if "done" in reply and reply["done"] is not None:
+        if reply.get("done") is not None:
             # The environment decides whether the trajectory ends, except after a turn that a limit cut.
-            why = "done" if reply["done"] else ("length" if is_cut and stops else None)
+            if (is_done := as_flag(reply["done"])) is None:
+                raise SchedulerError(
+                    f"{type(self).__name__}.on_turn_end returned done as {reply['done']!r:.40} in trajectory "
+                    f"{request.uuid!r}; use True or False{defined_at(self.on_turn_end)}"
+                )
+            why = "done" if is_done else ("length" if is_cut and stops else None)
         if why != "done" and self.max_turns and current >= self.max_turns:
             why = why if why == "length" else "max_turns"
         return why, reply.get("rollout_infos")
