@@ -23,6 +23,7 @@ from polyturn.compat.verl.single_turn_agent_loop import SingleTurnAgentLoop
 from polyturn.compat.verl.tool_parser import FunctionCall, Qwen3XMLToolParser, ToolParser
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.lifecycle import StopReason
+from polyturn.core.reward import Reward
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.scheduler import MultiTurnScheduler
@@ -220,8 +221,26 @@ async def test_first_form_of_a_loop_gets_messages() -> None:
             return output(ids, (answer[: self.length], 1), reward_score=0.75)
 
     trajectory = await play_loop(First, ["four"])
-    assert trajectory.turns[0].scores == {"interaction": 0.75}
+    assert trajectory.reward is not None and trajectory.reward.total == 0.75
     assert trains_what_was_sampled(trajectory)
+
+
+@pytest.mark.parametrize("score", [0.75, None, float("nan")])
+async def test_reward_score_of_a_loop_replaces_the_reward_function(score: float | None) -> None:
+    async def run(loop: AgentLoopBase, params: Any, **kwargs: Any) -> AgentLoopOutput:
+        prompt = await prompt_of(loop, kwargs)
+        fields = {"reward_extra_info": {"acc": True}}
+        sampled = ((await say(loop, prompt, params)).token_ids, 1)
+        return output(prompt, sampled, reward_score=score, extra_fields=fields)
+
+    trajectory = await play_loop(looping(run), ["four"])
+    if score == 0.75:
+        assert trajectory.reward == Reward(total=0.75, components={"outcome": 0.75, "tool_step": 0.0}, info={"acc": True})
+        assert not trajectory.turns[0].scores
+    elif score is None:
+        assert trajectory.reward is not None and trajectory.reward.total == 1.0  # the row's own function
+    else:
+        assert trajectory.stop_reason is StopReason.ERROR and "agent loop" in str(trajectory.error)
 
 
 async def test_row_chooses_its_loop_by_name() -> None:

@@ -47,7 +47,9 @@ from polyturn.core.lifecycle import StopReason
 from polyturn.core.task import NATIVE_AGENTS, Task
 from polyturn.infra.plugin_shape import check_class, has_parameter
 from polyturn.infra.plugins import import_attr
+from polyturn.rollout.open_turn import GivenReward
 from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.tools.result_shape import finite
 
 if TYPE_CHECKING:
     from polyturn.core.generation import SamplingParams
@@ -148,6 +150,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
     """Runs episodes with an agent loop."""
 
     shared = True
+    gives_reward = True
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
                 return server.over
             raise SchedulerError("the agent loop returned without calling server_manager.generate")
         _weigh(episode, server.claims, outputs)
-        _score(server.claims, outputs)
+        _score(episode, server.claims, outputs)
         return server.over or StopReason.STOP
 
     def _loop_of(self, task: Task) -> _Loop | None:
@@ -350,15 +353,17 @@ def _overlap(ids: Ids, claim: _Claim) -> int:
     return len(here) if is_same else 0
 
 
-def _score(claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
-    """Record the loop's own scores on its turns: `turn_scores` per turn, else `reward_score` on the last turn."""
+def _score(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLoopOutput]) -> None:
+    """Record the loop's `turn_scores` on its turns. Its `reward_score` is the episode's reward: as in verl, no reward
+    function is then called."""
     last = outputs[-1]
     scores = last.extra_fields.get("turn_scores") or []
     for claim, score in zip(claims, scores, strict=False):
         if score is not None:
             claim.turn.scores["interaction"] = float(score)
     if last.reward_score is not None:
-        claims[-1].turn.scores["interaction"] = float(last.reward_score)
+        info = last.extra_fields.get("reward_extra_info") or {}
+        episode.given_reward = GivenReward(score=finite(last.reward_score, what="agent loop's"), info=info)
     claims[-1].turn.info.update({k: _plain(v) for k, v in last.extra_fields.items() if k != "turn_scores"})
 
 
