@@ -211,7 +211,7 @@ def _keys(values: Mapping[str, Any], known: Table, path: tuple[str, ...] = ()) -
         key = ".".join((*path, str(name)))
         row = known.find(key)
         is_section = isinstance(value, Mapping) and bool(value)
-        if is_section and (row is None or row.means is not None or known.goes_deeper(key)):
+        if is_section and (row is None or known.goes_deeper(key)):
             yield from _keys(value, known, (*path, str(name)))
         elif row is not None or value or not known.knows(key):  # otherwise it is an empty `section:`
             yield key, value
