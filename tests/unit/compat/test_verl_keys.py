@@ -246,6 +246,13 @@ def test_agent_loops_of_a_file_become_the_scheduler(tmp_path: Path):
     refuses(lambda: translated(file, f"{chosen}=raect"), ConfigError, "'raect'", "'react'")
 
 
+def test_single_turn_agent_beside_a_tool_file_is_reported():
+    loop, file = f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent", f"{TURNS}.tool_config_path=tools.yaml"
+    (notice,) = translated(loop, file).notices()
+    assert "default_agent_loop" in notice and "tool_config_path" in notice and "agent_name" in notice
+    assert translated(loop).notices() == translated(file).notices() == []
+
+
 def test_custom_dataset_class_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "rows.py").touch()
     (tmp_path / "train.parquet").touch()

@@ -202,13 +202,11 @@ def turns(s: Source) -> None:
     """Set the limit on a tool's answer if written, and the limit on turns if there are tools or interactions."""
     length = f"{MULTI_TURN}.max_tool_response_length"
     s.put("rollout.tools.max_result_chars", s.get(length, NO_LIMIT_CHARS), by=length)
-    partners = [
-        k for k in ("tool_config_path", "function_tool_path", "interaction_config_path") if s.get(f"{MULTI_TURN}.{k}")
-    ]
+    partners = _partners(s)
     key = f"{MULTI_TURN}.enable"
     if not s.switch(key):
         if partners and key in s.written:
-            s.refuse(key, f"{MULTI_TURN}.{partners[0]} is set; set enable to True, or remove that key with ~")
+            s.refuse(key, f"{partners[0]} is set; set enable to True, or remove that key with ~")
         if not partners and s.get(f"{ROLLOUT}.agent.agent_loop_config_path") is None:
             s.put("rollout.limits.max_turns", 1, by=key)
             return
@@ -216,6 +214,12 @@ def turns(s: Source) -> None:
     for who, native in (("assistant", "max_turns"), ("user", "max_user_turns")):
         cap = f"{MULTI_TURN}.max_{who}_turns"
         s.put(f"rollout.limits.{native}", s.whole(cap, third, least=1) * _num_conversations(s), by=cap)
+
+
+def _partners(s: Source) -> list[str]:
+    """Return the keys that name tools or interactions."""
+    names = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    return [key for key in (f"{MULTI_TURN}.{name}" for name in names) if s.get(key)]
 
 
 def futures(s: Source) -> None:
@@ -233,6 +237,11 @@ def agent_loop(s: Source) -> None:
     key, file_key = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.agent_loop_config_path"
     name, file = s.get(key, "single_turn_agent"), s.get(file_key)
     loops: dict[str, Any] = {}
+    if name == NATIVE_AGENTS[0] and key in s.written and (partners := _partners(s)):
+        s.notes[key] = (
+            f"{partners[0]} is set, so rows without an agent_name have many turns; write agent_name={name} into rows that "
+            "have one turn"
+        )
     if file is not None:
         try:
             items = OmegaConf.to_container(OmegaConf.load(Path(file).expanduser()), resolve=True)
