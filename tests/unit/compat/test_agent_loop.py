@@ -31,6 +31,8 @@ from polyturn.testing.episodes import task, tiny_codec
 from support.compat_parts import looping, output, play_loop, prompt_of, say
 from support.refusals import refuses, refuses_later
 
+SEARCH = "<search>a</search> and more words"
+
 
 def trains_what_was_sampled(trajectory: Trajectory) -> bool:
     return all(np.array_equal(s.loss_weights > 0, s.sampled_mask) for s in trajectory.segments)
@@ -241,6 +243,42 @@ async def test_reward_score_of_a_loop_replaces_the_reward_function(score: float 
         assert trajectory.reward is not None and trajectory.reward.total == 1.0  # the row's own function
     else:
         assert trajectory.stop_reason is StopReason.ERROR and "agent loop" in str(trajectory.error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"stop": ["</search>"]}, "<search>a</search>"),
+        ({"stop": "</search>"}, "<search>a</search>"),
+        ({"max_tokens": 2}, None),
+        ({}, SEARCH),
+    ],
+    ids=["stops", "stop", "max_tokens", "none"],
+)
+async def test_loop_limits_a_turn(changes: dict[str, Any], text: str | None) -> None:
+    async def run(loop: AgentLoopBase, params: Any, **kwargs: Any) -> AgentLoopOutput:
+        prompt = await prompt_of(loop, kwargs)
+        one = (await say(loop, prompt, {**params, **changes})).token_ids
+        two = (await say(loop, [*prompt, *one], params)).token_ids
+        return output(prompt, ([*one, *two], 1))
+
+    trajectory = await play_loop(looping(run), [SEARCH])
+    first, second = (turn.message.written or turn.message.text for turn in trajectory.turns)
+    assert first == text or (text is None and 0 < len(tiny_codec().encode(first)) <= 2)
+    assert second == SEARCH  # the limits are those of one turn
+    assert trains_what_was_sampled(trajectory)
+
+
+async def test_sampling_that_is_not_applied_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(loop: AgentLoopBase, params: Any, **kwargs: Any) -> AgentLoopOutput:
+        prompt = await prompt_of(loop, kwargs)
+        for _ in range(2):
+            ids = (await say(loop, prompt, {**params, "temperature": 0.1, "top_p": None, "logprobs": 1})).token_ids
+        return output(prompt, (ids, 1))
+
+    await play_loop(looping(run), ["four"])
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING" and "not applied" in r.getMessage()]
+    assert "temperature=0.1" in record.getMessage()
 
 
 async def test_row_chooses_its_loop_by_name() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -76,13 +77,29 @@ class _Claim:
     start: int
 
 
+_OF_A_TURN = ("max_tokens", "max_new_tokens", "stop", "stop_token_ids")
+"""The sampling parameters that a loop may set for each turn."""
+_WITHOUT_EFFECT = ("logprobs", "include_stop_str_in_output")
+"""Sampling parameters without effect: logprobs and stop strings are always in the output."""
+
+
 class EpisodeServer(AsyncLLMServerManager):
     """Lets an agent loop generate turns of an episode, one at a time."""
 
-    def __init__(self, episode: Episode, *, as_list: bool = False) -> None:
+    def __init__(self, episode: Episode, *, as_list: bool = False, reported: set[str] | None = None) -> None:
         self.codec = episode.codec
+        self.params = {
+            "temperature": episode.sampling.temperature,
+            "top_p": episode.sampling.top_p,
+            "top_k": episode.sampling.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        """The run's sampling parameters, in the form that loops pass to `generate`."""
         self._episode = episode
+        self._sampling = episode.sampling
         self._as_list = as_list
+        self._reported = set() if reported is None else reported
         self._lock = asyncio.Lock()
         self.claims: list[_Claim] = []
         self.over: StopReason | None = None
@@ -99,7 +116,8 @@ class EpisodeServer(AsyncLLMServerManager):
     ) -> Any:
         """Continue `prompt_ids` by one turn of the episode; return a `TokenOutput` or a `TokenList`.
 
-        Temperature, top_p and top_k are the run's, because the trainer's logprobs depend on them.
+        Of `sampling_params`, the token limit, stop strings and stop tokens apply to this turn. All others are the run's,
+        because the trainer's logprobs depend on them.
 
         Raises:
             EpisodeOver: a limit is reached.
@@ -112,6 +130,7 @@ class EpisodeServer(AsyncLLMServerManager):
             if (reason := await self._episode.prepare()) is not None:
                 self.over = reason
                 raise EpisodeOver(reason)
+            self._sample_as(sampling_params)
             turn = await self._episode.generate()
             self.claims.append(_Claim(turn, len(ids)))
             self._episode.record(turn, Reply(goes_on=True))
@@ -125,6 +144,25 @@ class EpisodeServer(AsyncLLMServerManager):
             stop_reason="completed",
         )
         return TokenList(output) if self._as_list else output
+
+    def _sample_as(self, params: Mapping[str, Any]) -> None:
+        """Set the sampling of the next turn; warn once in a run of each parameter that is not applied."""
+        for name, value in params.items():
+            if name in (*_OF_A_TURN, *_WITHOUT_EFFECT, *self._reported) or value in (None, self.params.get(name)):
+                continue
+            self._reported.add(name)
+            logger.warning(
+                "%s: the agent loop samples with %s=%r, which is not applied; it may set %s, and the config sets the rest",
+                self._episode.id, name, value, ", ".join(_OF_A_TURN),
+            )  # fmt: skip
+        limits = [int(params[name]) for name in ("max_tokens", "max_new_tokens") if params.get(name) is not None]
+        ends, stops = params.get("stop_token_ids") or (), params.get("stop") or ()
+        sampling = dataclasses.replace(
+            self._sampling,
+            max_tokens=min([self._sampling.max_tokens, *limits]),
+            stop_token_ids=(*self.codec.stop_token_ids, *ends) if ends else self._sampling.stop_token_ids,
+        )
+        self._episode.sample_as(sampling, stops=[stops] if isinstance(stops, str) else stops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +219,8 @@ class AgentLoopScheduler(MultiTurnScheduler):
         self._default = default
         self._config = OmegaConf.create(dict(config or {}))
         self._last: tuple[Limits, SamplingParams, Any] | None = None
+        self._reported: set[str] = set()
+        """Names of sampling parameters that a warning has named."""
         if default not in NATIVE_AGENTS:
             self._find(default)
 
@@ -196,7 +236,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         if (loop := self._loop_of(episode.task)) is None:
             return await super().run(episode)
         episode.resources.without_partners()  # a loop creates the tools and interactions that it uses itself
-        server = EpisodeServer(episode, as_list=has_parameter(loop.cls.run, "messages"))
+        server = EpisodeServer(episode, as_list=has_parameter(loop.cls.run, "messages"), reported=self._reported)
         try:
             output = await self._run_loop(loop, episode, server)
         except EpisodeOver as end:
@@ -260,15 +300,7 @@ class AgentLoopScheduler(MultiTurnScheduler):
         else:
             old: Any = cls
             loop = old(config, server, tokenizer, **chosen.kwargs)
-        sampling = episode.sampling
-        params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": True,
-        }
-        row = row_of(episode.task)
+        row, params = row_of(episode.task), dict(server.params)
         run: Any = loop.run
         answer = run(row["raw_prompt"], params) if has_parameter(run, "messages") else run(params, **row)
         return await answer if inspect.isawaitable(answer) else answer
