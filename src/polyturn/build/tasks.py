@@ -41,7 +41,7 @@ def build_tasks(source: TaskSourceConfig, *, base: Path, split: str) -> Sequence
         )
     else:
         assert source.generator is not None  # the config model requires one of the three
-        tasks = generate_tasks(source.generator, split=split, base=base, **source.kwargs)
+        tasks = generate_tasks(source.generator, source.kwargs, split=split, base=base)
     tasks = tasks if source.limit is None else tasks[: source.limit]
     tasks = tasks if source.system is None else WithSystem(tasks, source.system)
     return tasks if source.interaction is None else WithInteraction(tasks, source.interaction)

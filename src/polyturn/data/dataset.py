@@ -227,19 +227,22 @@ class TaskDataset(TaskSequence):
         return task_from_row(row, index=index, split=self.split, source=str(source.path), row_number=number)
 
 
-def generate_tasks(path: NameOrObject, *, split: str, base: Path | None = None, **kwargs: Any) -> Sequence[Task]:
+def generate_tasks(
+    path: NameOrObject, kwargs: Mapping[str, Any] | None = None, *, split: str, base: Path | None = None
+) -> Sequence[Task]:
     """Call the task generator that `path` names and return its tasks.
 
     Args:
         path: `package.module:function` or `file.py:function`; the function returns a sequence of tasks or rows.
+        kwargs: The generator's arguments.
         split: "train" or the name of an evaluation; prefix of the ids of rows without an id.
         base: The folder that a relative file path is resolved against.
-        kwargs: The generator's arguments.
 
     Raises:
         ConfigError: the name does not exist, or the generator does not take these arguments.
         DataError: the generator returned no tasks.
     """
+    kwargs = kwargs or {}
     key = "data.train.generator" if split == "train" else "evaluation.data.generator"
     make = import_attr(path, base=base, key=key)
     if not callable(make):

@@ -13,7 +13,13 @@ import torch
 from omegaconf import OmegaConf
 
 from polyturn import compat
+from polyturn.build.tasks import build_run_tasks
 from polyturn.compat.verl.rl_dataset import RLHFDataset, collate_fn, custom_tasks, get_dataset_class
+from polyturn.compat.verl_config.compose import compose_name
+from polyturn.compat.verl_config.translate import translate
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.load import load_values
+from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, DataError
 from polyturn.testing.episodes import tiny_tokenizer
 
@@ -168,6 +174,17 @@ def test_own_class_gives_the_tasks_of_a_run(custom: Path) -> None:
 def test_mistakes_of_a_dataset_are_named(custom: Path, name: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         _ = custom_tasks(cls=f"{custom}:{name}", files=["a"], split="train", config=CONFIG)[0]
+
+
+def test_config_that_names_a_class_opens_its_tasks(custom: Path, tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    own = [f"data.custom_cls.path={custom}", "data.custom_cls.name=Plain", "data.train_files=[a,b]", "data.val_files=c"]
+    tree = compose_name("ppo_trainer", folder=None, overrides=[f"actor_rollout_ref.model.path={tmp_path}/model", *own])
+    translation = translate(tree)
+    config = load_values(RunConfig, translation.native, origin=translation.origin).config
+    tasks = build_run_tasks(ConfigSource(config=config, base=tmp_path))
+    assert [task.id for task in tasks.train] == ["train-0", "train-1"]
+    assert [task.id for task in tasks.eval_sets[0].tasks] == ["validation-0"]
 
 
 def test_section_names_the_class(custom: Path) -> None:

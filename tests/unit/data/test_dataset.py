@@ -193,6 +193,9 @@ def good(*, n, seed=0):
 def rows(*, n):
     return [{"prompt": f"{i} + 1?", "ground_truth": str(i + 1)} for i in range(n)]
 
+def named(*, split, base, path):
+    return [{"prompt": f"{split} {base} {path}"}]
+
 def not_tasks(*, n):
     return list(range(n))
 
@@ -205,17 +208,24 @@ a_value = 3
 
 def test_generator_of_a_file_makes_tasks(tmp_path: Path) -> None:
     (tmp_path / "gen.py").write_text(GENERATORS)
-    tasks = generate_tasks("gen.py:good", split="train", base=tmp_path, n=2, seed=5)
+    tasks = generate_tasks("gen.py:good", {"n": 2, "seed": 5}, split="train", base=tmp_path)
     assert list(tasks) == [Task(id=str(i), prompt=(Message(role="user", content="5"),)) for i in range(2)]
 
 
 def test_generator_may_return_rows(tmp_path: Path) -> None:
     (tmp_path / "gen.py").write_text(GENERATORS)
-    tasks = generate_tasks("gen.py:rows", split="eval", base=tmp_path, n=2)
+    tasks = generate_tasks("gen.py:rows", {"n": 2}, split="eval", base=tmp_path)
     assert [(task.id, task.prompt[0].text, task.ground_truth) for task in tasks] == [
         ("eval-0", "0 + 1?", "1"),
         ("eval-1", "1 + 1?", "2"),
     ]
+
+
+def test_generator_may_have_arguments_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "gen.py").write_text(GENERATORS)
+    kwargs = {"split": "dev", "base": 2, "path": "p"}
+    (task,) = generate_tasks("gen.py:named", kwargs, split="train", base=tmp_path)
+    assert (task.id, task.prompt[0].text) == ("train-0", "dev 2 p")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +244,7 @@ def test_unusable_generator_is_refused(
 ) -> None:
     (tmp_path / "gen.py").write_text(GENERATORS)
     with pytest.raises(error, match=says):
-        generate_tasks(f"gen.py:{name}", split="train", base=tmp_path, **kwargs)
+        generate_tasks(f"gen.py:{name}", kwargs, split="train", base=tmp_path)
 
 
 def test_system_message_comes_before_prompts_that_have_none() -> None:
