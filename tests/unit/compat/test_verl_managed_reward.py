@@ -158,6 +158,11 @@ class Batch(AbstractRewardManager):
         return {"reward_tensor": torch.ones(len(data), 3), "reward_extra_info": {}}
 
 
+class Bare:
+    __init__ = Batch.__init__
+    __call__ = Batch.__call__
+
+
 class Neither:
     pass
 
@@ -184,6 +189,7 @@ def imported(cls: str, file: object, *more: str, at: str = "reward_manager") -> 
         ("Single", "file", {"score": 6.0, "n": 8}),
         ("Naive", "file", {"score": 10.5, "seen": True}),
         ("Batch", "verl", {"score": 3.0}),
+        ("Bare", "verl", {"score": 3.0}),
     ],
 )
 async def test_manager_of_a_file_scores_rows_or_batches(cls: str, of: str, found: dict[str, Any], file: Path) -> None:

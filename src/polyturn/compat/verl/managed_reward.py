@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from polyturn.compat.verl.dataproto import DataProto
 from polyturn.compat.verl.padded_batch import to_dataproto
 from polyturn.compat.verl.reward_loop import RewardManagerBase
-from polyturn.compat.verl.reward_manager import AbstractRewardManager, get_reward_manager_cls
+from polyturn.compat.verl.reward_manager import get_reward_manager_cls
 from polyturn.compat.verl.reward_score import default_compute_score
 from polyturn.compat.verl.rollout_schemas import Message
 from polyturn.compat.verl.tokenizer import hf_tokenizer
@@ -76,9 +76,9 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
     """Return a function that calls the manager for `score`'s arguments (as JSON); one per run."""
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
     cls, compute_score = _imported(name, function, function_kwargs)
-    if not isinstance(cls, type) or not issubclass(cls, RewardManagerBase | AbstractRewardManager):
+    if not isinstance(cls, type) or not (issubclass(cls, RewardManagerBase) or _is_called(cls)):
         raise ConfigError(f"{name!r} is not a reward manager; inherit RewardManagerBase or AbstractRewardManager of verl")
-    if issubclass(cls, AbstractRewardManager):
+    if not issubclass(cls, RewardManagerBase):
         return functools.partial(_in_processes(f"{__name__}:judge_batch"), described=described)
     if function is not None and not inspect.iscoroutinefunction(compute_score):
         compute_score = _by_name(compute_score, _in_processes(function))
@@ -95,6 +95,11 @@ def _judge(described: str) -> Callable[..., dict[str, Any]]:
         return {**(result.get("reward_extra_info") or {}), "score": float(result["reward_score"])}
 
     return judge
+
+
+def _is_called(cls: type) -> bool:
+    """Return whether objects of a class can be called with a batch; before verl 0.6, managers had no base class."""
+    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def judge_batch(trajectory: Trajectory, described: str) -> dict[str, Any]:
