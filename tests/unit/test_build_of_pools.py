@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from polyturn import build
 from polyturn.build import parts
 from polyturn.build.engine import build_engine
+from polyturn.cli.main import main
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError
@@ -29,7 +30,7 @@ from polyturn.engines.vllm import VllmEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
 from polyturn.training import lora
 from support.models import tiny_model
-from support.runs import write_tiny_run
+from support.runs import call_command, write_tiny_run
 from support.vision import tiny_vision_model, vision_tokenizer
 
 LAUNCH = ("engine.kind=vllm", "engine.num_slots=null", f"engine.launch.python={sys.executable}")
@@ -216,6 +217,25 @@ async def test_server_of_an_adapter_starts_without_it(
         assert command[at + 1 : at + 8] == ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
     assert not any("lora" in name for name in served)
     await made.engine.close()
+
+
+@pytest.mark.parametrize("flags", [(), ("--openai",)])
+def test_served_sglang_model_has_its_adapter_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """Nobody sends these servers an adapter: a trainer that sends weights to `polyturn serve` sends whole ones."""
+    made, build_parts = [], build.build_parts
+
+    def stop_after(source: build.ConfigSource) -> None:
+        made.append(build_parts(source))
+        raise ConfigError("made")
+
+    monkeypatch.setattr(build, "build_parts", stop_after)
+    settings = (*LAUNCH, "engine.kind=sglang", "model.lora={rank: 2}")
+    called = call_command(main, "serve", *flags, "--config", write_tiny_run(tmp_path), *settings)
+    assert "made" in called.err
+    (client,) = clients(made[0].engine)
+    assert client.supervisor is not None and "--enable-lora" not in client.supervisor.spec.command
 
 
 @pytest.mark.parametrize("settings", ["engine.weights=folder", "model.lora.target_modules=[q_proj, lm_head]"])

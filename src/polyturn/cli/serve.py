@@ -193,7 +193,8 @@ def serve_config(loaded: Loaded[RunConfig], *, base: Path, options: ServeOptions
 
     quiet_transformers()
     warn_of_min_concurrent(loaded.config)
-    parts = build.build_parts(build.ConfigSource(config=loaded.config, base=base.resolve()))
+    # Trainers send whole weights to this server, so its engines load the whole model, with the adapter merged.
+    parts = build.build_parts(build.untrained(build.ConfigSource(config=loaded.config, base=base.resolve())))
 
     async def serve_parts() -> None:
         service = RolloutService(

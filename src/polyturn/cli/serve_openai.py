@@ -66,7 +66,7 @@ def run(config: Path | None, overrides: Sequence[str], options: ServeOptions, ho
     read: Any = loaded.config
     hosted_rollout: dict[str, Any] = {"scheduler": None, "scheduler_kwargs": {}}
     values = read.model_copy(update={"rollout": read.rollout.model_copy(update=hosted_rollout)})
-    parts = build.build_parts(build.ConfigSource(config=values, base=base.resolve()))
+    parts = build.build_parts(build.untrained(build.ConfigSource(config=values, base=base.resolve())))
     names = [n for n in hosted.model_names if n != "*"] or _names(values)
     endpoint = EndpointOptions(host=options.host, models=tuple(names), any_model="*" in hosted.model_names, rules=rules)
 
