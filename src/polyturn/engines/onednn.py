@@ -79,7 +79,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        of_x, of_weight, _ = ctx.needs_input_grad
+        # A frozen layer, as beside an adapter, must not keep its input until the backward pass.
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
         return product(x, weight, bias)
 
     @staticmethod

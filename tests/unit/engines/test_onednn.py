@@ -37,6 +37,15 @@ def test_product_takes_transposed_matrices():
     torch.testing.assert_close(product(x[:3], weight), x[:3] @ weight.t(), atol=1e-4, rtol=1e-5)
 
 
+def test_frozen_layer_keeps_only_its_weight_for_the_backward_pass():
+    layer, x = OneDnnLinear(*WIDE).requires_grad_(False), torch.randn(3, 512, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = layer(x)
+    assert [tensor.data_ptr() for tensor in kept] == [layer.weight.data_ptr()]
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], layer.weight.sum(0).expand(3, -1), atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types_multiply_as_torch_does(dtype: torch.dtype):
     layer, x = OneDnnLinear(*WIDE, dtype=dtype), torch.randn(2, 512, dtype=dtype)
