@@ -71,12 +71,19 @@ class WeightGroup:
         """Open the store at which the servers' workers join, and start to join.
 
         Raises:
-            EngineError: this process does not support the backend.
+            EngineError: this process does not support the backend, or has no address towards the servers.
         """
         self.spec = spec
         self.device = _device(spec.backend)
-        self.host = address_towards(spec.urls)
-        self.port = self._open_store()
+        try:
+            self.host = address_towards(spec.urls)
+            self.port = self._open_store()
+        except (OSError, RuntimeError) as problem:  # in a rank, any error but a `PolyturnError` would end the rank
+            raise EngineError(
+                f"the trainer's machine has no address towards the servers {', '.join(spec.urls)} ({one_line(problem)}); "
+                "name them in engine.urls as that machine knows them, or set engine.weights: folder, with an "
+                "engine.weights_folder that both see"
+            ) from problem
         self._group: Any = None
         self._is_closed = False
         self._start(self._join)
@@ -187,7 +194,7 @@ class GroupEnd:
         """Start to join a new group, and return the host and port at which the servers join.
 
         Raises:
-            EngineError: this process does not support the backend.
+            EngineError: this process does not support the backend, or has no address towards the servers.
         """
         self.close()
         self._group = spec.kind(spec)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RankLostError
+from polyturn.engines import weight_group
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.vllm_transfer import VllmLink
 from polyturn.engines.weight_files import WeightFolder
@@ -22,7 +23,7 @@ from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
 from polyturn.engines.weight_transport import Transport, address_towards, buckets, choose_transport, is_here
 from support.forked import run_program
 from support.parts import virtual
-from support.refusals import refuses_later
+from support.refusals import refuses, refuses_later
 
 
 class Server:
@@ -334,6 +335,18 @@ def spec(name, *, backend="gloo"):
 def test_nccl_without_a_gpu_is_refused():
     with pytest.raises(EngineError, match=r"over nccl needs a GPU .* set engine\.weights to gloo"):
         GroupEnd().open(spec("g", backend="nccl"))
+
+
+@pytest.mark.parametrize("problem", [socket.gaierror(-2, "Name or service not known"), RuntimeError("address in use")])
+def test_servers_that_the_trainer_cannot_reach_are_named(problem, monkeypatch):
+    """A rank may resolve other names than the controller, and any other error would end the rank."""
+
+    def fail(urls):
+        raise problem
+
+    monkeypatch.setattr(weight_group, "address_towards", fail)
+    words = ("http://127.0.0.1:8000", str(problem.args[-1]), "engine.urls", "engine.weights: folder")
+    refuses(lambda: GroupEnd().open(spec("g")), EngineError, *words)
 
 
 def finish(end):
