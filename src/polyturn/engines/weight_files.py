@@ -20,7 +20,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
@@ -124,11 +124,18 @@ def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, n
     if len(drafts) == 1:
         names = [f"{name}.safetensors"]
     for draft, file in zip(drafts, names, strict=True):
-        draft.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read, and a server may be another user
+        let_others_read(draft)
         draft.rename(folder / file)
     if len(drafts) > 1:
         index = {"metadata": {"total_size": size}, "weight_map": {tensor: names[i] for tensor, i in file_of.items()}}
         (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def let_others_read(file: Path) -> None:
+    """Give a file of safetensors, which only its owner can read, the permissions of its folder: a server may be another
+    user."""
+    with suppress(PermissionError):  # on exFAT, for example, where files have no permissions of their own
+        file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 class WeightStore(Protocol):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.engines.routers import beside_experts
+from polyturn.engines.weight_files import let_others_read
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import Names, require_same_shapes, whole_tensor
 
@@ -194,6 +195,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Ten
     model.save_pretrained(folder, state_dict=None if tensors is None else dict(tensors))
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"no adapter was written to {folder}; the model has none")
+    let_others_read(folder / WEIGHTS_FILE)
 
 
 def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:

@@ -187,6 +187,7 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
     assert torch.allclose(logits(merged), logits(model), atol=1e-5)
     alone = hf.save_model(model, tmp_path / "alone", adapter_only=True)
     assert not (alone / "model.safetensors").exists()
+    assert {file.stat().st_mode & 0o777 for file in alone.iterdir()} == {alone.stat().st_mode & 0o666}, "as readable"
     other = adapted(seed=0)
     lora.load_adapter(other, alone)
     assert torch.equal(logits(other), logits(model))
