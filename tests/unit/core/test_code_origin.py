@@ -57,6 +57,11 @@ class Author:
     def method(self) -> None: ...
 
 
+class Lookup:
+    def __getattr__(self, name: str) -> Any:
+        return {}[name]
+
+
 @polyturn.tool
 def tool() -> str:
     """Do nothing."""
@@ -92,6 +97,11 @@ def test_line_of_an_authors_code_is_known(code: object, text: str) -> None:
 @pytest.mark.parametrize("code", [compute_score, ConfigError, len, math.sqrt, int, 3, None, pytest.fixture, Path()])
 def test_code_of_nobody_else_has_no_line(code: object) -> None:
     assert defined_at(code) == ""
+
+
+def test_attributes_of_an_author_do_not_hide_the_message() -> None:
+    with pytest.raises(ConfigError, match=r"^no$"), errors_at(Lookup()):
+        raise ConfigError("no")
 
 
 def test_error_about_a_plugin_names_its_line_once() -> None:
