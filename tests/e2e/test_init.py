@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from polyturn.cli.init import KINDS
+from polyturn.cli.init import KINDS, files
 from polyturn.cli.main import main
+from polyturn.config.load import load_config
+from polyturn.config.models import RunConfig
 from support.cases import each
 from support.forked import Forked
 from support.runs import call_command
@@ -77,6 +79,16 @@ def test_folder_of_a_model_is_found_from_the_project(tmp_path: Path, monkeypatch
     assert called.code == 0, called.err
     called = call_command(main, "doctor", tmp_path / "second")
     assert called.code == 0 and "Qwen3ForCausalLM" in called.out, called.out
+
+
+@pytest.mark.parametrize("name", ["plain-1", "my first", "2024", "1e5", "no", "2024-01-01", "a: b", "#1", "it's 😀"])
+def test_any_folder_name_is_the_name_of_the_run(name: str, tmp_path: Path):
+    for file, text in files(name, kind="env", model=f"/models/{name}"):
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    config = load_config(RunConfig, tmp_path / "config.yaml", ()).config
+    assert (config.name, config.model.path) == (name, f"/models/{name}")
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert ["polyturn", "view", f"runs/{name}"] in map(shlex.split, readme.partition("```")[2].splitlines()[:6])
 
 
 def test_doctor_names_every_problem(tmp_path: Path):

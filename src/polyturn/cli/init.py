@@ -16,6 +16,7 @@ from typing import Annotated
 
 import jinja2
 import typer
+import yaml
 
 from polyturn.cli.arguments import declare
 from polyturn.cli.console import Output, program
@@ -55,7 +56,7 @@ def main(
     else:
         folder.mkdir(parents=True, exist_ok=True)
         if Path(model).is_dir():  # the config is in another folder
-            model = json.dumps(str(Path(model).resolve()))
+            model = str(Path(model).resolve())
     for name, text in files(folder.resolve().name, kind=kind, model=model):
         (folder / name).write_text(text, encoding="utf-8")
     out = Output()
@@ -73,6 +74,7 @@ def files(name: str, *, kind: str, model: str = TINY) -> Iterator[tuple[str, str
     loader = jinja2.FunctionLoader(lambda path: (templates / path).read_text(encoding="utf-8"))
     environment = jinja2.Environment(loader=loader, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
     values = {"name": name, "model": model, "is_tiny": model == TINY}
+    environment.filters |= {"yaml": _as_yaml, "shell": shlex.quote}
     written: set[str] = set()
     for part in (kind, "common"):
         for template in sorted((templates / part).iterdir(), key=lambda entry: entry.name):
@@ -84,3 +86,12 @@ def files(name: str, *, kind: str, model: str = TINY) -> Iterator[tuple[str, str
                     text = "".join(line for line in text.splitlines(keepends=True) if line.strip() or file.endswith(".py"))
                 if text:
                     yield file, text
+
+
+def _as_yaml(text: str) -> str:
+    """Return a text as YAML, in quotes if YAML reads the text itself as something else, such as the number 2024."""
+    try:
+        is_itself = text[:1].isalpha() and yaml.safe_load(f"[{text}]") == [text]
+    except yaml.YAMLError:
+        is_itself = False
+    return text if is_itself else json.dumps(text, ensure_ascii=False)
