@@ -11,6 +11,8 @@ differ by rounding.
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ MIN_WEIGHTS = 2**16
 FEW_ROWS = 64
 """Largest number of rows of x for which the product is computed as (weight @ x.T).T. oneDNN copies the right factor into a
 layout of its own, and with few rows that copy of the weight takes as long as the product."""
+
+_CACHES = dict.fromkeys(("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"), "256")
+"""Environment variables with the sizes of two caches, of torch's ideep and of oneDNN. Both keep the code of each product,
+half a megabyte for every number of rows of every layer. Their default, 1024, takes one to two gigabytes of a run whose
+micro-batches all differ in length; to generate code again takes less than a millisecond."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +78,14 @@ def use_torch(module: nn.Module) -> None:
             layer.__class__ = nn.Linear  # type: ignore[assignment]  # the class differs only in `forward`
 
 
+@functools.cache
+def _bound_caches() -> None:
+    for name, size in _CACHES.items():
+        os.environ.setdefault(name, size)  # read at the first product
+
+
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _bound_caches()
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 

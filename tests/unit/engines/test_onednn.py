@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.nn import functional
 
 from polyturn.engines import onednn
 from polyturn.engines.onednn import FEW_ROWS, OneDnnLinear, product, use_onednn, use_torch
+from support.forked import run_program
 
 WIDE = (512, 512)
 
@@ -35,6 +38,30 @@ def test_product_takes_transposed_matrices():
     x, weight = torch.randn(512, 300).t(), torch.randn(512, 700).t()
     torch.testing.assert_close(product(x, weight), x @ weight.t(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(product(x[:3], weight), x[:3] @ weight.t(), atol=1e-4, rtol=1e-5)
+
+
+MANY_LENGTHS = """
+import ctypes, torch
+from polyturn.engines.onednn import product
+
+def megabytes():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+torch.set_num_threads(1)
+x, weight = torch.randn(1000, 32), torch.randn(64, 32)
+product(x, weight)
+before = megabytes()
+for rows in range(65, 765):
+    product(x[:rows], weight)
+print(megabytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
+def test_products_of_many_lengths_take_little_memory():
+    """Each length has code of its own, half a megabyte, of which torch keeps 1024 by default."""
+    assert float(run_program(MANY_LENGTHS).out) < 220
 
 
 def test_frozen_layer_keeps_only_its_weight_for_the_backward_pass():
