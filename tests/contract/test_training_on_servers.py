@@ -193,7 +193,6 @@ ON_A_CLUSTER = ("--ray", "auto", "--dry-run")
         ((*ON_A_CLUSTER, "engine.launch={replicas: 2}"), "cluster.engines.count"),
         ((*ON_A_CLUSTER, 'engine.launch={devices: ["0"]}'), "Ray assigns GPUs to servers"),
         ((*ON_A_CLUSTER, "engine.weights=ipc"), "engine.weights is ipc"),
-        ((*ON_A_CLUSTER, "engine.update=wait"), "gets weights in flight"),
         ((*ON_A_CLUSTER, "engine.update=sleep"), "set cluster.rank_resources to GPU: 1"),
         ((), "set engine.launch.python"),
         (("rollout.sampling.top_p=0.9",), "add keep_support: true"),

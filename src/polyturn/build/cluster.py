@@ -46,13 +46,8 @@ def check_cluster(config: RunConfig) -> None:
     """
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
-    process = engine.process if isinstance(engine, EmbeddedOptions) else "auto"
-    updates = ("in_flight", "sleep") if isinstance(engine, ServerOptions) else ("in_flight",)
-    if process == "own" or engine.update not in updates:
-        raise ConfigError(
-            f"engine has process {process!r} and update {engine.update!r}; on a cluster every replica has its own "
-            "process and gets weights in flight, so leave these keys at their defaults"
-        )
+    if isinstance(engine, EmbeddedOptions) and engine.process == "own":
+        raise ConfigError("engine.process is own; on a cluster every replica has its own process, so leave it at auto")
     if engine.update == "sleep":
         _check_shared(config)
     check_workers(config)
@@ -279,11 +274,12 @@ def _worker_of_actors(
 def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine | None = None, *, follows: int = 0) -> RolloutPool:
     """Build the pool of a rollout worker, in its process; without `engine`, it calls the controller's servers directly."""
     parts = build_parts(source, engine=engine, has_weights=False, follows=follows)
-    engine = engine or parts.engine
+    # Requests to the leader's engine wait at the leader's gate; others at a gate of this process.
+    engine = parts.context.engine if isinstance(parts.engine, FollowingPool) else parts.engine
     # `owns_process`, because an actor's event loop does not run in the main thread, and the process has no other work.
     config = source.config
     monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)
-    # The leader counts failures, because it sees all trajectories, and gates requests.
+    # The leader counts failures, because it sees all trajectories.
     context = dataclasses.replace(parts.context, engine=engine, journal=journal, monitor=monitor)
     return RolloutPool(context, max_concurrent=config.rollout.max_concurrent, max_failed_share=1.0)
 

@@ -104,7 +104,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
         data=Data(tasks.train, tasks.eval_sets, build_sampler(source, tasks.train)),
         engine=EngineLink(
             channel=channel,
-            closed=gate.closed if isinstance(gate, UpdateGate) else contextlib.nullcontext,
+            closed=(parts.pool or gate).closed if isinstance(gate, UpdateGate) else contextlib.nullcontext,
             busy_s=lambda: parts.busy_s,
             metrics=lambda: {**parts.engine.read_metrics(), **parts.policies.read_metrics(), **pool.read_metrics()},
             snapshots=PolicySnapshots(parts.policies.snapshots, weights=policy.weights),

@@ -11,6 +11,7 @@ from polyturn.cluster.journal import JournalEntry, ResumeState, WorkerJournal
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.following import FollowingPool, PoolView
 from polyturn.engines.replica import PoolUse
+from polyturn.engines.update_gate import UpdateGate
 from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
 
 
@@ -42,7 +43,7 @@ class RolloutWorker:
             if self._pool is None:
                 self._pool = self._build(self._journal)
         if view is not None:
-            await self.follow(view)
+            self._apply(view)
         self._journal.hand(resume_state)
         live = self._live[spec.id] = LiveGroup()
         try:
@@ -53,13 +54,27 @@ class RolloutWorker:
         return group, None if engine is None else engine.use()
 
     async def follow(self, view: PoolView) -> None:
-        """Update the pool of engines to the leader's view."""
-        if (engine := self._engine) is not None:  # None before the first group, which brings a view
-            engine.follow(view)
+        """Update the pool of engines to the leader's view; if requests are held back, return once none runs."""
+        self._apply(view)
+        if (gate := self._gate) is not None:
+            await gate.drain()
+
+    def _apply(self, view: PoolView) -> None:
+        if (engine := self._engine) is None:  # before the first group, which brings a view
+            return
+        engine.follow(view)
+        if (gate := self._gate) is not None:
+            (gate.hold if engine.is_held else gate.release)()
+
+    @property
+    def _gate(self) -> UpdateGate | None:
+        engine = None if self._pool is None else self._pool.context.engine
+        return engine if isinstance(engine, UpdateGate) else None
 
     @property
     def _engine(self) -> FollowingPool | None:
         engine = None if self._pool is None else self._pool.context.engine
+        engine = engine.engine if isinstance(engine, UpdateGate) else engine
         return engine if isinstance(engine, FollowingPool) else None
 
     async def abort(self, group: str) -> list[int]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.following import PoolView
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.replica import PoolUse, Replica
+from polyturn.engines.update_gate import UpdateGate
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.journal import JournaledEpisode
 from polyturn.rollout.pool import GroupSpec, LiveGroup, RolloutPool
@@ -104,6 +106,7 @@ class WorkerPool(RolloutPool):
         """The crash report of the worker that died last."""
         self._journal: JournalFile | None = None
         self._watched: list[Replica] = []
+        """The engines from the first group until `close`; empty if the workers do not call them directly."""
         self._carriers: dict[str, asyncio.Task[None]] = {}
 
     def keep_in(self, journal: JournalFile) -> None:
@@ -138,25 +141,43 @@ class WorkerPool(RolloutPool):
             finally:
                 self._loads[name] -= spec.size
 
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Close the gate of this process, and those of workers that call the servers directly; see `UpdateGate`."""
+        gate = self.context.engine
+        assert isinstance(gate, UpdateGate)
+        async with gate.closed():
+            if self._engines is None:
+                yield
+                return
+            self._engines.is_held = True
+            try:
+                await asyncio.gather(*self._tell_workers())
+                yield
+            finally:
+                self._engines.is_held = False
+                self._tell_workers()
+
     async def close(self) -> None:
         """End all workers, and close this process's pool."""
+        self._watched.clear()
         for task in self._beside:
             task.cancel()
         for worker in self._workers.values():
             await worker.end()
         await super().close()
 
-    def _tell_workers(self) -> None:
-        """Send the current view of the engines to all workers."""
+    def _tell_workers(self) -> list[asyncio.Task[None]]:
+        """Send the current view of the engines to all workers; before the first group, which brings a view, do nothing."""
         assert self._engines is not None
         view = PoolView.of(self._engines)
-        for worker in self._workers.values():
-            self._do_beside(_follow(worker, view))
+        return [self._do_beside(_follow(worker, view)) for worker in self._workers.values() if self._watched]
 
-    def _do_beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def _do_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._end_beside)
+        return task
 
     def _end_beside(self, task: asyncio.Task[None]) -> None:
         self._beside.discard(task)

@@ -41,6 +41,8 @@ class PoolView(NamedTuple):
     number: int
     """Increases with every view, so that older views can be ignored."""
     is_open: bool
+    is_held: bool
+    """Whether requests wait in the workers until the weights have changed (`UpdateGate`)."""
     version: int
     replicas: tuple[ReplicaView, ...]
 
@@ -48,7 +50,7 @@ class PoolView(NamedTuple):
     def of(cls, pool: EnginePool) -> PoolView:
         """Return the current view of the controller's pool."""
         replicas = tuple(_view_of(replica) for replica in pool.replicas)
-        return cls(time.monotonic_ns(), pool.is_open, pool.served_version, replicas)
+        return cls(time.monotonic_ns(), pool.is_open, pool.is_held, pool.served_version, replicas)
 
 
 class FollowingPool(EnginePool):
@@ -64,7 +66,7 @@ class FollowingPool(EnginePool):
         """Apply the controller's view, unless a newer one was applied before."""
         if view.number <= self._number:
             return
-        self._number, self._served = view.number, PoolWeights(view.version, None)
+        self._number, self._served, self.is_held = view.number, PoolWeights(view.version, None), view.is_held
         for replica, now in zip(self.replicas, view.replicas, strict=True):
             is_back = now.is_live and replica.is_stale
             if isinstance(replica.engine, RemoteEngine) and now.client is not None:

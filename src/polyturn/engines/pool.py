@@ -91,6 +91,8 @@ class EnginePool(BaseEngine):
         """Provides the trainer's weights for a recovered server, if `files` does not keep weights."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when a server is lost or comes back, and when an update begins or ends."""
+        self.is_held = False
+        """Whether the workers that send requests to the servers directly hold them back; see `UpdateGate`."""
         self.uses: dict[str, PoolUse] = {}
         """The latest report of each worker that sends requests to the servers directly, by the worker's name."""
         self._is_asleep = False

@@ -4,8 +4,8 @@
     wait            the weights wait for their end:             [ version 4 4 4 4 4 4 4 ]   then the weights
     abort_resume    they are cut and resumed as new requests:   [ version 4 4 4 4 ] + [ 5 5 5 5 ]   two requests
 
-The gate works with every engine: it is between the episodes and an engine, and closed while weights are published. In all
-three modes a completion records the version of each token.
+The gate works with every engine: it is between the episodes and an engine, and closed while weights are published. Rollout
+workers that call servers directly have a gate each. In all three modes a completion records the version of each token.
 """
 
 from __future__ import annotations
@@ -76,18 +76,30 @@ class UpdateGate(EngineWrapper):
         while not self._is_open.is_set():  # it may close again before the waiting requests run
             await self._is_open.wait()
 
+    def hold(self) -> None:
+        """Hold new requests back until `release`; in mode in_flight, do nothing."""
+        if self.mode != "in_flight":
+            self._is_open.clear()
+
+    async def drain(self) -> None:
+        """Return once no request runs while they are held back; in mode abort_resume, cut those that run."""
+        if self._is_open.is_set():
+            return
+        if self.mode == "abort_resume":
+            for request_id in list(self._live):
+                await self.engine.abort(request_id)
+        await self._is_idle.wait()
+
+    def release(self) -> None:
+        """Let requests run again."""
+        self._is_open.set()
+
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Hold requests back while weights change: within the context no episode is sampling, except in mode in_flight."""
-        if self.mode == "in_flight":
-            yield
-            return
-        self._is_open.clear()
+        self.hold()
         try:
-            if self.mode == "abort_resume":
-                for request_id in list(self._live):
-                    await self.engine.abort(request_id)
-            await self._is_idle.wait()
+            await self.drain()
             yield
         finally:
-            self._is_open.set()
+            self.release()
