@@ -56,8 +56,9 @@ async def test_each_url_is_a_server_of_the_pool(tmp_path: Path) -> None:
     await pool.close()
 
 
-async def test_rollout_worker_asks_the_servers_of_the_controller(tmp_path: Path) -> None:
-    loaded = load_config(RunConfig, write_tiny_run(tmp_path), [*LAUNCH, "engine.max_in_flight=8"])
+@pytest.mark.parametrize("lora", [(), ("engine.weights=adapter", "model.lora={rank: 2}")])
+async def test_rollout_worker_asks_the_servers_of_the_controller(tmp_path: Path, lora: tuple[str, ...]) -> None:
+    loaded = load_config(RunConfig, write_tiny_run(tmp_path), [*LAUNCH, "engine.max_in_flight=8", *lora])
     source = build.ConfigSource(config=loaded.config, base=tmp_path)
     pool = build.build_parts(source, has_weights=False, follows=2).engine
     assert isinstance(pool, FollowingPool)

@@ -75,7 +75,8 @@ def build_engine(
         model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,
         needs_routes=config.algorithm.routing.replay == "on",
-        adapter=adapter_settings(model) if sends_adapter(source, model) else None,
+        # A rollout worker sends no weights, and its model has no adapter.
+        adapter=adapter_settings(model) if not follows and sends_adapter(source, model) else None,
         places=own_places,
         trains_on_gpu=None if config.cluster.address is None else bool(config.cluster.rank_resources.get("GPU")),
         follows=follows,
