@@ -10,6 +10,7 @@ The pool itself sends the requests and tracks the health of its servers.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 from polyturn.core.errors import EngineLostError
@@ -95,6 +96,10 @@ class Admission:
     def forget(self, session_id: str) -> Replica | None:
         """Forget and return the server of an episode; None without one."""
         return self._homes.pop(session_id, None)
+
+    def shuffle(self) -> None:
+        """Order equally loaded servers at random, so that the pools of several workers do not all start with the first."""
+        self._replicas = random.SystemRandom().sample(self._replicas, len(self._replicas))
 
     def close(self) -> None:
         """Stop the timer."""

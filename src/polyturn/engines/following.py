@@ -59,6 +59,7 @@ class FollowingPool(EnginePool):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make a pool as `EnginePool` does, with one engine for each of the controller's servers, in the same order."""
         super().__init__(*args, **kwargs)
+        self.admission.shuffle()
         self._number = -1
         self._coming = sys.maxsize  # any newer version: the controller may push weights before this process gets the view
 

@@ -48,6 +48,13 @@ async def test_dead_server_is_noticed_without_a_request_of_the_controller() -> N
 
 
 @virtual
+async def test_workers_do_not_all_start_with_the_same_server() -> None:
+    servers = [server(), server()]
+    await asyncio.gather(*(FollowingPool(servers).generate(ask(f"{i}")) for i in range(64)))
+    assert all(one.served for one in servers)
+
+
+@virtual
 async def test_worker_brings_no_server_back() -> None:
     dead, well = server(), server()
     _, worker = controller_and_worker(dead, well)
