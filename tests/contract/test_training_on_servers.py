@@ -87,9 +87,11 @@ def test_run_trains_on_the_tokens_that_top_p_kept(tmp_path):
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_server_samples_beside_training(tmp_path):
+@pytest.mark.parametrize(("update", "workers"), [("abort_resume", 1), ("abort_resume", 2), ("in_flight", 2)])
+def test_server_samples_beside_training(update, workers, tmp_path):
     needs_server("vllm")
-    beside = ["engine.update=abort_resume", "train.max_staleness=1", "train.oversample=1", "train.dynamic_sampling=1"]
+    beside = [f"engine.update={update}", f"cluster.workers.count={workers}"]
+    beside += ["train.max_staleness=1", "train.oversample=1", "train.dynamic_sampling=1"]
     train("vllm", tmp_path, *beside, "train.steps=4", "evaluation.data=null", "rollout.limits.max_tokens_per_turn=64")
     steps = metrics_of(tmp_path)
     assert [m["step"] for m in steps] == [1, 2, 3, 4]

@@ -180,6 +180,9 @@ class RestartableEngine(TimedEngine):
         self.is_down = False
         self.pushed: list[int] = []
 
+    async def start(self) -> None:
+        self._check()
+
     async def look(self) -> None:
         self._check()
 

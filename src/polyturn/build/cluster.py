@@ -90,10 +90,17 @@ def check_workers(config: RunConfig) -> None:
     """Refuse settings that rollout workers do not support.
 
     Raises:
-        ConfigError: the run has further policies, or the number of episodes follows the engine's load.
+        ConfigError: the run has further policies, the number of episodes follows the engine's load, or the servers take too
+            few requests.
     """
-    if config.cluster.address is None and config.cluster.workers.count == 1:
+    num_workers = config.cluster.workers.count
+    if config.cluster.address is None and num_workers == 1:
         return
+    if isinstance(config.engine, ServerOptions) and config.engine.max_in_flight < num_workers:
+        raise ConfigError(
+            f"engine.max_in_flight is {config.engine.max_in_flight} and cluster.workers.count is {num_workers}, and each "
+            "worker needs a share of at least one request at a server; raise engine.max_in_flight, or set fewer workers"
+        )
     if config.policies:
         raise ConfigError(
             f"policies names {', '.join(map(repr, config.policies))} and the run has rollout workers (cluster.address, or "
@@ -122,10 +129,13 @@ def with_workers(parts: Parts) -> Parts:
     from polyturn.cluster.worker_process import ProcessWorker
 
     check_travels(parts.source.config)
-    build = travelling(functools.partial(_worker, _without_cluster(parts.source)))
+    # Workers send requests to servers directly, and to another engine through this process and its gate.
+    servers = parts.engine if isinstance(config.engine, ServerOptions) and isinstance(parts.engine, EnginePool) else None
+    follows = 0 if servers is None else len(servers.replicas)
+    build = travelling(functools.partial(_worker, _without_cluster(parts.source), follows=follows))
+    engine = parts.context.engine if servers is None else None
     names = [f"rollout worker {number}" for number in range(config.cluster.workers.count)]
-    # This engine includes the gate, if there is one, so that a weight update also holds back the workers' requests.
-    return _with_pool(parts, [ProcessWorker(name, build, parts.context.engine) for name in names])
+    return _with_pool(parts, [ProcessWorker(name, build, engine) for name in names], engines=servers)
 
 
 def pool_of(parts: Parts) -> RolloutPool:
@@ -145,13 +155,14 @@ def _with_pool(parts: Parts, workers: Sequence[RemoteWorker], *, engines: Engine
 def _without_cluster(source: ConfigSource) -> ConfigSource:
     """Return the configuration from which another process builds its part, as if the run used one machine.
 
-    Each worker gets a share of `rollout.max_concurrent` episodes, and of a server's concurrent requests.
+    Each worker gets a share of `rollout.max_concurrent` episodes, and of a server's concurrent requests, which all workers
+    together do not exceed.
     """
     config, num_workers = source.config, source.config.cluster.workers.count
     episodes = {"max_concurrent": math.ceil(config.rollout.max_concurrent / num_workers)}
     alone: dict[str, Any] = {"cluster": type(config.cluster)(), "rollout": config.rollout.model_copy(update=episodes)}
-    if isinstance(engine := config.engine, ServerOptions) and config.cluster.address is not None:
-        alone["engine"] = dataclasses.replace(engine, max_in_flight=math.ceil(engine.max_in_flight / num_workers))
+    if isinstance(engine := config.engine, ServerOptions):
+        alone["engine"] = dataclasses.replace(engine, max_in_flight=engine.max_in_flight // num_workers)
     return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 

@@ -56,7 +56,7 @@ def build_engine(
 
     config = source.config
     build = find_engine(source)
-    if source.trains and config.model.lora is not None and isinstance(config.engine, ServerOptions):
+    if source.trains and config.model.lora is not None and isinstance(config.engine, ServerOptions) and not follows:
         _explain_merged(config.engine, _adapter_problem(config.engine, model))
     routes = route_shape(source, model)
 

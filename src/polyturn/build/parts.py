@@ -111,7 +111,7 @@ def build_parts(
         engine: The engine; None makes the configured one.
         has_weights: Whether to load weights; the rollout itself needs only config and shapes.
         places: Returns where servers run on other machines, given the folder that they load; None starts them here.
-        follows: In a rollout worker on a cluster, the number of the controller's servers, which the worker only calls.
+        follows: In a rollout worker, the number of the controller's servers, which the worker only calls.
         check: Called with plug-ins and tools before weights are loaded. The plug-ins are None if further policies must be
             made first.
 

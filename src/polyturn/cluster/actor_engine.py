@@ -43,6 +43,10 @@ class ActorEngine(CalledEngine):
         """Serve `version` from now on."""
         await self._call("update_weights", version, weights)
 
+    async def start(self) -> None:
+        """Do nothing: the actor runs already."""
+        return
+
     async def look(self) -> None:
         """Check that the actor lives.
 

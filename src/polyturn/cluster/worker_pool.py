@@ -118,7 +118,10 @@ class WorkerPool(RolloutPool):
 
         Raises:
             RankLostError: the last worker died.
+            EngineError: a server cannot be started.
         """
+        if self._engines is not None:
+            await self._engines.start()
         self._begin()
         resume_state = self._recall(spec, JournalFile.recall)
         while True:

@@ -2,9 +2,11 @@
 
     leader                                              worker's process
     WorkerPool -> ProcessWorker.run(spec)   -------->   RolloutWorker.run
-    the run's engine  <--------------------- generate, abort, end_session   CalledEngine
+    embedded engine  <---------------------- generate, abort, end_session   CalledEngine
+    EnginePool.on_change  --- PoolView ---->   FollowingPool  ---- HTTP ---->   servers (vLLM, SGLang)
 
-One socket carries calls in both directions. The engine, the order of its requests and its load stay in the leader.
+One socket carries calls in both directions. An embedded engine, the order of its requests and its load stay in the leader;
+workers send requests to servers directly (`engines/following.py`).
 """
 
 from __future__ import annotations
@@ -38,31 +40,28 @@ _END_S = 5.0
 _LOOK_S = 1.0
 """Seconds between two checks whether the leader lives."""
 
-Build = Callable[[WorkerJournal, Engine], RolloutPool]
-"""Makes a worker's pool from its journal and its engine."""
+Build = Callable[[WorkerJournal, Engine | None], RolloutPool]
+"""Makes a worker's pool from its journal, and the leader's engine or None."""
 
 
 class ProcessWorker(RemoteWorker):
     """The leader's handle of a worker in a separate process."""
 
-    def __init__(self, name: str, build: bytes, engine: Engine) -> None:
+    def __init__(self, name: str, build: bytes, engine: Engine | None) -> None:
         """Store the arguments; the first call starts the process.
 
         Args:
             name: The display name.
             build: A pickled `Build`.
-            engine: The leader's engine, which the worker's episodes use.
+            engine: The leader's engine, which the worker's episodes use; None if the worker sends requests to servers.
         """
         super().__init__(name)
         self._build = build
         self._engine = engine
         self._process: ManagedProcess | None = None
-        methods: dict[str, Callable[..., Any]] = {
-            "generate": engine.generate,
-            "abort": engine.abort,
-            "end_session": engine.end_session,
-            "log": _log,
-        }
+        methods: dict[str, Callable[..., Any]] = {"log": _log}
+        if engine is not None:
+            methods |= {"generate": engine.generate, "abort": engine.abort, "end_session": engine.end_session}
         self._peer = Peer(methods, on_end=self._lost)
         self._starting = asyncio.Lock()
         self._is_up = False
@@ -89,7 +88,7 @@ class ProcessWorker(RemoteWorker):
                 command = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(os.getpid())]
                 self._process = ManagedProcess(command, pass_fds=(theirs.fileno(),))
             await self._peer.connect(ours)
-        await self._peer.call("boot", sys.path, self._build, self._engine.capabilities)
+        await self._peer.call("boot", sys.path, self._build, None if self._engine is None else self._engine.capabilities)
         logger.info("%s: process %d", self.name, self._process.pid)
 
     def _lost(self) -> WorkerLostError:
@@ -151,11 +150,12 @@ async def _serve(connection: socket.socket) -> None:
 
     leader = Peer(methods, on_end=end)
 
-    async def boot(path: list[str], build: bytes, capabilities: EngineCapabilities) -> None:
+    async def boot(path: list[str], build: bytes, capabilities: EngineCapabilities | None) -> None:
         sys.path[:] = path  # so that modules next to the program's file can be imported here too
         make: Build = pickle.loads(build)
-        worker = RolloutWorker(lambda journal: make(journal, CalledEngine(leader.call, capabilities)))
-        methods.update(run=worker.run, abort=worker.abort, posts=worker.posts)
+        engine = None if capabilities is None else CalledEngine(leader.call, capabilities)
+        worker = RolloutWorker(lambda journal: make(journal, engine))
+        methods.update(run=worker.run, follow=worker.follow, abort=worker.abort, posts=worker.posts)
         logging.getLogger("polyturn").addHandler(_LogToLeader(leader))
 
     methods["boot"] = boot

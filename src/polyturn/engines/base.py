@@ -103,8 +103,8 @@ class EngineSetup:
     trains_on_gpu: bool | None = None
     """Whether the ranks of a cluster have GPUs; None trains on this machine."""
     follows: int = 0
-    """In a rollout worker on a cluster, the number of the controller's servers, to which the worker sends requests
-    (`following.py`); 0 in the controller and without a cluster."""
+    """In a rollout worker, the number of the controller's servers, to which the worker sends requests (`following.py`); 0 in
+    the controller."""
     obstacles: list[str] | None = None
     """In a dry run, collects the reasons why the run would not start on this machine. None raises instead."""
 

@@ -316,6 +316,25 @@ class EnginePool(BaseEngine):
         replica.is_stale = True
         self._down(replica, problem)
 
+    async def start(self) -> None:
+        """Start the servers that other processes send requests to. If one does not answer, recover it in the background.
+
+        Raises:
+            EngineError: a server cannot be started, or does not fit the run.
+        """
+
+        async def start_one(replica: Replica, engine: Watched) -> None:
+            try:
+                await engine.start()
+            except EngineLostError as problem:
+                self._down(replica, problem)
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                for replica in self.replicas:
+                    if replica.is_live and isinstance(replica.engine, Watched):
+                        tasks.create_task(start_one(replica, replica.engine))
+
     async def watch(self, replica: Replica) -> None:
         """Check a server that other processes send requests to, until cancelled, and recover it when it is lost."""
         while isinstance(replica.engine, Watched):

@@ -52,7 +52,16 @@ class Revivable(Protocol):
 
 @runtime_checkable
 class Watched(Protocol):
-    """An engine that can be checked while other processes send requests to its server."""
+    """An engine that can be started and checked while other processes send requests to its server."""
+
+    async def start(self) -> None:
+        """Start the server unless it runs.
+
+        Raises:
+            EngineLostError: the server does not answer at the moment.
+            EngineError: the server cannot be started, or does not fit the run.
+        """
+        ...
 
     async def look(self) -> None:
         """Check that the server works and has the weights that it was given.

@@ -11,7 +11,7 @@ One request is one POST with token ids in and token ids out. This class decides 
 - while the server sleeps or loads weights, no request is sent, and requests that were cut are continued afterwards;
 - the client names the weights, so that an answer shows whether the server used the weights that were sent.
 
-Rollout workers on a cluster also send requests to the servers directly. Their clients copy the state of the controller's
+Rollout workers also send requests to the servers directly. Their clients copy the state of the controller's
 client (`ClientView`): its address, the names of its weights, and whether the weights are changing.
 """
 
@@ -380,6 +380,15 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 self._adapter = None
         await asyncio.wait_for(self._look_once(), self._health_s)
         self._silent_since = None
+
+    async def start(self) -> None:
+        """Start the server if needed, and get its facts; only once.
+
+        Raises:
+            EngineLostError: the server did not answer.
+            EngineError: the server did not come up, or does not fit the run.
+        """
+        await self._met()
 
     async def look(self) -> None:
         """Check that the server is healthy and has the weights that it was given. While its weights change or it sleeps, the

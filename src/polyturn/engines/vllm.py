@@ -68,6 +68,8 @@ class VllmEngine(RemoteEngine):
             workers = (await self._link.get("/get_world_size"))["world_size"]
             version = (await self._link.get("/version"))["version"]
         except EngineError as problem:
+            if self._follows and isinstance(problem, EngineLostError):
+                raise  # the controller has used the server, and restarts it
             raise EngineError(
                 f"the server at {self.url} cannot be used for training; start it with VLLM_SERVER_DEV_MODE=1 and the flags "
                 f"in docs/guides/engines.md ({one_line(problem)})"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.engines.following import FollowingPool, PoolView
@@ -45,6 +47,26 @@ async def test_dead_server_is_noticed_without_a_request_of_the_controller() -> N
     assert worker.num_redone == 1
     assert controller.replicas[0].is_live and worker.replicas[0].is_live
     watching.cancel()
+
+
+@virtual
+async def test_server_that_does_not_answer_at_the_start_comes_later() -> None:
+    controller, worker = controller_and_worker(server(), late := server())
+    late.fail()
+    await controller.start()
+    assert [replica.is_live for replica in worker.replicas] == [True, False]
+    await asyncio.sleep(LATER)
+    assert late.num_restarts == 1 and worker.replicas[1].is_live
+
+
+@virtual
+async def test_server_that_cannot_start_is_reported() -> None:
+    class Refusing(RestartableEngine):
+        async def start(self) -> None:
+            raise EngineError("no such interpreter")
+
+    with pytest.raises(EngineError, match="no such interpreter"):
+        await EnginePool([server(), Refusing()]).start()
 
 
 @virtual
