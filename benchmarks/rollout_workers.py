@@ -1,20 +1,26 @@
 """Compares turns per second with episodes in this process, in one worker, and in two. Prints one JSON line.
 
-    python benchmarks/rollout_workers.py [--repeats 3] [--tool-ms 2]
+    python benchmarks/rollout_workers.py [--repeats 3] [--tool-ms 2] [--servers 0]
 
 The scripted engine of `rollout_loop.py` runs in this process, like a run's engine; tools, encoding, parsing and rewards run
 in the workers (`cluster.workers.count`). Each turn calls a tool that computes in Python for `--tool-ms`. The three settings
 alternate. The important figures are their ratio and this process's CPU seconds per turn, whose inverse is the limit for any
 number of workers.
+
+With `--servers N`, N HTTP servers answer as vLLM does. Two workers send their requests once directly, and once through this
+process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,12 +32,47 @@ from polyturn.cluster.journal import WorkerJournal
 from polyturn.cluster.worker_pool import WorkerPool
 from polyturn.cluster.worker_process import ProcessWorker
 from polyturn.core.protocols import Engine
+from polyturn.engines.following import FollowingPool
+from polyturn.engines.pool import EnginePool
+from polyturn.engines.request_limits import ServedModel
+from polyturn.engines.vllm import VllmEngine
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.pool import GroupSpec, RolloutPool
-from polyturn.testing.episodes import task
+from polyturn.testing.episodes import task, tiny_codec, turn_ids
 from polyturn.tools.gsm8k import Gsm8kTool
 
 CONCURRENT = 64
+SERVE = """
+import sys
+from aiohttp import web
+
+model = {"logprobs_mode": "processed_logprobs", "max_model_len": 1 << 20}
+facts = {
+    "vllm_config": {"model_config": model, "aux_output_config": {"enable_return_routed_experts": False}},
+    "world_size": 1,
+    "version": sys.argv[1],
+}
+
+async def generate(request):
+    await request.read()
+    return web.Response(text=sys.argv[2], content_type="application/json")
+
+async def others(request):
+    return web.json_response(facts)
+
+async def serve():
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    app.router.add_route("*", "/{path:.*}", others)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.Event().wait()
+
+import asyncio
+asyncio.run(serve())
+"""
 
 
 class SlowTool(Gsm8kTool):
@@ -50,11 +91,34 @@ def context(tool_ms: float) -> RolloutContext:
     return context_of(CALL, tools=[SlowTool({"ms": tool_ms})])
 
 
-def build(tool_ms: float, journal: WorkerJournal, engine: Engine) -> RolloutPool:
-    """Build a worker's pool, in its process."""
+def build(tool_ms: float, num_servers: int, journal: WorkerJournal, engine: Engine | None) -> RolloutPool:
+    """Build a worker's pool, in its process; without `engine` it sends requests to servers."""
     made = context(tool_ms)
-    made.engine = engine
+    made.engine = engine or FollowingPool(clients([""] * num_servers))
     return RolloutPool(made, max_concurrent=CONCURRENT)
+
+
+def clients(urls: Sequence[str]) -> list[VllmEngine]:
+    """Return clients of servers."""
+    return [VllmEngine(url, ServedModel(vocab_size=len(tiny_codec().tokenizer))) for url in urls]
+
+
+@contextlib.contextmanager
+def servers(count: int) -> Iterator[list[str]]:
+    """Start servers that always answer with the tool call, and yield their addresses."""
+    ids = [int(token) for token in turn_ids(CALL)]
+    spans, logprobs = [{"start": 0, "version": "default"}], {"content": [{"logprob": -1.0}] * len(ids)}
+    choice = {"token_ids": ids, "logprobs": logprobs, "weight_versions": spans, "finish_reason": "stop"}
+    reply = json.dumps({"choices": [choice], "usage": None})
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for _ in range(count):
+            command = [sys.executable, "-c", SERVE, VllmEngine.tested_version, reply]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            urls.append(f"http://127.0.0.1:{int(process.stdout.readline())}")
+        yield urls
 
 
 async def turns(pool: RolloutPool) -> int:
@@ -67,14 +131,20 @@ async def turns(pool: RolloutPool) -> int:
     return sum(len(t.turns) for t in found)
 
 
-async def measure(repeats: int, tool_ms: float) -> dict[str, tuple[float, float]]:
+async def measure(repeats: int, tool_ms: float, urls: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return, for each setting, the median turns per second and CPU milliseconds per turn of this process."""
     # The functions of this file are pickled by value, because workers cannot import it.
-    here, made = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms))
+    here, made = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms, len(urls)))
+    engines = EnginePool(clients(urls)) if urls else None
+    here.engine = engines or here.engine
     pools: dict[str, RolloutPool] = {"here": RolloutPool(here, max_concurrent=CONCURRENT)}
-    for count in (1, 2):
-        workers = [ProcessWorker(f"worker {n} of {count}", made, here.engine) for n in range(count)]
-        pools[f"workers: {count}"] = WorkerPool(workers, here, max_concurrent=CONCURRENT, max_failed_share=1)
+    through_here = {f"workers: {count}": (count, here.engine) for count in (1, 2)}
+    settings = {**through_here, "workers: 2, directly": (2, None)} if urls else through_here
+    for name, (count, engine) in settings.items():
+        workers = [ProcessWorker(f"worker {n} of {name}", made, engine) for n in range(count)]
+        pools[name] = WorkerPool(
+            workers, here, max_concurrent=CONCURRENT, max_failed_share=1, engines=None if engine else engines
+        )
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in pools}
     for repeat in range(repeats + 1):  # the first starts the workers
         for name, pool in pools.items():
@@ -94,12 +164,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tool-ms", type=float, default=2.0)
+    parser.add_argument("--servers", type=int, default=0)
     args = parser.parse_args()
-    found = asyncio.run(measure(args.repeats, args.tool_ms))
+    with servers(args.servers) as urls:
+        found = asyncio.run(measure(args.repeats, args.tool_ms, urls))
     here = found["here"][0]
     result = {
         "benchmark": "rollout_workers",
         "tool_ms": args.tool_ms,
+        "servers": args.servers,
         "turns_per_s": {name: round(rate) for name, (rate, _) in found.items()},
         "times_one_process": {name: round(rate / here, 2) for name, (rate, _) in found.items()},
         "leader_cpu_ms_per_turn": {name: round(cpu, 3) for name, (_, cpu) in found.items()},
