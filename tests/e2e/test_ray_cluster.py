@@ -247,9 +247,10 @@ def test_killed_run_resumes_conversations_of_workers(address, tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_cut_off_on_a_worker_are_counted(address, tmp_path):
+@pytest.mark.parametrize("update", ["in_flight", "abort_resume", "wait"])
+def test_groups_cut_off_on_a_worker_are_counted(update, address, tmp_path):
     config = write_run(tmp_path)
-    many = ["train.steps=4", "train.oversample=1.0", "warm_start.steps=0", *SEVERAL_TURNS]
+    many = ["train.steps=4", "train.oversample=1.0", "warm_start.steps=0", f"engine.update={update}", *SEVERAL_TURNS]
     done = call_command(main, "train", config, "--ray", address, *many, *PLACES)
     assert done.code == 0, done.err
     steps = metrics_of(tmp_path / "runs" / "tiny")
