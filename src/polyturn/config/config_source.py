@@ -1,4 +1,4 @@
-"""ConfigSource: a configuration, and the folder that its relative paths start at."""
+"""ConfigSource: a configuration with the folder of its relative paths; and the look-up of the models that it names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ConfigSource:
     obstacles: list[str] = field(default_factory=list, compare=False, repr=False)
     """In a plan, reasons why the run would not start on this machine."""
     reads_parts: bool = False
-    """Whether this process makes the model without reading its weights. A rank reads its part of them after sharding."""
+    """Whether this process makes the model without weights, because each rank reads its part of them after sharding."""
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
     """Name -> environment adapter. Tasks, tools and scheduler share it. A copy in another process starts empty."""
 

@@ -107,10 +107,9 @@ def _takes(annotation: Any, value: Any) -> bool:
 
 
 def _locate(loc: Sequence[str | int], model: type, values: Any) -> tuple[KeyPath, bool]:
-    """Turn pydantic's location into a path in the file.
+    """Turn pydantic's location into a path in the file, without the names of union members.
 
-    Pydantic's location contains the names of union members. They are left out. For a location inside a member that the value
-    is not meant for, the second result is False.
+    The second result is False if the location is inside a union member that the value is not meant for.
     """
     path: KeyPath = ()
     annotation: Any = model

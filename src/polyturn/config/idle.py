@@ -28,7 +28,7 @@ from polyturn.tools.breaker import BreakerSettings
 from polyturn.training.options import ScheduleOptions, TrainOptions
 
 SOME: tuple[Any, ...] = ()
-"""Any value but null, 0 and false."""
+"""Stands for every value except null, 0 and false."""
 UNSET = (None,)
 
 READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {

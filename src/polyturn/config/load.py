@@ -36,7 +36,7 @@ from polyturn.infra.nesting import MAX_DEPTH, is_deep
 from polyturn.infra.yaml_file import read_yaml
 from polyturn.store.run_folders import RESOLVED_HEAD
 
-__all__ = ["Loaded", "load_config", "load_values", "schema_table", "tell_repeated", "write_resolved"]
+__all__ = ["Loaded", "load_config", "load_values", "schema_table", "warn_of_repeated", "write_resolved"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def load_config(
     if values:
         sources.merge(values, "given in Python")
     if warns:
-        tell_repeated(overrides)
+        warn_of_repeated(overrides)
     for override in overrides:
         if override.endswith((".yaml", ".yml")) and "=" not in override:
             for file, read in _read_chain(Path(override), ()):
@@ -105,7 +105,7 @@ def load_config(
     return _load(model, sources, warns=warns)
 
 
-def tell_repeated(overrides: Sequence[str]) -> None:
+def warn_of_repeated(overrides: Sequence[str]) -> None:
     """Warn of keys that are set twice in one command, for example by a script that appends to its arguments.
 
     Two mappings for the same key are merged, so they cause no warning.

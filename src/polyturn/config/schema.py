@@ -1,4 +1,4 @@
-"""Inspect sections: their keys, the variant of a union that a value means, and a table of every key.
+"""Inspect sections: their keys, the member of a union that a value is meant for, and a table of every key.
 
     meant(SomeEngine | Another, {"kind": "vllm"})  ->  Another
     schema_table(RunConfig)  ->  [KeyInfo(key="train.steps", type="int", default="100", doc="Optimizer steps."), …]

@@ -35,7 +35,7 @@ from polyturn.infra.plugins import offered
 NUM_LISTED = 6
 """Largest number of a section's keys in a message."""
 CLOSE = 0.8
-"""difflib similarity from which a near key is preferred to another trainer's key or one of another section."""
+"""difflib similarity from which a key of the same section is suggested before another trainer's key or another section's."""
 
 
 class Unknown(NamedTuple):
@@ -72,7 +72,7 @@ def _unknown(annotation: Any, value: Any, path: KeyPath, everywhere: Callable[[]
 
 
 def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any], path: KeyPath) -> str:
-    """Name the kinds of the section with a key, if other kinds have it: " It is for engine.kind vllm or sglang, …"."""
+    """Return a hint with the kinds of the section that have the key, " It is for engine.kind vllm, …"; "" if none has it."""
     sections = [m for m in unwrap(annotation) if is_model(m)]
     by = distinguishing_key(sections) if len(sections) > 1 else ""
     kinds = [kind for m in sections if by and key in keys_of(m) for kind in kinds_of(m).get(by, ("your own",))]
@@ -88,7 +88,7 @@ def _of_another_kind(annotation: Any, of: Any, key: str, value: Mapping[str, Any
 
 
 def _nearest(key: str, value: Any, known: Mapping[str, Any], path: KeyPath, everywhere: Callable[[], list[str]]) -> str:
-    """Suggest the key for another trainer's key, the same key in another section, or a near one."""
+    """Suggest a near key, polyturn's key for another trainer's, or the same key in another section."""
     near = f"{dotted(path)}." if path else ""
     if close := get_close_matches(key, known, n=2, cutoff=CLOSE):
         return f" Did you mean {' or '.join(repr(near + name) for name in close)}?"

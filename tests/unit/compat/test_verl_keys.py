@@ -100,7 +100,7 @@ def test_value_that_asks_for_nothing_is_silent(override: str, _: str, __: None):
 
 @pytest.mark.parametrize(("override", "_", "__"), cases("unread"))
 def test_key_without_a_reader_is_reported(override: str, _: str, __: None):
-    line = f"{override.partition('=')[0]}: ignored: no part that this config uses reads it"
+    line = f"{override.partition('=')[0]}: ignored: this config uses no part that reads it"
     assert line in translated(f"++{override}").notices()
 
 

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from polyturn.compat.verl_config.overrides import BOOLEAN_SECTIONS, Override, refuse_backend
 from polyturn.compat.verl_config.table import is_of_verl, table
-from polyturn.config.load import tell_repeated
+from polyturn.config.load import warn_of_repeated
 from polyturn.config.translate.tree import Composed, Unresolved, leaves
 from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.infra.yaml_file import read_yaml
@@ -106,7 +106,7 @@ def _composed(path: Path, overrides: Sequence[str], *, more: Sequence[Path] = ()
     is_base = path.parent == base
     own: dict[str, Any] = {} if is_base else _spelled_out(read_yaml(path))
     refuse_backend(str(own.get("defaults", "")), what=f"{path}: defaults names {own.get('defaults')!r:.200}")
-    tell_repeated(overrides)
+    warn_of_repeated(overrides)
     changes = [Override.parse(text) for text in overrides]
     folders = [path.parent, *more, *_search_path(own, changes), base]
     for change in changes:

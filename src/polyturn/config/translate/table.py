@@ -33,6 +33,7 @@ class KeyRule:
     rejected_values: Mapping[Any, str] | None = None
     """Refused value -> reason; "*" matches all other values."""
     means: str | None = None
+    """Another key with the same meaning; this one is an alias of it."""
     ignored: str | None = None
     rejected: str | None = None
     unless: tuple[Any, ...] = ()
@@ -41,7 +42,7 @@ class KeyRule:
     notice: str | None = None
     """A note that is also shown in the terminal."""
     may_be_null: bool = False
-    """Whether null is accepted although the key is null in no release's tree."""
+    """Whether null is accepted although no release of the other trainer has null as the key's default."""
     native: bool = False
     """Whether the section has native keys."""
 

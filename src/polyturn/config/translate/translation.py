@@ -18,7 +18,7 @@ from polyturn.config.translate.table import KeyRule, Table
 from polyturn.config.translate.tree import Composed, Unresolved, leaves
 from polyturn.core.errors import ConfigError, PolyturnError, did_you_mean, one_line
 
-UNREAD = "no part that this config uses reads it"
+UNREAD = "this config uses no part that reads it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class KeyStatus:
     where: str = ""
     """The file or override that wrote the key; empty for the shipped base."""
     written: tuple[str, ...] = ()
-    """The written keys: the key itself, or the keys of the section."""
+    """The keys that a file or an override wrote: the key itself, or those inside it if it is a section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def translate(
         tree: The tree.
         keys: The table of keys.
         converters: Name -> function, for the table.
-        check: Returns a sentence per problem of a key with its value and row.
+        check: Called with the tree, a key, its value and its row; returns one sentence per problem.
         wrong_kind: Returns the reason why a key cannot have this kind of value, or None.
 
     Raises:
@@ -282,7 +282,7 @@ def _fates(tree: Composed, source: Source, known: Table) -> Iterator[KeyStatus]:
 
 
 def _sentences(refused: Sequence[tuple[str, str]], settings: Mapping[str, Any], tree: Composed) -> list[str]:
-    """Return one sentence per reason, which may have several keys."""
+    """Return one sentence per reason, with all keys that share it."""
     by_reason: dict[str, list[str]] = {}
     for key, why in refused:
         by_reason.setdefault(why, []).append(f"{key} is {_show(settings.get(key))}{tree.where(key)}")

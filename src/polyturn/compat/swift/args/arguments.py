@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from polyturn.compat.swift.args.convert import CONVERTERS
-from polyturn.config.load import tell_repeated
+from polyturn.config.load import warn_of_repeated
 from polyturn.config.sources import nested
 from polyturn.config.translate.table import Table, read_table
 from polyturn.config.translate.translation import Translation, translate
@@ -133,7 +133,7 @@ def read(path: Path, overrides: Sequence[str] = (), defaults: Mapping[str, Any] 
     written = {name: _value_of(name, v) if isinstance(v, str) else v for name, v in read_yaml(path).items()}
     values = _as_tree(written)
     origin = dict.fromkeys(written, f"in {path}")
-    tell_repeated(overrides)
+    warn_of_repeated(overrides)
     for text in overrides:
         name, equals, raw = text.partition("=")
         if not equals or not name or name.startswith("-"):
