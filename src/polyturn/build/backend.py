@@ -71,8 +71,8 @@ def _check_offload(config: RunConfig) -> None:
         return
     split = config.train.distributed
     for is_so, why in (
-        (config.model.lora is not None, "model.lora is set, whose optimizer is small; remove one of the two"),
-        (config.model.dtype == "float32", "model.dtype is float32, which has no masters; set model.dtype: bfloat16"),
+        (config.model.lora is not None, "model.lora is set; the optimizer of an adapter is small, so remove offload"),
+        (config.model.dtype == "float32", "model.dtype is float32, without master weights; set model.dtype: bfloat16"),
         (
             config.train.backend != BACKEND or split.tensor_parallel > 1,
             f"train.backend is {config.train.backend} with tensor_parallel {split.tensor_parallel}, which sums gradients on "

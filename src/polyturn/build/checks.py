@@ -88,7 +88,7 @@ def check_before_weights(source: ConfigSource, tasks: RunTasks, plugins: Plugins
     Args:
         source: The configuration.
         tasks: The tasks of the run.
-        plugins: The scheduler, interactions and rewards; None if they are created later, and no task is to be read.
+        plugins: The scheduler, interactions and rewards; None if they are made later: then no task is read.
         tools: The tools of the run.
 
     Raises:
@@ -126,7 +126,7 @@ def check_support(config: RunConfig) -> None:
     if not sampling.is_cut:
         raise ConfigError(f"{where}, and neither top_p nor top_k removes a token; set one of them, or remove keep_support")
     if config.engine.kind == "sglang":
-        raise ConfigError(f"{where}, and the engine sglang does not return these tokens; use embedded or vllm")
+        raise ConfigError(f"{where}, and the engine sglang does not return the kept tokens; use embedded or vllm")
     if config.train.backend == "megatron":
         raise ConfigError(f"{where}, and train.backend megatron does not use it; use train.backend torch")
     if config.algorithm.served_teachers is not None:

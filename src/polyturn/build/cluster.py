@@ -1,6 +1,6 @@
 """Builds runs of several processes: rollout workers and trainer ranks on this machine, or all parts on a Ray cluster.
 
-Each process gets a function that builds its part of the run. The leader calls the processes through clients.
+Each process gets a function that builds its part of the run. The controller calls the processes through clients.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ def check_travels(config: RunConfig) -> None:
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as problem:
             raise ConfigError(
                 f"{dotted(path)} is {value!r}, which cannot be sent to the run's other processes ({one_line(problem)}); "
-                "give its class, of which each process creates its own object, or remove ray=, ranks= and cluster.workers"
+                "give its class, so that each process makes an object, or remove ray=, ranks= and cluster.workers"
             ) from problem
 
 
 def cluster_parts(source: ConfigSource) -> Parts:
-    """Place engines, workers and ranks on the cluster that the configuration names, and return the leader's parts.
+    """Place engines, workers and ranks on the cluster that the configuration names, and return the controller's parts.
 
     Raises:
         ConfigError: there is no such cluster, it has no room, or the run does not support clusters.
@@ -290,7 +290,7 @@ def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine | None 
     # `owns_process`, because an actor's event loop does not run in the main thread, and the process has no other work.
     config = source.config
     monitor = LoopMonitor(limit_s=config.rollout.watchdog_s, deadline_s=config.deadline_s, owns_process=True)
-    # The leader counts failures, because it sees all trajectories.
+    # The controller counts failures, because it sees all trajectories.
     context = dataclasses.replace(parts.context, engine=engine, journal=journal, monitor=monitor)
     return RolloutPool(context, max_concurrent=config.rollout.max_concurrent, max_failed_share=1.0)
 

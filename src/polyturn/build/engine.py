@@ -156,10 +156,10 @@ def untrained(source: ConfigSource) -> ConfigSource:
 
 
 def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOptions) -> Engine:
-    """Make a user's engine and wrap it to contain its failures; the servers of a pool are called directly."""
+    """Make a user's engine, wrapped to contain its failures; a pool is returned as it is."""
     with plugin_errors_as(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
-        # `isinstance` evaluates the properties of the protocol.
+        # Also in this block, because `isinstance` evaluates the protocol's properties, which are the user's code.
         is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, EnginePool)
     if not is_engine:
         needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"

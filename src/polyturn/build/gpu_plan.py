@@ -99,7 +99,7 @@ class Demand(NamedTuple):
         return all(sum(bytes_by_part.values()) <= limit for bytes_by_part in self.tables(layout).values())
 
     def at_rest(self, layout: GpuLayout) -> int:
-        """Return the bytes that other parts keep on a server's GPU during rollout; 0 if it has the GPU alone."""
+        """Return the bytes that other processes keep on a server's GPU during rollout; 0 if the server has it alone."""
         if not layout.is_shared:
             return 0
         return sum(self.tables(layout)["each GPU in rollout"].values()) - sum(self.server(layout.width).values())

@@ -108,8 +108,8 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
 
 
 def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
-    """Return whether the leading process needs the whole model: because it trains alone, its engine or another policy uses
-    the model, or there is no folder that ranks and servers can read."""
+    """Return whether the controller needs the whole model: because it trains alone, its engine or another policy uses the
+    model, or there is no folder that ranks and servers can read."""
     config = source.config
     model, is_remote = config.model, config.cluster.address is not None
     if num_ranks == 1 and not is_remote:
@@ -159,7 +159,7 @@ def model_maker(
     Args:
         source: The configuration.
         tokenizer: Sets the vocabulary of a model with random weights.
-        model: The leader's model, made from an object in the configuration; it is copied.
+        model: The controller's model, which is copied if its weights are in no folder and on no hub.
     """
     path = source.config.model.path
     if isinstance(path, str):
