@@ -77,7 +77,7 @@ class WeightChecksums:
     ) -> dict[str, EngineError]:
         """Return engine -> error for engines that do not hold `weights`, just sent as `version`, or did not answer.
 
-        `engines` are all that serve. Only those are checked that did not pass before, or did not serve since.
+        `engines` are all engines that serve. One that has passed and served ever since is not checked again.
         """
         self.keep(engines.values())
         compared = self._made_of.keys() - self._right

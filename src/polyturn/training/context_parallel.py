@@ -62,7 +62,7 @@ class ContextRow:
         """Return this rank's share of the tokens and targets of a packed `batch`, and the description of the share."""
         assert batch.packing is not None
         share = ContextShare(self, batch.packing, batch.input_ids_BT.device)
-        # Looked up in the machine's memory, because the number of this rank's targets would be waited for on the device.
+        # Looked up on the CPU: on the device, the host would have to wait for the number of this rank's targets.
         local_S = share.local_M[batch.host_flat_S]
         mine = np.flatnonzero(local_S >= 0)
         share.mine, share.num_targets = share.upload(mine), len(local_S)

@@ -117,9 +117,9 @@ def critic_backend(
         ConfigError: the model cannot be split as `placement` asks.
     """
     placement = placement or Placement()
-    backbone_found = model.base_model if backbone is None else backbone
-    assert isinstance(backbone_found, PreTrainedModel)
-    network = placement.values(backbone_found)
+    trained = model.base_model if backbone is None else backbone
+    assert isinstance(trained, PreTrainedModel)
+    network = placement.values(trained)
     optimizer = placement.optimizer(network, optim)
     fitting, is_refused = fitting_layout(layout or LayoutSettings(), [network], placement)
     return ModelBackend(

@@ -8,7 +8,7 @@
 Rows that split the tokens of the same samples (`context_parallel.py`) count as rows here too: each has a part of the
 gradient.
 
-It differs from one device in three points. Gradients of the rows are summed, never averaged, because coefficients are
+Three points differ from one device. Gradients of the rows are summed, never averaged, because coefficients are
 normalised over the global batch (I7). Every rank runs the same number of micro-batches, some of them without weight, because
 each pass of a sharded model is collective. The norm of the gradient covers all shards, so that all ranks clip, or skip a
 step, alike.
@@ -59,7 +59,7 @@ _FILLER = TrainSample(
         ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "correction", "marks"), np.zeros(2, np.float32)
     )
 )
-"""The sample that a rank computes, without weight, while other ranks still have samples."""
+"""A sample without weight, computed by a rank that has no more samples while other ranks still have some."""
 
 
 def make_mesh(device: torch.device, *, tensor_parallel: int = 1) -> DeviceMesh:
@@ -235,8 +235,8 @@ class Sharded(OverRanks):
 
     def _shard(self, network: ScoringModel, *, is_copy: bool) -> list[str]:
         """Split `network` over a row and its experts over their groups, shard it layer by layer over the other ranks, and
-        fill the shards. Gradients are summed, not averaged. Return the names of the parameters that the ranks of a row have
-        whole, but of whose gradient each has only a part."""
+        fill the shards. Gradients are summed, not averaged. Return the names of the parameters that are whole on every rank
+        of a row, but whose gradient is split: each rank has an addend."""
         tp = self._mesh["tp"]
         partial = split_layers(network.backbone, tp) if self._degrees.tensor_parallel > 1 else []
         groups = self._experts
@@ -303,7 +303,7 @@ def _cut_experts(parameter: nn.Parameter, *, parts: int) -> Shard | None:
     if count % parts and width % parts:
         raise ConfigError(
             f"train.distributed.expert_parallel leaves {count} experts of width {width} to {parts} ranks, and neither "
-            "number divides; raise it, or use another number of ranks"
+            f"number is a multiple of {parts}; raise expert_parallel, or use another number of ranks"
         )
     return Shard(parameter.ndim - 1) if count % parts else None
 
@@ -323,7 +323,7 @@ class ShardedOptimizer(OptimizerOverRanks):
             if name in self._partial and param.grad is not None:
                 dist.all_reduce(local_part(param.grad), group=self._mesh["tp"].get_group())
         dtype = torch.promote_types(params[0].dtype, torch.float32)
-        # On the ranks' device, where they communicate, also if the gradients are offloaded.
+        # On the device on which the ranks communicate, even if the gradients are offloaded to the CPU.
         device = local_part(self._copies[0][0] if self._copies else params[0]).device
         squares = torch.zeros((), dtype=dtype, device=device)
         for grad in (p.grad for p in params if p.grad is not None):

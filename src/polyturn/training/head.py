@@ -44,7 +44,7 @@ SWITCH = "POLYTURN_COMPILE_HEAD"
 
 
 class Fusion:
-    """Calls functions of a chunk of targets compiled, but as they are after one that cannot be compiled."""
+    """Compiles the functions that it calls on chunks of targets; once one cannot be compiled, it calls all uncompiled."""
 
     def __init__(self, compiler: Callable[..., Callable[..., Any]] = torch.compile) -> None:
         """Compile with `compiler`."""
@@ -112,7 +112,7 @@ def target_scores(
 
 
 def outside(support_SK: Tensor, vocab: int) -> Tensor:
-    """Return [S, V] whether each token is outside the support of each target; False if the support is empty."""
+    """Return [S, V] whether each token is outside the support of each target. An empty support excludes no token."""
     is_outside_SV = torch.ones(len(support_SK), vocab, dtype=torch.bool, device=support_SK.device)
     # Padding repeats the first token, so that writes do not conflict.
     ids_SK = torch.where(support_SK < 0, support_SK[:, :1], support_SK).clamp(min=0)

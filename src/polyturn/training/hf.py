@@ -329,9 +329,8 @@ def save_model(
     """Write `model` to `folder`, replacing the folder, with the tokenizer, its chat template, and the processor of a model
     that reads more than text; return `folder`.
 
-    An adapter is merged into the weights; if not `merged`, it is left out; with `adapter_only`, only the adapter is written,
-    in peft's format. `tensors` replace those that training changes (with an adapter, only the adapter's); they are read a
-    few at a time.
+    An adapter is merged into the weights, or left out if not `merged`. With `adapter_only`, or with `tensors`, only the
+    adapter is written, in peft's format. `tensors` replace the tensors that training changes, and are read a few at a time.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ class Line(NamedTuple):
 
 
 class _LineSpan(NamedTuple):
-    """The place of a line in the file."""
+    """The position of a line in the file, in bytes."""
 
     offset: int
     length: int
@@ -77,6 +77,7 @@ class _EpisodeLines:
     """Position of its first line."""
     others: list[tuple[Mapping[str, Any], _LineSpan]] = field(default_factory=list)
     given_up: _LineSpan | None = None
+    """Position of the line that says why the episode cannot be continued."""
 
 
 class JournalFile:
@@ -382,22 +383,19 @@ def _read_lines(lines: Iterable[tuple[bytes, _LineSpan]]) -> dict[str, _EpisodeL
 def _choose(entry: _EpisodeLines, *, step: int, oldest: int) -> list[_LineSpan]:
     """Keep the usable lines of an episode, and return their positions."""
     spans: list[_LineSpan] = []
-    lines_kept = entry.state
+    state = entry.state
     for line, span in entry.others:
-        if line["line"] != len(lines_kept.lines) + 1:
+        if line["line"] != len(state.lines) + 1:
             break  # a line is missing: the disk was full for a while
         versions = line["versions"]
         if versions and max(versions) > step:
-            if not lines_kept.lines:
-                lines_kept.why_not = lines_kept.why_not or "it was sampled by weights after the checkpoint"
+            if not state.lines:
+                state.why_not = state.why_not or "it was sampled by weights after the checkpoint"
             break
         if versions and min(versions) < oldest:
-            lines_kept.lines, lines_kept.why_not = (
-                [],
-                lines_kept.why_not or "the weights that sampled it are too old to train on",
-            )
+            state.lines, state.why_not = [], state.why_not or "the weights that sampled it are too old to train on"
             return []
-        lines_kept.lines.append(line)
+        state.lines.append(line)
         spans.append(span)
     return spans
 

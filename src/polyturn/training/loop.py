@@ -271,7 +271,7 @@ class Trainer:
         return sampler
 
     async def _is_done(self) -> bool:
-        """Validate and save if due; return whether training ends early."""
+        """Validate and save if due; return whether training ends."""
         evaluation, state = self.settings.evaluation, self.state
         if state.step >= self.settings.train.steps:
             return True

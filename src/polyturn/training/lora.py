@@ -74,7 +74,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[str]:
     """Return the modules to adapt. For a model with experts, name each linear layer except its feed-forward layers: peft's
-    "all" would include the experts, which are stacks of matrices, and the routers, which must choose like the engine's."""
+    "all-linear" would include the experts, which are stacks of matrices, and the routers, which must choose like the engine's."""
     beside = [beside_experts(layer) for layer in model.modules()]
     if settings.target_modules != "all-linear" or not any(count for count, _ in beside):
         return settings.target_modules
@@ -213,8 +213,8 @@ def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
     for name, value in own.items():
         if saved.get(name, value) != value:
             raise CheckpointError(
-                f"the adapter in {folder} has {name} {saved[name]!r}, and model.lora has {value!r}; set model.lora to "
-                "the former value"
+                f"the adapter in {folder} has {name} {saved[name]!r}, and model.lora has {value!r}; set model.lora as in "
+                "the run that wrote it"
             )
 
 
@@ -235,7 +235,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
     tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
-    hint = "; set model.lora to the former value"
+    hint = "; set model.lora as in the run that wrote it"
     require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
     names.take(own, tensors)
 

@@ -244,7 +244,7 @@ class SupervisedTerms(Objective):
 
 
 class PassResults(NamedTuple):
-    """The results of a pass, from the device."""
+    """The results of a pass, read from the device."""
 
     parts: list[Metrics]
     """The metrics of each micro-batch."""

@@ -4,7 +4,7 @@
     rank 1   [ text ]                   language_model      visual is touched: its gradient is 0, not None
 
 Every rank must join every collective. An encoder that is sharded by itself would be gathered only on ranks that run it. So
-it is sharded with the root, and each of its parameters has a gradient on all ranks or on none.
+encoders are sharded with the root, and each of their parameters has a gradient on all ranks or on none.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     PolicyModel    MicroBatch -> log-probabilities of its targets      contains the output embedding
     ValueModel     MicroBatch -> values at its targets                 contains a value head
 
-Log-probabilities are log_softmax(logits / temperature) over the full vocabulary, as everywhere. Most of training's time and
-memory is spent here, so hidden states of targets are gathered first, and only they go through the vocabulary projection.
-Some models scale or cap logits. Whether a model's logits are its output embedding applied to the last hidden state is tested
-once, on a few tokens.
+Log-probabilities are log_softmax(logits / temperature), over the vocabulary, or over the tokens that top-k and top-p left if
+the sample recorded them (`support_SK`). Most of training's time and memory is spent here, so hidden states of targets are
+gathered first, and only they go through the vocabulary projection. Some models also scale or cap logits, so a test on a few
+tokens shows whether the logits are the output embedding applied to the last hidden state.
 
 The hooks of the sharded root module gather parameters before a pass. So the whole pass, including the head, runs inside this
 module.

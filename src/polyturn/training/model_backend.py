@@ -408,7 +408,9 @@ class ModelBackend:
         Raises:
             CheckpointError: with the difference.
         """
-        whose, hint = self.network.whose, "; set model.lora to the former value" if has_lora(self.network.saved) else ""
+        whose, hint = self.network.whose, ""
+        if has_lora(self.network.saved):
+            hint = "; set model.lora as in the run that wrote it"
         require_same_shapes(inside(stored, "model/"), inside(own, "model/"), whose=whose, hint=hint)
         if (masters := inside(stored, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
             raise CheckpointError(
@@ -419,6 +421,7 @@ class ModelBackend:
         if kept := inside(own, "reference/"):
             if not (reference := inside(stored, "reference/")):
                 raise CheckpointError(
-                    "the checkpoint was written without a KL and has no reference policy, which this run needs"
+                    "the checkpoint was written by a run without a KL term, and this run needs its reference policy; set "
+                    "algorithm.kl.coef to 0, or start a new run from the checkpoint's weights"
                 )
             require_same_shapes(reference, kept, whose=f"{whose}'s reference")

@@ -164,9 +164,9 @@ class RunObserver(Observer):
     def on_episode(self, *, total: int) -> None:
         """Show a finished episode of the `total` of a training step."""
         self._advance("rollout", total)
-        self._tell_pace(total)
+        self._log_pace(total)
 
-    def _tell_pace(self, total: int) -> None:
+    def _log_pace(self, total: int) -> None:
         """Log once, from the pace of a run's first episodes, how long a step takes, if that is long."""
         if self._first_step is None:
             return

@@ -233,8 +233,8 @@ class TrainOptions:
     """Number of groups started in addition to the groups of a step, as a share of these; a step takes the first to
     finish."""
     leftover: Literal["cancel", "carry"] = "cancel"
-    """What happens to the remaining groups. cancel: they are cut off and counted. carry: they continue and are trained in a
-    later step, within max_staleness, which avoids a bias against long episodes."""
+    """What happens to the groups that a step does not take. cancel: they are cut off and counted. carry: they continue and
+    are trained in a later step, within max_staleness, which avoids a bias against long episodes."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
     """Number of further tasks to try in place of a group whose rewards are all equal (for an estimator of turns, also the
     scores of turns)."""
@@ -250,7 +250,7 @@ class TrainOptions:
     """Keep the checkpoint of every n-th step forever; 0 keeps none this way."""
     export: Literal["all", "best", "last"] = "all"
     """The checkpoints that also contain the model in Hugging Face format: all; last: only the one at the run's end or
-    interruption; best: that one and the best of an evaluation. A run resumes from any of them."""
+    interruption; best: that one and the best of an evaluation. A run can resume from any checkpoint, with or without it."""
     on_checkpoint_error: Literal["stop", "warn"] = "stop"
     """If a checkpoint cannot be written, as on a full disk. stop: the run ends with the last good checkpoint intact. warn:
     the run continues and tries again at the next checkpoint."""

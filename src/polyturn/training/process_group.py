@@ -65,7 +65,7 @@ class ProcessRankGroup:
         self._rank = rank
         self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
         self._lock = threading.Lock()
-        """Serialises commands, because another thread than training's checks whether a checkpoint is written."""
+        """Serialises commands: the thread that writes checkpoints sends commands too."""
         self._lost: str | None = None
         self._is_closed = False
         self.last_word: Any = None

@@ -216,8 +216,9 @@ class GatheredWeights:
     def __init__(self, backend: RankedBackend, channel: WeightChannel, *, thread: OneThread | None = None) -> None:
         """Gather the weights before `channel` publishes.
 
-        `thread` is the trainer's thread, for an engine that keeps sampling from a copy of the model. An engine that samples
-        from the model itself has no thread here: gathering blocks the event loop, so it never sees half of the weights.
+        `thread` is the trainer's thread, for an engine that keeps sampling from a copy of the model. None is for an engine
+        that samples from the model itself: gathering then blocks the event loop, so that no token comes from half of the
+        weights.
         """
         self._backend = backend
         self._channel = channel

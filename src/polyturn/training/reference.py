@@ -3,7 +3,7 @@
     FrozenModel        a separate module: a copy of the model at the start of the run, or another checkpoint
     AdapterReference   the trained model with its initial adapter: no second copy of the weights
 
-Checkpoints contain the weights that are in no other file: the copy, and an initial adapter that was not zero.
+Checkpoints contain the weights that are in no other file: the copy, and the initial adapter.
 """
 
 from __future__ import annotations

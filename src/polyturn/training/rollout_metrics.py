@@ -121,14 +121,14 @@ def plugin_times(trajectories: Sequence[Trajectory]) -> Metrics:
     seconds: dict[str, list[float]] = {}
     whole = 0.0
     for trajectory in trajectories:
-        partner = trajectory.task.interaction
+        interaction = trajectory.task.interaction
         for turn in trajectory.turns:
             whole += sum(turn.timings.get(name, 0.0) for name in ("generate", "tools", "interaction"))
             for result in turn.tool_results:
                 if result.name and result.error in _ANSWERED:
                     seconds.setdefault(f"time/tool/{result.name}", []).append(result.duration_s)
-            if partner is not None and "interaction" in turn.timings:
-                seconds.setdefault(f"time/interaction/{partner.name}", []).append(turn.timings["interaction"])
+            if interaction is not None and "interaction" in turn.timings:
+                seconds.setdefault(f"time/interaction/{interaction.name}", []).append(turn.timings["interaction"])
     times: Metrics = {}
     for name, taken in seconds.items():
         p50, p99 = np.quantile(taken, (0.5, 0.99))

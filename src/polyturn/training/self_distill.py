@@ -84,17 +84,17 @@ class SelfDistillation:
             TrainingError: the function for the text raised, or did not return text.
         """
         origin = {(g.id, t.id): (t, g) for g in groups for t in g.trajectories}
-        samples_seen: dict[int, TrainSample] = {}
+        privileged: dict[int, TrainSample] = {}
         skipped: Counter[Skipped] = Counter()
         for index, sample in enumerate(samples):
             trajectory, group = origin[sample.id.group, sample.id.trajectory]
-            sample_seen = self._with_privileged(sample, trajectory, group) if sample.num_weighted else None
-            if isinstance(sample_seen, TrainSample):
-                samples_seen[index] = sample_seen
-            elif sample_seen is not None:
-                skipped[sample_seen] += 1
+            result = self._with_privileged(sample, trajectory, group) if sample.num_weighted else None
+            if isinstance(result, TrainSample):
+                privileged[index] = result
+            elif result is not None:
+                skipped[result] += 1
         self._warn(skipped, len(samples))
-        scores = dict(zip(samples_seen, score(list(samples_seen.values())) if samples_seen else [], strict=True))
+        scores = dict(zip(privileged, score(list(privileged.values())) if privileged else [], strict=True))
         out, gap_sum, num_tokens = [], 0.0, 0
         for index, sample in enumerate(samples):
             if index not in scores:
@@ -109,7 +109,7 @@ class SelfDistillation:
             gap_sum, num_tokens = gap_sum + taught_sample.gap_sum, num_tokens + sample.num_weighted
         return out, {
             "policy/teacher_gap": Mean(gap_sum, num_tokens),
-            "buffer/samples_taught": Sum(len(samples_seen)),
+            "buffer/samples_taught": Sum(len(privileged)),
             "buffer/samples_without_privileged": Sum(skipped["without_privileged"]),
             "buffer/samples_other_prompt": Sum(skipped["other_prompt"]),
             "buffer/samples_privileged_too_long": Sum(skipped["too_long"]),

@@ -148,7 +148,7 @@ class ServedTeachers:
     def apply(
         self, groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *, score: Score
     ) -> tuple[list[TrainSample], Metrics]:
-        """Return the samples with changed advantages, and the figures of the step.
+        """Return the samples with changed advantages, and the metrics of the step.
 
         Raises:
             DataError: a row has a `data_source` without a teacher.
@@ -157,7 +157,7 @@ class ServedTeachers:
         """
         tasks = {g.id: g.task for g in groups}
         questions = [
-            _Asked.of(s, self.teachers[teacher_of(tasks[s.id.group], self._options)]) for s in samples if s.num_weighted
+            _Question.of(s, self.teachers[teacher_of(tasks[s.id.group], self._options)]) for s in samples if s.num_weighted
         ]
         answers = iter(in_own_loop(lambda: self._score_all(questions)))
         out, gap_sum, num_tokens = [], 0.0, 0
@@ -170,10 +170,10 @@ class ServedTeachers:
             gap_sum, num_tokens = gap_sum + taught_sample.gap_sum, num_tokens + sample.num_weighted
         return out, {"policy/teacher_gap": Mean(gap_sum, num_tokens), "buffer/samples_taught": Sum(len(questions))}
 
-    async def _score_all(self, questions: Sequence[_Asked]) -> list[Floats]:
+    async def _score_all(self, questions: Sequence[_Question]) -> list[Floats]:
         slots = {one: asyncio.Semaphore(one.options.max_concurrent) for one in self.teachers}
 
-        async def score(one: _Asked) -> Floats:
+        async def score(one: _Question) -> Floats:
             async with slots[one.teacher]:
                 scores = await one.teacher.score(one.ids, one.start)
             return np.concatenate([np.zeros(one.start), scores, np.zeros(one.length - len(one.ids))]).astype(np.float32)
@@ -191,8 +191,8 @@ class ServedTeachers:
         return [answer.result() for answer in answers]
 
 
-class _Asked(NamedTuple):
-    """A request: the ids of a sample up to its last trained token, and the first index to score."""
+class _Question(NamedTuple):
+    """A request to a teacher: the ids of a sample up to its last trained token, and the first index to score."""
 
     teacher: ServedTeacher
     ids: Ids
@@ -201,7 +201,7 @@ class _Asked(NamedTuple):
     """Length of the whole sample, in tokens."""
 
     @classmethod
-    def of(cls, sample: TrainSample, teacher: ServedTeacher) -> _Asked:
+    def of(cls, sample: TrainSample, teacher: ServedTeacher) -> _Question:
         if sample.media:
             raise TrainingError(
                 f"sample {sample.id} shows media, which cannot be sent to a served teacher as ids; leave such rows "

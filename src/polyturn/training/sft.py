@@ -76,7 +76,8 @@ def trajectory_samples(trajectories: Iterable[Trajectory], *, min_reward: float)
     if not good:
         best = max((t.reward.total for t in all_of_them if t.reward is not None), default=float("nan"))
         raise DataError(
-            f"none of {len(all_of_them)} trajectories has a reward of at least {min_reward:g}; the best has {best:g}"
+            f"none of {len(all_of_them)} trajectories has a reward of at least {min_reward:g}; the best has {best:g}, so "
+            "lower warm_start.min_reward"
         )
     groups = [TrajectoryGroup(id=f"sft{i}", task=t.task, trajectories=(t,)) for i, t in enumerate(good)]
     return [s for g in groups for s in to_samples(g, temperature=1.0)]

@@ -119,11 +119,11 @@ def stored_kinds(folder: Path, *, whose: str = "checkpoint") -> dict[str, Tensor
 
 
 class Names:
-    """Maps a network's tensors to their names and shapes in checkpoints and engines. In this base class both are equal, and
-    a tensor that is split over ranks is a `DTensor`.
+    """Maps a network's tensors to their names and shapes in checkpoints and engines. In this base class the network has the
+    same names and shapes, and a tensor that is split over ranks is a `DTensor`.
 
-    The methods take parameters, AdamW's moments or float32 masters, which are split alike, by the names of the parameters.
-    A value may also be one number per parameter, which every rank has.
+    The methods take parameters, or their moments or float32 masters, which are split alike, under the parameters' names. A
+    value may also be one number per parameter, which every rank has.
     """
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:

@@ -266,8 +266,8 @@ class Update:
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None or self._teacher is not None:
             # Score all samples before the first optimizer step: the old policy is the one at the start of the step.
-            is_given = settings.algorithm.old_logprobs == "engine"
-            scores = self._engine_logprobs(samples) if is_given else self.policy.score(samples)
+            from_engine = settings.algorithm.old_logprobs == "engine"
+            scores = self._engine_logprobs(samples) if from_engine else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]
         if settings.algorithm.kl_in("loss").coef or self._reward_kl is not None:
             scores = self.policy.score(samples, reference=True)

@@ -73,7 +73,7 @@ class WeightProbe:
         self._ids = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), np.array(self._not_text, np.int32))
         self._num_prompts = num_prompts
         self._num_tokens = num_tokens
-        self._num_asked = 0
+        self._num_requests = 0
 
     async def sample(self, engine: Engine, version: int, *, temperature: float = 1.0) -> list[TrainSample]:
         """Sample completions, and return them with the engine's log-probabilities.
@@ -136,8 +136,8 @@ class WeightProbe:
         return _Prompt(ids=np.concatenate([ids, text]), media=message.media)
 
     async def _ask(self, engine: Engine, prompt: _Prompt, version: int, *, temperature: float) -> Completion:
-        self._num_asked += 1
-        name, seed = f"weight-sync-{self._num_asked}", self._num_asked
+        self._num_requests += 1
+        name, seed = f"weight-sync-{self._num_requests}", self._num_requests
         banned = self._not_text if temperature else ()  # greedy decoding cannot replace a banned token
         completion = await engine.generate(
             GenerateRequest(
@@ -151,9 +151,9 @@ class WeightProbe:
             )
         )
         await engine.end_session(name)
-        spoke = {tag for _, tag in completion.policy_versions}
-        if spoke != {version}:
-            raise EngineError(f"version {version} was sent, and the engine reports version {sorted(spoke)}")
+        versions = {number for _, number in completion.policy_versions}
+        if versions != {version}:
+            raise EngineError(f"policy version {version} was sent, and the engine reports {sorted(versions)}")
         return completion
 
     def _as_sample(self, prompt: _Prompt, completion: Completion) -> TrainSample:

@@ -24,7 +24,7 @@ class WeightShifts:
     """Shifts groups of one network's parameters."""
 
     def __init__(self) -> None:
-        self._were: dict[tuple[str, Origin], Tensor] = {}
+        self._originals: dict[tuple[str, Origin], Tensor] = {}
         """Original values of the shifted parts."""
 
     def shift(self, names: Sequence[str], parts: Mapping[str, Mapping[Origin, Tensor]], scale: float) -> None:
@@ -37,12 +37,12 @@ class WeightShifts:
         """
         for name in names:
             for origin, own in parts.get(name, {}).items():
-                was = self._were.pop((name, origin), None)
-                if was is not None:
-                    own.copy_(was)  # always from the original: adding and subtracting noise would leave rounding errors
+                original = self._originals.pop((name, origin), None)
+                if original is not None:
+                    own.copy_(original)  # adding and subtracting noise would leave rounding errors
                 if scale:
-                    self._were[name, origin] = was = own.clone() if was is None else was
-                    own.add_(_noise(f"{name}{origin}", was), alpha=scale)
+                    self._originals[name, origin] = original = own.clone() if original is None else original
+                    own.add_(_noise(f"{name}{origin}", original), alpha=scale)
 
 
 def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]]:
@@ -54,11 +54,11 @@ def groups_of(weights: Mapping[str, Tensor | TensorKind]) -> dict[str, list[str]
     return groups
 
 
-def _noise(seed: str, was: Tensor) -> Tensor:
+def _noise(seed: str, like: Tensor) -> Tensor:
     """Return noise of the size of the values, or of size one if all are zero, like biases."""
     # On the device, because a CPU takes seconds for each part of a large model. All ranks have the same kind of device, so
     # they draw the same noise.
-    generator = torch.Generator(was.device).manual_seed(zlib.crc32(seed.encode()))
-    noise = torch.randn(was.shape, generator=generator, device=was.device, dtype=torch.float32).to(was)
-    size = was.float().square().sum().div(max(1, was.numel())).sqrt().item()
+    generator = torch.Generator(like.device).manual_seed(zlib.crc32(seed.encode()))
+    noise = torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32).to(like)
+    size = like.float().square().sum().div(max(1, like.numel())).sqrt().item()
     return noise * (size or 1.0)

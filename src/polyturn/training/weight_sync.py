@@ -149,6 +149,7 @@ class WeightSync:
         self._sent = -1, -1
         """The last pushed version, and the number of optimizer steps at that time."""
         self.noise: float | None = None
+        """Difference of logprobs between engine and trainer on the same weights, measured by `start`."""
 
     async def start(self, version: int, *, before_push: Callable[[], Awaitable[object]] | None = None) -> SyncReport:
         """Verify that weights arrive at every engine, and leave all with the true weights as `version`.
@@ -406,7 +407,7 @@ class WeightSync:
                 f"logprobs differ by {left[name]:.1e}, with the new one by {canary:.1e})"
             )
         return (
-            f"{who} reports that it loaded the new weights, but its logprobs differ from theirs by {canary:.1e} (its "
+            f"{who} reports that it loaded the new weights, but its logprobs differ from the trainer's by {canary:.1e} (its "
             f"noise is {self.noise:.1e}), so several groups of parameters did not arrive"
         )
 

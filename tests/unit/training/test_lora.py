@@ -174,10 +174,10 @@ def test_checkpoint_holds_the_adapter_alone(tmp_path: Path):
     assert sum(t.numel() for t in tensors_in(state, "model/").values()) < 0.5 * size
     other = tiny_model(VOCAB, hidden=16)
     lora.add_lora(other, lora.LoraSettings(rank=2))
-    refuses(lambda: policy(other).load(state), CheckpointError, "set model.lora to the former value")
+    refuses(lambda: policy(other).load(state), CheckpointError, "set model.lora as in the run that wrote it")
     refuses(lambda: policy(tiny_model(VOCAB, hidden=16)).load(state), CheckpointError, "is of another model")
     narrower = adapted(target_modules=["q_proj"])
-    refuses(lambda: policy(narrower).load(state), CheckpointError, "set model.lora to the former value")
+    refuses(lambda: policy(narrower).load(state), CheckpointError, "set model.lora as in the run that wrote it")
 
 
 def test_adapter_is_saved_merged_or_alone(tmp_path: Path):

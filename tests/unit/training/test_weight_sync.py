@@ -165,7 +165,7 @@ async def test_engine_with_an_old_version_tag_is_found():
     sync = WeightSync(engine, policy, probe())
     await sync.start(0)
     engine.update_weights = lambda version, *, weights=None: engine.engine.update_weights(0, weights=weights)
-    await refuses_later(lambda: sync.publish(1), EngineError, "version 1 was sent, and the engine reports version")
+    await refuses_later(lambda: sync.publish(1), EngineError, "version 1 was sent, and the engine reports")
 
 
 async def test_episodes_go_on_while_the_trainer_scores():

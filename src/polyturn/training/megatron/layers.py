@@ -100,8 +100,8 @@ class RecordedChoice(RouterReplay):
         self.chosen: Tensor | None = None
         """[tokens, top-k] the experts that processed the tokens of the last pass."""
         self.counts = torch.zeros(2, dtype=torch.int64)
-        """Number of tokens of the last pass whose recorded experts are not the router's, and number of those with a record;
-        on the device, which is not waited for."""
+        """[2] the tokens of the last pass whose recorded experts differ from the router's, and the tokens with a record; on
+        the device, so that the pass does not wait for it."""
 
     def get_replay_topk(
         self,

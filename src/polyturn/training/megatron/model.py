@@ -159,8 +159,8 @@ class MegatronPolicy(MegatronModel):
         shape = RouteShape(self._num_routers, config.num_experts_per_tok, config.num_experts)
         require_same_shape(own.routes_NLK, shape, num_experts=batch.num_experts)
         rows, length = own.input_ids_BT.shape
-        told_BTLK = own.routes_NLK.unflatten(0, (rows, length)).long()
-        recorded_TBLK = functional.pad(told_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
+        routes_BTLK = own.routes_NLK.unflatten(0, (rows, length)).long()
+        recorded_TBLK = functional.pad(routes_BTLK, (0, 0, 0, 0, 0, self._padding(length)), value=LIVE).transpose(0, 1)
         recorded_NLK = recorded_TBLK.chunk(self._tp.size())[self._tp.rank()].flatten(0, 1)
         for i, router in enumerate(self._routers, self._first_router):
             router.router_replay.recorded = recorded_NLK[:, i]
@@ -175,8 +175,8 @@ class MegatronPolicy(MegatronModel):
         for router in self._routers:
             router.keeps_logits = balance_grad
         count = 1 if entropy_grad is None else 2
-        found_KS = self._run(batch, functools.partial(self._scores, entropy_grad=entropy_grad), count=count)
-        scores = TargetScores(found_KS[0], found_KS[1] if count == 2 else None, figures=self._router_figures())
+        both_KS = self._run(batch, functools.partial(self._scores, entropy_grad=entropy_grad), count=count)
+        scores = TargetScores(both_KS[0], both_KS[1] if count == 2 else None, figures=self._router_figures())
         if not balance_grad:
             return scores
         balance_B = self._balance(batch)
@@ -284,8 +284,8 @@ def _score(
         return logprobs_S[None]
     with nullcontext() if entropy_grad else torch.no_grad():
         mean_S = reduce(((logits_SV - copy(log_sum_S)[:, None]).exp() * logits_SV).sum(dim=-1))
-        return_S = log_sum_S - mean_S
-    return torch.stack([logprobs_S, return_S])
+        entropy_S = log_sum_S - mean_S
+    return torch.stack([logprobs_S, entropy_S])
 
 
 def _last_stage() -> tuple[int, dist.ProcessGroup]:

@@ -101,9 +101,9 @@ class Megatron(OverRanks):
         _make_groups(self._degrees, self._device)
 
     def _filled(self, network: MegatronModel, model: PreTrainedModel, *, is_copy: bool, inside: str = "") -> MegatronModel:
-        """Fill `network` and return it. If it `is_copy` of the trained network and there are start weights, use these.
-        Otherwise use `model`'s weights, under names that start with `inside`; they are read from files if `model` is
-        unread."""
+        """Fill `network` and return it: a copy of the trained network (`is_copy`) with the start weights, if there are any.
+        Otherwise use `model`'s weights, under names that start with `inside`; an unread `model` reads them from its
+        files."""
         own = network.own_tensors()
         if is_copy and self._start is not None:
             own |= network.tensors()
@@ -196,8 +196,8 @@ class MegatronOptimizer(OptimizerOverRanks):
     """AdamW over this rank's rows: ranks with the same part of a weight divide its master and moments by rows.
 
     Each rank sums the gradient of its samples. A step reduces these sums to each rank's rows, and gathers the new rows on
-    all ranks (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's optimizer cuts a buffer of all weights into ranges,
-    which do not fit the tensor boxes of checkpoints. The norm covers all ranks.
+    all ranks (ZeRO, stage 1; Rajbhandari et al. 2020). megatron-core's own optimizer would not do: it cuts a buffer of all
+    weights into ranges, which do not fit the tensor boxes of checkpoints. The norm covers all ranks.
     """
 
     def __init__(self, network: MegatronModel, settings: OptimSettings) -> None:
