@@ -228,7 +228,7 @@ async def test_foreign_weights_are_found_and_replaced(kind, server, model_folder
         for answer in await asyncio.gather(*start_all(pool, 3)):
             check(answer, model=trainer.backend.model)
         assert pool.num_stale == 3
-        assert num_lines(caplog, "is left out (EngineError: it answers as policy version -1 and was given 0") == 1
+        assert num_lines(caplog, "is left out (EngineError: it answers as policy version -1 and was sent 0") == 1
         assert num_lines(caplog, "is back, with the weights of policy version 0 sent anew and verified") == 1
     await stranger.close()
 

@@ -41,7 +41,7 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
 
     async def place(self, waiting: PooledRequest) -> Replica | None:
-        """Wait for a server; None if the request is aborted or its deadline passes.
+        """Return a server with a slot for the request; None if the request is aborted or its deadline passes.
 
         Raises:
             EngineLostError: no server came back in time.

@@ -122,7 +122,7 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds so far, including running requests."""
+        """Seconds so far, including those of running requests."""
         return self._seconds + (time.perf_counter() - self._since if self._num_live else 0.0)
 
     @contextmanager

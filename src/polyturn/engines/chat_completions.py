@@ -143,7 +143,7 @@ class ChatEngine(BaseEngine):
             ids = write_turn(message, is_complete=not is_cut)
         except (KeyError, IndexError, TypeError, AttributeError) as problem:
             raise EngineError(
-                f"{self._endpoint.url} answered no chat completion ({one_line(problem)}): {reply!r:.300}"
+                f"{self._endpoint.url} did not answer with a chat completion ({one_line(problem)}): {reply!r:.300}"
             ) from None
         counted = reply.get("usage") or {}
         before = self._usage.get(request.session_id, Usage())

@@ -56,7 +56,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 class ServerDialect(ABC):
-    """Translates for one kind of server."""
+    """Translates requests and replies for one kind of server."""
 
     name = "remote"
     """Name of the kind of server in messages."""

@@ -89,7 +89,7 @@ class FollowingPool(EnginePool):
         Raises:
             EngineError: always.
         """
-        raise EngineError(f"a rollout worker was to bring version {version} to the engine, which only the controller does")
+        raise EngineError(f"a rollout worker cannot send policy version {version} to the servers; only the controller can")
 
     def _bring_back(self, replica: Replica) -> None:
         """Do nothing: the controller recovers servers. Meanwhile, one request at a time tests whether a server is back."""

@@ -91,7 +91,7 @@ class ForeignEngine(EngineWrapper):
             return f"{brief(completion)}; it must be a Completion of polyturn.core.generation"
         ids, logprobs, most = completion.token_ids, completion.logprobs, request.sampling.max_tokens
         if len(ids) > most:
-            return f"{len(ids)} tokens; at most {most} were requested"
+            return f"{len(ids)} tokens, more than the {most} that were requested"
         if len(outside := ids[(ids < 0) | (ids >= self._vocab_size)]):
             return f"token id {outside[0]}; the model's vocabulary ends at {self._vocab_size - 1}"
         if logprobs is None:

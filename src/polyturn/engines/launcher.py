@@ -147,7 +147,7 @@ class Server:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """Do the same synchronously, for a process that is ending and cannot start a thread."""
+        """Like `stop`, but synchronous: a process that is ending cannot start a thread."""
         self.record_memory()
         self._process.end(grace_s=self.spec.stop_timeout_s)
         self._process.close()

@@ -53,7 +53,7 @@ class PendingRequest:
         self.is_ended = False
         """Whether the caller has requested the end."""
         self._wake: asyncio.Future[None] | None = None
-        """Wakes the caller: the answer, a requested end, or the deadline."""
+        """Set by the answer, by a requested end, or at the deadline, to wake the caller."""
         self.num_busy = 0
 
     def end(self) -> None:

@@ -66,7 +66,7 @@ class EnginePool(BaseEngine):
         """
         super().__init__()
         if slots < 1 or max_tries < 1:
-            raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both are at least 1")
+            raise ConfigError(f"slots is {slots} and max_tries is {max_tries}; both must be at least 1")
         self._max_tries = max_tries
         self._patience_s = patience_s
         self.replicas = tuple(
@@ -198,7 +198,7 @@ class EnginePool(BaseEngine):
                     if completion is not None:
                         self.num_redone += bool(problems)
                         return completion
-                    problems.append(f"{replica.name}: served other weights than it was given")
+                    problems.append(f"{replica.name}: answered with other weights than the pool's")
         finally:
             self._live.pop(request.request_id, None)
         times = f"{len(problems)} time{'s' * (len(problems) != 1)}"
@@ -275,7 +275,7 @@ class EnginePool(BaseEngine):
             if isinstance(payload, ServerWeights):
                 await payload.settle()  # also after a failure
         logger.debug(
-            "policy version %d reached %d of %d servers within %.2f s; %d requests that ran there go on with it",
+            "policy version %d reached %d of %d servers within %.2f s; %d running requests continue with it",
             version,
             sum(replica.is_live for replica in self.replicas),
             len(self.replicas),
@@ -383,7 +383,7 @@ class EnginePool(BaseEngine):
         if not all(before <= version <= max(self._coming, replica.version) for version in versions):
             self.num_stale += 1
             if epoch == replica.epoch and not replica.is_stale:
-                self.exclude(replica, EngineError(f"it answers as policy version {versions[-1]} and was given {before}"))
+                self.exclude(replica, EngineError(f"it answers as policy version {versions[-1]} and was sent {before}"))
             return None
         replica.num_done += 1
         if epoch == replica.epoch:
@@ -400,7 +400,7 @@ class EnginePool(BaseEngine):
             replica.probes_at = loop.time() + replica.pause_s
             loop.call_later(replica.pause_s, self.admission.admit)  # there may be no answer that checks the queue
             logger.warning(
-                "%s is left out (%s); %d requests run there, and those that fail are asked of another server",
+                "%s is left out (%s); %d requests run there, and those that fail are sent to another server",
                 replica.name,
                 one_line(problem),
                 len(replica.running),

@@ -64,7 +64,7 @@ class Watched(Protocol):
         ...
 
     async def look(self) -> None:
-        """Check that the server works and has the weights that it was given.
+        """Check that the server works and has the weights that it was sent.
 
         Raises:
             EngineError: the server does not answer, or has other weights.

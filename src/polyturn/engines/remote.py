@@ -125,7 +125,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         self._model = model
         self._timeout_s, self._health_s = options.timeout_s, options.health_s
         self._busy_limit_s = BUSY_LIMIT_S
-        self._places = asyncio.Semaphore(options.max_in_flight)
+        self._slots = asyncio.Semaphore(options.max_in_flight)
         self._live: dict[str, PendingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -205,7 +205,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         parts: list[Completion] = []
         try:
             with self.busy.running():
-                async with self._places:
+                async with self._slots:
                     while True:
                         await self._is_open.wait()
                         updates = self._updates
@@ -247,7 +247,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             return
         if weights is None or self._store is None:
             raise EngineError(
-                f"the {self.name} engine at {self.url} runs in a separate process and needs the weights themselves"
+                f"the {self.name} engine at {self.url} runs in a separate process, so an update needs `weights`"
                 + ("" if weights is None else "; make it with `ServedModel.folder`, the folder with the model's config")
             )
         written = await asyncio.to_thread(self._store.write, weights)
@@ -391,8 +391,8 @@ class RemoteEngine(ServerDialect, BaseEngine):
         await self._met()
 
     async def look(self) -> None:
-        """Check that the server is healthy and has the weights that it was given. While its weights change or it sleeps, the
-        check only finds out whether its process is alive.
+        """Check that the server is healthy and has the weights that it was sent. While its weights change or it sleeps, only
+        check that its process is alive.
 
         Raises:
             EngineLostError: the server has died, or failed two consecutive health checks.

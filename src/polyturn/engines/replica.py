@@ -99,12 +99,12 @@ def reasons(replicas: Sequence[Replica]) -> str:
 
 
 class Outage:
-    """Logs once that no server of a pool is up, with the reasons, and again if the reasons (not only their counts)
-    change."""
+    """Logs once that no server of a pool is up, with the reasons, and again if the reasons change, apart from numbers in
+    them."""
 
     def __init__(self, replicas: Sequence[Replica], *, patience_s: float) -> None:
         self._replicas, self._patience_s = replicas, patience_s
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def note(self, replica: Replica, problem: Exception) -> None:
         """Record why a server was lost or not recovered, and log it if no server is left."""
@@ -112,8 +112,8 @@ class Outage:
         if any(one.is_live for one in self._replicas):
             return
         distinct_reasons = {re.sub(r"\d+", "", one.why) for one in self._replicas}
-        if distinct_reasons != self._told:
-            self._told = distinct_reasons
+        if distinct_reasons != self._logged:
+            self._logged = distinct_reasons
             logger.warning(
                 "no server is up (%s); requests and weights wait up to %g s for a server to come back (engine.patience_s)",
                 reasons(self._replicas),
@@ -122,4 +122,4 @@ class Outage:
 
     def end(self, replica: Replica) -> None:
         """Record that a server is back."""
-        replica.why, self._told = "", set()
+        replica.why, self._logged = "", set()

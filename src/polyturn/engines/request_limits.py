@@ -141,7 +141,7 @@ def read_ids(values: Any, *, vocab_size: int, max_tokens: int) -> Ids:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"token ids {str(values)[:60]}, which are not a list of whole numbers")
     if len(ids) > max_tokens:
-        raise ValueError(f"{len(ids)} tokens, and {max_tokens} were requested")
+        raise ValueError(f"{len(ids)} tokens, more than the {max_tokens} that were requested")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token id {low if low < 0 else high}, and the model's vocabulary ends at {vocab_size - 1}")
@@ -177,7 +177,7 @@ def read_logprobs(values: Any) -> Floats:
     if logprobs.ndim != 1 or logprobs.dtype.kind not in "fi" or np.isnan(logprobs).any():
         raise ValueError(f"log-probabilities {str(values)[:60]}, of which one is not a number")
     if (highest := float(logprobs.max())) > MAX_LOGPROB:
-        raise ValueError(f"log-probability {highest:g}, and none is above 0")
+        raise ValueError(f"log-probability {highest:g}, which is above 0")
     return logprobs.astype(np.float32)
 
 

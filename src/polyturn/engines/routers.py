@@ -121,8 +121,8 @@ class RoutingPass:
 
         Args:
             routers: The routers of the model.
-            routes: [N, L, K] the experts to choose, of this model (`require_same_shape`); `LIVE` leaves the choice to the
-                router, and so does None for all tokens.
+            routes: [N, L, K] the experts to choose, of this model (`require_same_shape`); `LIVE` leaves a choice to the
+                router, and None leaves all choices to the routers.
         """
         shape = routers.shape
         self.shape, self.recorded = shape, routes

@@ -66,7 +66,7 @@ def sglang_command(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
-    """Return the command line of a SGLang server of `model`.
+    """Return the command line of an SGLang server of `model`.
 
     `device` is "cuda" or "cpu", `sees` means that prompts contain images, and `transport` is the transport of new weights.
     """

@@ -35,13 +35,13 @@ class ServedRoutes:
         """Whether requests ask for routes."""
         return self._shape is not None
 
-    def check_given(self, gives: bool, *, url: str) -> None:
+    def check_reported(self, are_reported: bool, *, url: str) -> None:
         """Raise if routes are needed and the server does not report them.
 
         Raises:
             EngineError: the server does not report routes.
         """
-        if self._is_needed and self._shape is not None and not gives:
+        if self._is_needed and self._shape is not None and not are_reported:
             raise EngineError(
                 f"algorithm.routing.replay is on and the server at {url} does not report the experts of tokens; start it "
                 f"with {FLAG}, or set algorithm.routing.replay to auto or off"

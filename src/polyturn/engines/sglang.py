@@ -65,7 +65,7 @@ class SglangEngine(RemoteEngine):
     async def _describe(self) -> ServerFacts:
         info = await self._link.get("/server_info")
         self._has_sessions = release(str(info.get("version") or self.tested_version)) >= (0, 5, 21)
-        self._routes.check_given(bool(info.get("enable_return_routed_experts")), url=self.url)
+        self._routes.check_reported(bool(info.get("enable_return_routed_experts")), url=self.url)
         if self._model.adapter is not None:
             self._check_adapter(self._model.adapter, info)
         return ServerFacts(

@@ -4,7 +4,8 @@
     ipc          /update_weights_from_tensor with handles of the trainer's memory, on the same GPU
     adapter      /load_lora_adapter_from_tensors with the tensors themselves, to a server that does not see their folder
 
-Both are pickled, because the routes require it; the server reads them with an unpickler restricted to tensors.
+Handles and tensors in a request are pickled, because the routes require it; the server reads them with an unpickler
+restricted to tensors.
 """
 
 from __future__ import annotations

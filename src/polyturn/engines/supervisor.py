@@ -41,7 +41,7 @@ class ServerSupervisor:
             return self.server
 
     async def again(self, why: str) -> RunningServer:
-        """Stop the rest of the server and start another.
+        """Stop the server's remaining processes, and start the server again.
 
         Raises:
             EngineGoneError: no restart is left.

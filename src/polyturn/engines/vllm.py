@@ -79,7 +79,7 @@ class VllmEngine(RemoteEngine):
         if model["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
                 f"the vLLM server at {self.url} runs with --logprobs-mode {model['logprobs_mode']}; training needs "
-                "processed_logprobs, those after the temperature"
+                "processed_logprobs, which include the temperature"
             )
         backend = (config.get("weight_transfer_config") or {}).get("backend")
         if self._transfer is not None and backend != self._transfer.transport:
@@ -88,7 +88,7 @@ class VllmEngine(RemoteEngine):
                 f"{f'--weight-transfer-config.backend {backend}' if backend else 'no weight transfer'}; start it with "
                 f"--weight-transfer-config.backend {self._transfer.transport}, or set engine.weights: folder"
             )
-        self._routes.check_given(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
+        self._routes.check_reported(bool(config["aux_output_config"]["enable_return_routed_experts"]), url=self.url)
         if self._model.adapter is not None:
             self._check_adapter(self._model.adapter, config.get("lora_config") or {}, info.get("vllm_env") or {})
         return ServerFacts(

@@ -86,13 +86,13 @@ class VllmGroup(WeightGroup):
 
 
 class VllmMemoryLink:
-    """A link over ipc to servers on the trainer's GPU, which is this process's; implements `TransferLink`."""
+    """A link over ipc to servers on the GPU of this process, which trains; implements `TransferLink`."""
 
     def __init__(self, servers: Sequence[TransferServer]) -> None:
         self._source = _Source()
         self._phases = _Phases(servers)
         self._thread = OneThread("polyturn-weight-transfer")
-        """A daemon thread, so that waiting for a dead server does not delay the end."""
+        """A daemon thread, so that waiting for a dead server does not delay the end of the run."""
         self._engine: Any = None
 
     @classmethod

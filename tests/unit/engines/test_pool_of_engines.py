@@ -122,7 +122,7 @@ async def test_server_restarted_with_old_weights_is_left_out(caplog: pytest.LogC
     answers = await asyncio.gather(*(pool.generate(ask(f"g/{i}")) for i in range(4)))
     assert [a.policy_versions[-1][1] for a in answers] == [3] * 4
     assert pool.num_stale == 2
-    assert "replica 0 is left out (EngineError: it answers as policy version 0 and was given 3)" in caplog.text
+    assert "replica 0 is left out (EngineError: it answers as policy version 0 and was sent 3)" in caplog.text
 
 
 @virtual

@@ -130,8 +130,8 @@ async def test_answer_without_routes_has_none() -> None:
 
 async def test_missing_or_misshapen_routes_are_refused() -> None:
     with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
-        ServedRoutes(SHAPE, is_needed=True).check_given(False, url="http://x")
-    ServedRoutes(SHAPE, is_needed=False).check_given(False, url="http://x")
+        ServedRoutes(SHAPE, is_needed=True).check_reported(False, url="http://x")
+    ServedRoutes(SHAPE, is_needed=False).check_reported(False, url="http://x")
     refuses(lambda: ServedRoutes(SHAPE, is_needed=True).read_bytes(ask(0), 2, "@@@@"), ValueError, "Only base64")
     other = vllm_reply(npy(np.zeros((4, 5, 2), np.uint8)))
     await refuses_later(lambda: sample(VllmEngine, other), EngineError, "AlignmentError", "2 layers with experts")

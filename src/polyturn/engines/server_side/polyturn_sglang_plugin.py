@@ -1,8 +1,8 @@
 """A plug-in for all processes of an SGLang server: additive checksums, and adapters on a CPU.
 
-SGLang's checksums (`/weights_checker`) are hashes: that of a fused or sharded tensor cannot be derived from its parts, and a
-CPU server has none. Its adapters (`--enable-lora`) use pinned memory, which a machine without an accelerator does not have,
-so that a CPU server would not start.
+SGLang's checksums (`/weights_checker`) are hashes: the hash of a fused or sharded tensor does not follow from the hashes of
+its parts, and a CPU server computes none. Its adapters (`--enable-lora`) use pinned memory, which a machine without an
+accelerator does not have, so a CPU server would not start.
 
 The server finds this module by the entry point in the folder next to it, which is on its PYTHONPATH, and installs it by its
 plug-in hooks.
@@ -23,7 +23,7 @@ def register():
 
 
 def _unpinned(method, *args, **kwargs):
-    """Call `method`, in which torch ignores the wish for pinned memory."""
+    """Call `method` while torch ignores requests for pinned memory."""
     from torch import Tensor
     from torch.overrides import TorchFunctionMode
 

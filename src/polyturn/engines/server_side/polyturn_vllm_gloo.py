@@ -35,7 +35,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     init_info_cls = GlooInitInfo
 
     def init_transfer_engine(self, init_info):
-        """Join the trainer's group, in the way of `WeightGroup`, whose names and stores must be the same."""
+        """Join the trainer's group. The steps, names and stores must be those of `WeightGroup`."""
         parallel, size, name = self.parallel_config, init_info.world_size, init_info.group_name
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = TCPStore(init_info.master_address, init_info.master_port, size, is_master=False, timeout=_TIMEOUT)
