@@ -91,7 +91,7 @@ class SwiftScheduler(MultiTurnScheduler):
         self._max_turns = max_turns
         self._options = {**kwargs, **({} if gym_env is None else {"gym_env": gym_env, "use_gym_env": True})}
         scheduler_class = multi_turns.find(scheduler) if isinstance(scheduler, str) else scheduler
-        self._made = scheduler_class if isinstance(scheduler_class, RolloutScheduler) else None
+        self._instance = scheduler_class if isinstance(scheduler_class, RolloutScheduler) else None
         self._class = scheduler_class if isinstance(scheduler_class, type) else type(scheduler_class)
         if not issubclass(self._class, RolloutScheduler):
             raise ConfigError(
@@ -131,8 +131,8 @@ class SwiftScheduler(MultiTurnScheduler):
         if self._is_checked or self._has_tried:
             return
         self._has_tried = True
-        if self._made is not None or not has_parameter(self._class, "tokenizer"):
-            scheduler = self._made or self._make(self._max_turns)
+        if self._instance is not None or not has_parameter(self._class, "tokenizer"):
+            scheduler = self._instance or self._make(self._max_turns)
             self._is_checked = in_own_loop(lambda: refuse_groups(scheduler, request))
 
     async def run(self, episode: Episode) -> StopReason:
@@ -158,7 +158,7 @@ class SwiftScheduler(MultiTurnScheduler):
             raise
         if engine.over is StopReason.ABORTED:
             return StopReason.ABORTED
-        if not engine.asked and engine.over is None:
+        if not engine.calls and engine.over is None:
             raise SchedulerError(
                 f"{type(scheduler).__name__} ended trajectory {episode.id!r} without calling infer_engine.infer_async"
             )
@@ -194,7 +194,7 @@ class SwiftScheduler(MultiTurnScheduler):
         _ENGINE.set(engine)
         if self._prototype is None:
             turns = self._max_turns if self._max_turns is not None else limits.max_turns
-            self._prototype = self._made or self._make(turns, tokenizer=episode.codec.tokenizer)
+            self._prototype = self._instance or self._make(turns, tokenizer=episode.codec.tokenizer)
         if self.shared:
             return self._prototype, engine, config
         scheduler = copy.copy(self._prototype)
@@ -229,10 +229,10 @@ class SwiftScheduler(MultiTurnScheduler):
     def _reason(self, engine: EpisodeEngine) -> StopReason:
         if engine.over is not None:
             return engine.over
-        last = engine.asked[-1].turn
+        last = engine.calls[-1].turn
         if engine.why in _REASONS:
             return _REASONS[engine.why]
-        is_cut = last.finish_reason is FinishReason.LENGTH and not engine.asked[-1].is_open
+        is_cut = last.finish_reason is FinishReason.LENGTH and not engine.calls[-1].is_open
         return last.cut_by if is_cut else StopReason.STOP
 
 

@@ -93,7 +93,7 @@ class RolloutScheduler(ABC):  # noqa: B024
     """
 
     shared = False
-    """Whether one object serves all trajectories, with sync methods called one at a time; otherwise each gets a copy."""
+    """Whether all trajectories share one object, whose sync methods are called one at a time; if not, each gets a copy."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_early = bool(args) and isinstance(args[0], int)
@@ -169,7 +169,7 @@ class RolloutScheduler(ABC):  # noqa: B024
 
     @staticmethod
     def restore_assistant_message_snapshots(snapshots: list[tuple[Any, Any]]) -> None:
-        """Restore the ids."""
+        """Put the ids back in place of the texts."""
         for message, ids in snapshots:
             message["content"] = ids
 

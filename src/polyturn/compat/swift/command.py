@@ -192,7 +192,7 @@ def _of_processes(tree: Composed, *, megatron: bool = False) -> Translation:
     return megatron_to_native(tree) if megatron else to_native(tree, num_processes=processes)
 
 
-_SIZE = "the size of images is the processor's; set it in the model's preprocessor_config.json"
+_SIZE = "the processor sets the size of images; change it in the model's preprocessor_config.json"
 _OF_IMAGES = {
     **dict.fromkeys(("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "FPS_MAX_FRAMES"), _SIZE),
     "ROOT_IMAGE_DIR": "paths of images are relative to the file that names them",

@@ -111,7 +111,7 @@ class EpisodeEngine(SchedulerEngine):
         self._conversation: list[Message] = []
         """The conversation including the last reply, as the scheduler wrote it."""
         self._step_ids: _StepIds | None = None
-        self.asked: list[InferCall] = []
+        self.calls: list[InferCall] = []
         self.over: StopReason | None = None
         self.why: str | None = None
         is_thinking = "think" in (episode.codec.chat_template or "")
@@ -172,7 +172,7 @@ class EpisodeEngine(SchedulerEngine):
 
     def score(self, value: float) -> None:
         """Score the last turn."""
-        self.asked[-1].turn.scores["env"] = value
+        self.calls[-1].turn.scores["env"] = value
 
     def ended(self, why: str) -> None:
         """Receive the reason why the loop ends."""
@@ -194,10 +194,10 @@ class EpisodeEngine(SchedulerEngine):
         self._check(config)
         async with self._lock:
             messages, goes_on = self._messages(request)
-            if not self.asked:
+            if not self.calls:
                 self._begin(messages, goes_on=goes_on)
             else:
-                self._episode.record(self.asked[-1].turn, self._next(messages, goes_on=goes_on))
+                self._episode.record(self.calls[-1].turn, self._next(messages, goes_on=goes_on))
             self._step_ids = None
             if (reason := await self._episode.prepare()) is not None:
                 self.over = reason
@@ -258,7 +258,7 @@ class EpisodeEngine(SchedulerEngine):
 
     def _next(self, messages: list[Message], *, goes_on: bool) -> Reply:
         """Set the episode's next prompt to a request's messages."""
-        call, pending = self.asked[-1], self._conversation
+        call, pending = self.calls[-1], self._conversation
         turn, own_ids = call.turn, self._step_ids
         kept = own_ids.kept(turn) if own_ids is not None else None
         cuts = kept is not None and kept < turn.num_tokens
@@ -306,7 +306,7 @@ class EpisodeEngine(SchedulerEngine):
         """Return the episode's parsed message if an assistant message equals the sampled text."""
         if message.role != "assistant":
             return message
-        for call in reversed(self.asked):
+        for call in reversed(self.calls):
             if message.text == call.turn.said_before + call.text:
                 return call.turn.message
         return message
@@ -357,5 +357,5 @@ class EpisodeEngine(SchedulerEngine):
             usage=UsageInfo(prompt, len(ids), prompt + len(ids)),
             id=request.uuid or self._episode.id,
         )
-        self.asked.append(InferCall(turn, response, ids, sampled, is_stopped))
+        self.calls.append(InferCall(turn, response, ids, sampled, is_stopped))
         return response

@@ -45,7 +45,7 @@ def settle(
     """
     if not outputs:
         return
-    turns = _SampledTurns(engine.asked)
+    turns = _SampledTurns(engine.calls)
     weights: dict[int, Floats] = {}
     silent: set[int] = set()
     for output in outputs:
@@ -55,7 +55,7 @@ def settle(
         last = turns.anchor(output)
         spoken = turns.of_messages(output.messages, last, start=_num_prompt(prompt, output.messages))
         turn_weights = (
-            _weights_in(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.asked)))
+            _weights_in(turns, output, spoken, last, episode.id) if is_own_loop else dict.fromkeys(range(len(turns.calls)))
         )
         if not turn_weights:
             raise SchedulerError(
@@ -63,11 +63,11 @@ def settle(
                 "infer_async, its token_ids, or its text in messages"
             )
         for i, mine in turn_weights.items():
-            mine = np.ones(turns.asked[i].turn.num_tokens, np.float32) if mine is None else mine
+            mine = np.ones(turns.calls[i].turn.num_tokens, np.float32) if mine is None else mine
             weights[i] = np.maximum(weights[i], mine) if i in weights else mine
         silent |= {i for at, i in spoken if _is_silent(output.messages[at])}
-        _record(output, [turns.asked[i].turn for i in sorted(turn_weights)])
-    for i, call in enumerate(turns.asked):
+        _record(output, [turns.calls[i].turn for i in sorted(turn_weights)])
+    for i, call in enumerate(turns.calls):
         if i in silent or i not in weights:
             episode.weigh(call.turn, 0.0)
         elif is_own_loop and not weights[i].all():
@@ -85,7 +85,7 @@ class _SampledTurns:
     """Finds the turns of a trajectory in a scheduler's outputs."""
 
     def __init__(self, calls: Sequence[InferCall]) -> None:
-        self.asked = calls
+        self.calls = calls
         self._ids = {
             id(token): _TokenSource(i, at)
             for i, one in enumerate(calls)
@@ -95,12 +95,12 @@ class _SampledTurns:
 
     def anchor(self, output: RolloutOutput) -> int:
         """Return the turn of the output's response; the last turn if the response is not from this engine."""
-        for i, one in enumerate(self.asked):
+        for i, one in enumerate(self.calls):
             if one.response is output.response:
                 return i
         choice = output.response.choices[0]
         of_ids = [source.turn for token in choice.token_ids or () if (source := self.source_of(token)) is not None]
-        of_text = self._texts.get(id(choice.message.content), len(self.asked) - 1)
+        of_text = self._texts.get(id(choice.message.content), len(self.calls) - 1)
         return of_ids[0] if of_ids else of_text
 
     def source_of(self, token: int) -> _TokenSource | None:
@@ -121,7 +121,7 @@ class _SampledTurns:
             while turn is not None:  # includes earlier turns that the same message continues
                 spans.append((at, turn))
                 before = min(before, turn)
-                turn = turn - 1 if self.asked[turn].turn.said_before and turn > 0 else None
+                turn = turn - 1 if self.calls[turn].turn.said_before and turn > 0 else None
         return spans[::-1]
 
     def of_ids(self, output: RolloutOutput, last: int, spoken: Collection[int]) -> list[list[_TokenSource | None]]:
@@ -137,7 +137,7 @@ class _SampledTurns:
             if own:
                 end = min(end, own[0]) if i in named else end
                 continue
-            ids = [int(token) for token in self.asked[i].ids[: self.asked[i].turn.num_tokens]]
+            ids = [int(token) for token in self.calls[i].ids[: self.calls[i].turn.num_tokens]]
             at, length = _find_ids(flat[:end] if i in named else flat, ids, sources)
             if length < len(ids) and i not in named:
                 continue  # another turn with the same beginning
@@ -149,7 +149,7 @@ class _SampledTurns:
 
     def _find_text(self, content: str, before: int) -> int | None:
         """Return the latest turn before `before` whose text is `content`; else the latest whose text is part of it."""
-        texts = [(i, self.asked[i].turn.said_before, self.asked[i].text) for i in reversed(range(before))]
+        texts = [(i, self.calls[i].turn.said_before, self.calls[i].text) for i in reversed(range(before))]
         whole = (i for i, said_before, text in texts if content == said_before + text)
         parts = (i for i, _, text in texts if text and text in content)
         return next(whole, next(parts, None))
@@ -164,7 +164,7 @@ def _weights_in(
     scheduler's own ids therefore leaves out one reply.
     """
     if not output.response_token_ids:
-        is_ours = any(one.response is output.response for one in turns.asked)
+        is_ours = any(one.response is output.response for one in turns.calls)
         return dict.fromkeys(sorted({i for _, i in spoken} | ({last} if is_ours else set())))
     masks = output.response_loss_mask
     lengths = [len(ids) for ids in output.response_token_ids]
@@ -197,7 +197,7 @@ def _weights_in(
         for source, value in zip(sources, mask, strict=True):
             if source is not None:
                 weights = weights_by_turn.setdefault(
-                    source.turn, np.zeros(turns.asked[source.turn].turn.num_tokens, np.float32)
+                    source.turn, np.zeros(turns.calls[source.turn].turn.num_tokens, np.float32)
                 )
                 assert weights is not None
                 weights[source.at] = float(value > 0)

@@ -207,7 +207,7 @@ class AgentLoopBase(ABC):
 
     @classmethod  # noqa: B027
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **kwargs: Any) -> None:
-        """Prepare what all trajectories share. Overrides must do nothing on a second call."""
+        """Prepare the state that all trajectories share. Overrides must do nothing on a second call."""
 
     @property
     def system_prompt(self) -> list[int]:

@@ -21,7 +21,7 @@ class BaseConfig(Mapping[str, Any]):
     """Options that can be read as attributes and as a mapping."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """The values of options that are not given."""
+    """Name -> default value of an option."""
 
     def __init__(self, **values: Any) -> None:
         """Set the options."""

@@ -39,7 +39,7 @@ class AsyncTokenBucket:
         self.lock = asyncio.Lock()
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Wait for tokens and take them. More tokens than the bucket's size are taken first, and then waited for."""
+        """Wait for tokens and take them. A call for more tokens than the bucket holds takes them at once, and then waits."""
         while True:
             async with self.lock:
                 self._refill(asyncio.get_running_loop().time())

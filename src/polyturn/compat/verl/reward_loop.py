@@ -39,7 +39,7 @@ class RewardManagerBase(ABC):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Create what all instances share."""
+        """Create the state that all instances share."""
         cls._class_initialized = True
 
     @abstractmethod

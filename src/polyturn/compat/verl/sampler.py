@@ -186,7 +186,7 @@ class SamplerOrder(Curriculum):
         return epochs * (len(sampler) if isinstance(sampler, Sized) else self.size)
 
     def observe(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Pass the rows that a step was trained on to the sampler, if it has `update`."""
+        """Pass the rows that a step was trained on to the sampler, if it is an `AbstractCurriculumSampler`."""
         if isinstance(self._drawn.sampler, AbstractCurriculumSampler):
             batch, name = _batch(groups), type(self._drawn.sampler).__name__
             try:

@@ -1,4 +1,4 @@
-"""verl.utils.reward_score.search_r1_like_qa_em, beside the native scorer: a right answer may be a part of the answer."""
+"""verl.utils.reward_score.search_r1_like_qa_em: the native scorer, and one for answers that contain a right answer."""
 
 from __future__ import annotations
 

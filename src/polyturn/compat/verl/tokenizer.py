@@ -44,7 +44,7 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **kwargs: A
 def _warn_of_code(name_or_path: str, trust_remote_code: bool) -> None:
     if trust_remote_code:
         warnings.warn(
-            f"{name_or_path}: trust_remote_code is not followed; code from a model's repository is never run", stacklevel=3
+            f"{name_or_path}: trust_remote_code has no effect; code from a model's repository is never run", stacklevel=3
         )
 
 

@@ -20,7 +20,7 @@ from polyturn.algorithms.losses import policy_losses, takes_option
 from polyturn.compat.verl_config.convert_credit import critic, discount, kl_in_reward
 from polyturn.compat.verl_config.convert_loss import correction, kl, lora
 from polyturn.compat.verl_config.convert_optim import backend, megatron_schedule, optimizer, warmup
-from polyturn.compat.verl_config.convert_reward import module_of, placed, reward_function, reward_manager
+from polyturn.compat.verl_config.convert_reward import as_absolute, module_of, reward_function, reward_manager
 from polyturn.compat.verl_config.convert_run import every, keep, run_folder, steps, trackers
 from polyturn.compat.verl_config.table import is_of_verl
 from polyturn.config.models import AlgorithmConfig
@@ -35,7 +35,7 @@ MULTI_TURN = f"{ROLLOUT}.multi_turn"
 ACTOR = "actor_rollout_ref.actor"
 FUTURES = f"{MULTI_TURN}.num_repeat_rollouts"
 NO_LIMIT_CHARS = 1_000_000
-_OWN = "name your own as file.py:function, or by the name under which it is registered before the run begins"
+_OWN = "name your own as file.py:function, or by the name under which a plug-in registers it"
 _MEANS_OF_SEQUENCES = ("gspo", "sapo", "geo_mean")
 """Policy losses that are always averaged over sequences."""
 AGENT_SCHEDULER = "polyturn.compat.verl.agent_scheduler:AgentLoopScheduler"
@@ -93,11 +93,11 @@ def files(s: Source) -> None:
         names = [str(Path(name).expanduser()) for name in values]
         if where is not None:
             kwargs = {
-                "cls": placed(f"{module_of(str(where))}:{name}"),
-                "files": [placed(n) for n in names],
+                "cls": as_absolute(f"{module_of(str(where))}:{name}"),
+                "files": [as_absolute(n) for n in names],
                 "split": "train" if native == "data.train" else "validation",
                 "config": {**s.sections("data")["data"], "return_raw_chat": True},
-                "model": placed(s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))),
+                "model": as_absolute(s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", ""))),
                 "template": s.get("actor_rollout_ref.model.custom_chat_template"),
                 "max_samples": limit,
             }
@@ -115,7 +115,7 @@ def sampler(s: Source) -> None:
     if (where is None) != (name is None):
         s.refuse("data.sampler.class_path", "class_path and class_name belong together; set both")
     elif where is not None:
-        own = {"sampler": placed(f"{module_of(str(where))}:{name}"), "config": s.sections("data")["data"]}
+        own = {"sampler": as_absolute(f"{module_of(str(where))}:{name}"), "config": s.sections("data")["data"]}
         s.put("data.sampler.name", "polyturn.compat.verl.sampler:SamplerOrder", by="data.sampler.class_path")
         for option, value in own.items():
             s.put(f"data.sampler.{option}", value, by="data.sampler.class_path")
@@ -317,7 +317,7 @@ def policy_loss(s: Source) -> None:
     if name == "vanilla":
         section = key.removesuffix("loss_mode")
         for option in sorted(k for k in s.written if k.startswith(section) and not is_of_verl(k)):
-            s.refuse(option, "the loss vanilla has no such option; remove it, or name its loss in loss_mode")
+            s.refuse(option, "the loss vanilla has no such option; remove it, or set loss_mode to the loss that has it")
         return
     if name not in policy_losses and ":" not in name:
         known = sorted({"vanilla", *policy_losses})

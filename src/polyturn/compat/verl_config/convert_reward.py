@@ -64,11 +64,11 @@ def _managed(s: Source, function: str | None) -> None:
     """Set a project's own manager, which calls the function."""
     model, manager = s.text("data.tokenizer", s.text("actor_rollout_ref.model.path", "")), s.get(MANAGER)
     if s.get(SOURCE) == "importlib":
-        manager = placed(f"{module_of(str(s.get(MODULE)))}:{manager}")
+        manager = as_absolute(f"{module_of(str(s.get(MODULE)))}:{manager}")
     own = {
         "manager": manager,
-        "function": None if function is None else placed(function),
-        "tokenizer": placed(model),
+        "function": None if function is None else as_absolute(function),
+        "tokenizer": as_absolute(model),
         "config": s.sections("actor_rollout_ref", "algorithm", "data", "reward", "reward_model", "trainer"),
         "manager_kwargs": s.get("reward_model.reward_kwargs", {}),
         "function_kwargs": s.get("custom_reward_function.reward_kwargs", {}),
@@ -78,7 +78,7 @@ def _managed(s: Source, function: str | None) -> None:
     s.put("reward.timeout_s", MANAGER_S, by=MANAGER)
 
 
-def placed(name: str) -> str:
+def as_absolute(name: str) -> str:
     """Return a path, or the path in `file.py:name`, as absolute; a module or a name on the hub is unchanged."""
     file, colon, attribute = name.partition(".py:")
     path = Path(f"{file}.py" if colon else file).expanduser()
@@ -136,5 +136,5 @@ def _check_registered(s: Source, name: str) -> None:
     file = None if where is None else Path(module_of(str(where)))
     text = file.read_text(encoding="utf-8") if file is not None and file.is_file() else ""
     if re.search(rf"register\(\s*['\"]{re.escape(name)}['\"]", text) is None:
-        here = "no custom_reward_function.path registers one" if where is None else f"{where} registers none of that name"
+        here = "custom_reward_function.path is not set" if where is None else f"{where} does not register one of that name"
         s.refuse(MANAGER, f"there is no such reward manager, and {here}.{did_you_mean(name, MANAGERS)}")

@@ -76,7 +76,7 @@ def val_dataset(s: Source) -> None:
 
 
 def columns(s: Source) -> None:
-    """Set the names of columns. ms-swift maps column to field, polyturn field to column."""
+    """Set the names of columns. ms-swift maps columns to fields, and polyturn maps fields to columns."""
     columns = s.get("columns", {})
     if not isinstance(columns, Mapping) or not all(
         isinstance(name, str) and name for pair in columns.items() for name in pair
