@@ -26,9 +26,9 @@ REJECTIONS = (
     "seq_max_k3",
     "token_binary_kl",
 )
-"""Estimates of the divergence of pi from mu that can be bounded: of a token, or the sum, mean or maximum over a sequence.
-For k1 the bounds apply to the ratio, so seq_mean_k1 bounds the geometric mean of rho. token_binary_kl is KL(mu || pi) of the
-two outcomes "this token, or another"."""
+"""Estimates, which `reject` can bound, of how far the trained policy pi is from the sampling policy mu: of a token, or the
+sum, mean or maximum over a sequence. For k1 the bounds apply to the ratio rho = pi / mu, so seq_mean_k1 bounds the geometric
+mean of rho. token_binary_kl is KL(mu || pi) of the two outcomes "this token, or another"."""
 
 
 def by_name(value: Any) -> Any:
@@ -177,8 +177,8 @@ class SelfDistillOptions(TeacherAdvantageOptions):
     PART: ClassVar[str] = "self-distillation"
 
     privileged: NameOrObject
-    """A column of the row (a hint, a solution, `ground_truth`), or `file.py:function` from a trajectory and its group to
-    text, for instance the environment's feedback."""
+    """The source of the privileged text: a column of the row (a hint, a solution, `ground_truth`), or `file.py:function`,
+    which returns it for a trajectory and its group, for instance the environment's feedback."""
     template: str = "{privileged}"
     """Text appended to the prompt's last user message after an empty line; `{privileged}` stands for the privileged text."""
     missing: Literal["error", "skip"] = "error"
@@ -250,9 +250,9 @@ class RoutingOptions:
     PART: ClassVar[str] = "a mixture of experts"
 
     replay: Literal["auto", "on", "off"] = "auto"
-    """Whether training sends each token to the experts that processed it during sampling (R3, arXiv 2510.11370). The weights
-    of these experts are still computed anew. auto does so if the model has experts and the engine reports the routes; on
-    raises an error if it cannot."""
+    """Whether training sends each token to the experts that processed it during sampling (R3, arXiv 2510.11370). The router
+    still computes the weights of these experts. auto: yes, if the model has experts and the engine reports the routes. on:
+    yes, and an error if that is impossible."""
     balance_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the loss that balances the load of the experts (`algorithms/balance.py`)."""
 
@@ -279,8 +279,8 @@ class AlgorithmOptions:
     entropy_step: Annotated[float, Field(gt=0)] = 0.005
     """Change of the entropy bonus's weight in one step."""
     entropy_every: Annotated[int, Field(ge=1)] = 1
-    """The entropy is measured in one of so many optimizer updates, unless an entropy bonus needs it in each. On a CPU it
-    takes a further pass over the logits."""
+    """Measure the entropy in every n-th optimizer update, which on a CPU takes a further pass over the logits. An entropy
+    bonus measures it in every update."""
     high_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the step's trained tokens, those of highest entropy, on which the policy loss is computed."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0

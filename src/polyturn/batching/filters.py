@@ -40,7 +40,7 @@ def has_signal(
 
     Args:
         group: Finished trajectories of one task. A group without a live trajectory has no signal.
-        min_members: A group with fewer live trajectories has no signal. With 1, a single live trajectory is a signal.
+        min_members: A group with fewer live trajectories has no signal. With 1, a single live trajectory counts as a signal.
         by_turns: Whether to compare the scores of turns too, for an estimator that reads them.
         components: Reward components to compare too, for an estimator that weighs each of them.
     """

@@ -24,7 +24,7 @@ from polyturn.core.arrays import Ids
 
 
 class PackedRow(NamedTuple):
-    """One row on the flat axis: the pieces that only this row writes, and the pieces of the prefix that they continue."""
+    """One row on the flat axis: the pieces that this row writes, and the pieces of its prefix, which earlier rows wrote."""
 
     own: tuple[int, int]
     """Indices [start, end) of the pieces that this row writes; empty if earlier rows contain all of its tokens."""

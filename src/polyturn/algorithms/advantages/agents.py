@@ -3,9 +3,9 @@
     group of 4 games, seat 0 against seat 1  ->  a group of 4 members for seat 0, a group of 4 members for seat 1
 
 A player is compared only with the players of the same seat. So a seat from which it is easy to win does not raise its
-player's advantage, and the rewards of the two players of a zero-sum game do not average to 0. A member contains the samples
-and turns of its agent. Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation), with the group of the task
-in place of the running mean of `rae`.
+player's advantage, and the rewards of the two players of a zero-sum game do not average to 0. A member of such a group has
+only the samples and turns of its agent. Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation); SPIRAL
+compares with a running mean, as the estimator `rae` does, and this module with the other members of the task's group.
 """
 
 from __future__ import annotations
