@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightChecksums:
-    """Compares the checksums of an engine's tensors with those of the sent weights."""
+    """Compares the checksums of an engine's tensors with the checksums of the sent weights."""
 
     def __init__(self, thread: OneThread) -> None:
         """Read weights in `thread`, the trainer's thread."""
@@ -69,7 +69,7 @@ class WeightChecksums:
     async def _sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compute the checksums that the tensors of each engine should have."""
         wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
-        # In a thread, because this reads all weights and episodes continue meanwhile.
+        # In a thread, because this reads all weights while episodes continue.
         self._folds, self._version = await self._thread.run(partial(fold_all, weights, wanted)), version
 
     async def problems(
@@ -102,7 +102,7 @@ class WeightChecksums:
         return problems_found
 
     async def check(self, engine: Engine, version: int) -> None:
-        """Compare an engine's checksums with those of `version`; do nothing if either is unknown.
+        """Compare an engine's checksums with the checksums of `version`; do nothing if either are unknown.
 
         Raises:
             EngineLostError: the engine did not answer.

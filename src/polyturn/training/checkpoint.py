@@ -53,7 +53,7 @@ class Checkpoints:
         self._former = former
 
     def save(self, step: int, state: Mapping[str, Any], **options: Any) -> Path:
-        """Write the checkpoint of `step` and return its folder; arguments and errors are those of `begin`."""
+        """Write the checkpoint of `step` and return its folder; takes and raises the same as `begin`."""
         return self.begin(step, state, **options)()
 
     def begin(
@@ -182,7 +182,7 @@ class Checkpoints:
         return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
     def _restore(self) -> None:
-        """Restore a checkpoint that a kill left renamed, and remove those that a kill left half deleted."""
+        """Restore a checkpoint that a kill left renamed, and remove checkpoints that a kill left half deleted."""
         for former in self.folder.glob(f"{_FORMER}step-*"):
             final = self.folder / former.name.removeprefix(_FORMER)
             if final.exists():
@@ -277,7 +277,7 @@ class Saver:
 def _discard(folder: Path) -> None:
     """Delete `folder` without leaving a partial checkpoint if a kill interrupts."""
     if folder.exists():
-        # Renamed first, because deleting takes seconds, and a kill meanwhile would leave a folder that lacks some shards.
+        # Renamed first, because deleting takes seconds, and a kill during it would leave a folder that lacks some shards.
         gone = folder.with_name(f"{_GONE}{folder.name}")
         shutil.rmtree(gone, ignore_errors=True)
         folder.rename(gone)

@@ -42,7 +42,7 @@ _NAMES = {
     "loss/grad_norm_clipped": "critic/grad_norm_clipped",
     "loss/skipped_steps": "critic/skipped_steps",
 }
-"""Metric names of a backend -> those of a critic."""
+"""Metric name of a backend -> name of the critic's metric."""
 
 
 class Critic(OverBackend):
@@ -86,7 +86,7 @@ class Critic(OverBackend):
 
 
 def local_critic(model: PreTrainedModel, *, settings: CriticSettings | None = None, **options: Any) -> Critic:
-    """Return a critic in this process over a copy of `model`'s backbone; `options` are those of `critic_backend`."""
+    """Return a critic in this process over a copy of `model`'s backbone; `options` go to `critic_backend`."""
     backbone = copy.deepcopy(model.base_model)
     assert isinstance(backbone, PreTrainedModel)
     return Critic(critic_backend(model, backbone=backbone, settings=settings, **options), settings=settings)

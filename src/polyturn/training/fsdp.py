@@ -10,8 +10,8 @@ gradient.
 
 Three points differ from one device. Gradients of the rows are summed, never averaged, because coefficients are
 normalised over the global batch (I7). Every rank runs the same number of micro-batches, some of them without weight, because
-each pass of a sharded model is collective. The norm of the gradient covers all shards, so that all ranks clip, or skip a
-step, alike.
+each pass of a sharded model is collective. The norm of the gradient covers all shards, so that all ranks clip by the same
+factor, or all skip the step.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class OverRanks(Placement):
         return self._device
 
     def in_step(self, cut: Cut) -> Cut:
-        """Wrap `cut` such that every rank gets as many micro-batches as the rank with the most."""
+        """Wrap `cut` so that every rank gets as many micro-batches as the rank with the most."""
         return functools.partial(self._cut_in_step, cut)
 
     def _cut_in_step(self, cut: Cut, samples: Sequence[TrainSample], coefs: Sequence[ArrayLike]) -> list[MicroBatch]:
@@ -129,7 +129,7 @@ class OverRanks(Placement):
 
 
 class OptimizerOverRanks(Optimizer):
-    """AdamW whose steps all ranks skip alike."""
+    """AdamW that skips a step on all ranks if one rank has a reason to."""
 
     def _skip(self, problem: str) -> None:
         """Skip the step with the reason of the first rank that has one."""

@@ -52,8 +52,8 @@ class Fusion:
         self._is_possible = True
 
     def __call__(self, function: Callable[..., Any], logits_VC: Tensor, *args: Any) -> Any:
-        """Return `function(logits_VC, *args)`. The last axis of every tensor is that of the targets, whose number may vary
-        without compiling again."""
+        """Return `function(logits_VC, *args)`. The last axis of every tensor is the targets; another number of targets does
+        not compile the function again."""
         if not self._is_possible or logits_VC.shape[1] == 1:  # torch.compile fixes a size of 1
             return function(logits_VC, *args)
         import torch._dynamo  # seconds of imports, which only this class needs

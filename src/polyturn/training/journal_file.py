@@ -5,7 +5,7 @@
                    {"s": "g81/3", "line": 1, "versions": [40], "events": […], "state": {…}}      after a complete turn
                    {"s": "g81/3", "line": 2, "versions": [40], "trajectory": {…}}                finished and scored
 
-`rollout/journal.py` defines the content of a line. This module decides which lines a resumed run may use: those of groups
+`rollout/journal.py` defines the content of a line. This module decides which lines a resumed run may use: lines of groups
 that the checkpoint has not trained, sampled by weights up to the checkpoint's. A thread hands each line to the operating
 system before the episode continues, so that the line survives kill -9 and a slow disk delays only its episode.
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "journal"
 """Name of the folder in the run's folder."""
 _TICKET = re.compile(r"g(\d+)(?:r\d+)?/")
-"""Prefix of the ids of training episodes; those of evaluations differ."""
+"""Prefix of the ids of training episodes; the ids of evaluation episodes have another one."""
 _MIN_WASTE = 1 << 20
 """Smallest number of bytes of useless lines at which a journal is rewritten, if they are also more than half of it."""
 _METRICS = {
@@ -140,8 +140,8 @@ class JournalFile:
         """Read the episodes in flight at the checkpoint of `step`.
 
         Args:
-            step: Step of the checkpoint. Lines sampled by later weights are dropped, because those weights will be trained
-                anew.
+            step: Step of the checkpoint. Lines sampled by later weights are dropped, because the resumed run will train
+                other weights in these steps.
             oldest: Ticket -> the oldest policy version that its tokens may have.
         """
         path = self._path(step)

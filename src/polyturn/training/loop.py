@@ -211,7 +211,7 @@ class Trainer:
         replayed = self._replay.draw(train.replayed_groups, step=state.step)
         if self._engine.sleep is not None:
             await self._engine.sleep()
-        if train.max_staleness == 0:  # otherwise the next step's rollout continues meanwhile
+        if train.max_staleness == 0:  # otherwise the next step's rollout continues during the update
             self._observer.begin_phase("training", None)
         update = partial(self.update.run, [*groups, *replayed], step=state.step)
         # A cancellation waits for the end of the update, because a run cannot resume from the middle of an update.

@@ -120,7 +120,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def adapter_replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Use other adapter tensors of the same shape within the context; afterwards restore the model's own.
 
-    The parameters point to other storage meanwhile, so an engine that shares the original storage is unaffected.
+    Within the context the parameters point to other storage, so an engine that shares the original storage is unaffected.
     """
     own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     saved = {name: p.data for name, p in own.items()}

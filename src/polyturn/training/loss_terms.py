@@ -45,7 +45,7 @@ class LossSettings:
     distill: DistillSettings | None = None
     """Pulls the policy towards the teacher at the sampled tokens; None does not."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
-    """The average over tokens, and the terms besides the policy loss. The ratio's denominator is the samples' old_logprobs.
+    """The average over tokens, and all terms except the policy loss. The ratio's denominator is the samples' old_logprobs.
     A batch without old_logprobs counts as on-policy: the ratio is 1 and only its gradient matters, which is correct for
     exactly one update on fresh rollouts."""
 

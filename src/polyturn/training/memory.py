@@ -39,7 +39,7 @@ class ModelSize:
     parameters: int
     """Number of parameters; tied ones count once."""
     trained: int
-    """Number of parameters with gradients; with an adapter, those of the adapter."""
+    """Number of parameters with gradients; with an adapter, the adapter's parameters."""
     layer: int
     """Number of parameters of the largest layer, which is gathered by itself."""
     outside: int
@@ -99,7 +99,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """The factors besides the model that determine the memory of a trainer rank."""
+    """Everything except the model's size that determines the memory of a trainer rank."""
 
     ranks: int = 1
     expert_parallel: int = 1
@@ -156,7 +156,7 @@ def rank_bytes(size: ModelSize, load: RankLoad) -> dict[str, int]:
     of_others = size.experts - size.experts // load.expert_parallel if size.trained == size.parameters else 0
     num_layers = size.num_layers // stages
     inputs = num_layers * size.hidden * size.element
-    # megatron-core's layers keep a quarter more than those of transformers: half of the feed-forward layer's input again,
+    # megatron-core's layers keep a quarter more than transformers' layers: half of the feed-forward layer's input again,
     # keys, and the factors of rotary positions.
     kept = size.kept if is_sharded else size.kept * 5 // 4
     tokens = -(-load.tokens // load.context_parallel)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 def encoders_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a backbone besides its decoder; empty if the backbone is the decoder."""
+    """Return the modules of a backbone that are outside its decoder; empty if the backbone is the decoder."""
     backbone = model.base_model
     assert isinstance(backbone, PreTrainedModel)
     decoder = backbone.get_decoder()

@@ -4,7 +4,7 @@
     optim_step: norm, clip, AdamW, clear
 
 The `Placement` decides whether the parameters are whole on one device or in this rank's shards. One call of
-`forward_backward` takes all samples of one optimizer step. Coefficients are normalised over that batch beforehand, so the
+`forward_backward` takes all samples of one optimizer step. The coefficients are already normalised over that batch, so the
 gradients of its micro-batches add up exactly (I7).
 """
 
@@ -93,7 +93,7 @@ class Placement:
         return next(network.saved.parameters()).device
 
     def in_step(self, cut: Cut) -> Cut:
-        """Wrap `cut` such that every process gets as many micro-batches as the process with the most."""
+        """Wrap `cut` so that every process gets as many micro-batches as the process with the most."""
         return cut
 
     def drawing(self, *of: int) -> AbstractContextManager[None]:
@@ -107,8 +107,8 @@ class Placement:
         """Free the parameters that the last pass gathered from other processes."""
 
     def adapter_replaced(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Use other adapter tensors within the context. The parameters point to other storage meanwhile, so an engine that
-        shares the original storage is unaffected."""
+        """Use other adapter tensors within the context. Until its end the parameters point to other storage, so an engine
+        that shares the original storage is unaffected."""
         return adapter_replaced(model, tensors)
 
 
@@ -305,7 +305,7 @@ class ModelBackend:
         whose, names, clock = self.network.whose, self.network.names, self.optimizer.state_dict()
         # Metadata first, so that a state of another model raises before any tensor is overwritten.
         kinds = stored_kinds(folder, whose=whose)
-        # A parameter has moments from its first gradient on; make those that the folder has, to read into them.
+        # A parameter has moments from its first gradient on; make the moments that the folder has, to read into them.
         self.optimizer.make_moments(lambda name: all(f"moments/exp_avg/{n}" in kinds for n in names.sources(name)))
         sections = self._sections()
         self._check(kinds, flat({prefix: names.kinds(tensors) for prefix, tensors in sections.items()}))

@@ -48,7 +48,7 @@ _LONG_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlsoRecord:
-    """Further records of a run besides metrics and trajectories."""
+    """Further records of a run, in addition to metrics and trajectories."""
 
     train_dump: TrajectoryDump | None = None
     eval_dump: TrajectoryDump | None = None

@@ -1,4 +1,4 @@
-"""Observer: the callbacks of a training loop. Each does nothing here; a subclass overrides those that it needs."""
+"""Observer: the callbacks of a training loop. They do nothing here; a subclass overrides the ones that it needs."""
 
 from __future__ import annotations
 

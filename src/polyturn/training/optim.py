@@ -183,11 +183,11 @@ class Optimizer:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps, and that of consecutive skipped steps."""
+        """Return the number of steps, and the number of consecutive skipped steps."""
         return {"step_count": self.step_count, "skipped": self.skipped_in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Load the result of `state_dict`; the settings stay those of the constructor."""
+        """Load the result of `state_dict`; the settings of the constructor stay."""
         self.step_count, self.skipped_in_a_row = state["step_count"], state["skipped"]
         self.zero_grad()
 

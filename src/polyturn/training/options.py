@@ -134,7 +134,7 @@ class LoraSettings:
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapter's input in training. Above 0, the trained policy differs slightly from the one that sampled."""
+    """Dropout of the adapter's input in training. Above 0, the trained policy differs slightly from the sampling policy."""
     target_modules: str | list[str] = "all-linear"
     """Suffixes of module names, a regular expression, or all-linear: every linear layer except the output embedding. In a
     model with experts, all-linear leaves out the routers, the experts and the feed-forward layers beside them."""

@@ -52,7 +52,7 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
         only: Names, in a model without an adapter, of the weights to read; None reads all.
 
     Raises:
-        ConfigError: the folder's weights are not those of this model.
+        ConfigError: the folder has the weights of another model.
     """
     mapping: list[Any] = get_model_conversion_mapping(model)
     folder, read = Path(str(model.name_or_path)), list[int]()
@@ -86,7 +86,7 @@ def take_weights(model: PreTrainedModel, tensors: Mapping[str, Tensor], device: 
 
     Args:
         model: A sharded model, without weights or with weights that are overwritten.
-        tensors: Name -> shard of a parameter or saved buffer, from a model that is cut alike.
+        tensors: Name -> shard of a parameter or saved buffer, from a model that is cut in the same way.
         device: Device of new tensors.
     """
     was_unread = is_unread(model)

@@ -163,7 +163,7 @@ class ModelPolicy(OverBackend):
 
 
 def local_policy(model: PreTrainedModel, *, loss: LossSettings | None = None, **options: Any) -> ModelPolicy:
-    """Return a policy that trains `model` in this process; `options` are those of `policy_backend`."""
+    """Return a policy that trains `model` in this process; `options` go to `policy_backend`."""
     return ModelPolicy(policy_backend(model, loss=loss, **options), loss=loss)
 
 

@@ -83,7 +83,7 @@ class PolicySnapshots:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the copies from `state_dict`, except those that the run no longer has.
+        """Load the copies from `state_dict`, except policies that the run no longer has.
 
         Raises:
             CheckpointError: a copy is of another model.
@@ -98,8 +98,7 @@ class PolicySnapshots:
             one.version = int(saved["version"])
 
     async def _take(self, one: PolicySnapshot, step: int) -> None:
-        # The embedded engine shares this memory. There is no await until the new version is set, so it samples nothing
-        # meanwhile.
+        # The embedded engine shares this memory. It cannot sample before its new version is set: until then nothing awaits.
         write_weights(one.model, self._weights())
         one.version = step
         await one.engine.update_weights(step)

@@ -130,7 +130,7 @@ class Producer:
                     break
                 self._drops.add_group(group, reason="resampled")
                 index = self._sampler.instead(visit, number=ticket, attempt=attempt)
-            # Not yet reported: all episodes with dynamic sampling, and those of a group that ran in another process.
+            # Not yet reported: with dynamic sampling all episodes, and the episodes of a group that ran in another process.
             for _ in range(len(group.trajectories) - num_counted):
                 self._on_episode()
             await self._buffer.put(ticket, group)

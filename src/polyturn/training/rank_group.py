@@ -76,7 +76,7 @@ class RankWorker:
         try:
             if method == "make":
                 models = {name: backend.held() for name, backend in self._backends.items()}
-                if network in self._backends:  # keep only the former backend's weights: there may be no memory for more
+                if network in self._backends:  # keep only the previous backend's weights: there may be no memory for more
                     self._backends.pop(network).close()
                     gc.collect()
                 (spec,) = share

@@ -242,7 +242,7 @@ class GatheredWeights:
 
 
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:
-    """Merge the ranks' metrics of a step: losses are summed, times are those of the slowest rank."""
+    """Merge the ranks' metrics of a step: losses are summed, and the slowest rank's times count."""
     times = {name: m for part in parts for name, m in part.items() if name.startswith("time/")}
     for part in parts:
         for name, metric in part.items():

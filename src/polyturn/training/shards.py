@@ -167,7 +167,7 @@ def flat(sections: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
 
 
 class Boxes(Tensor):
-    """A tensor of which this process has some live boxes, for `torch.distributed.checkpoint`."""
+    """The live boxes of a tensor that this process has, in the form that `torch.distributed.checkpoint` reads."""
 
     boxes: dict[Origin, Tensor]
     """Origin of a box in the whole tensor -> its values."""
@@ -225,8 +225,8 @@ def _reason(problem: BaseException) -> str:
 def _group(folder: Path) -> Any:
     """Return the process group for the checkpoint of a folder; None for one process.
 
-    It is separate from training's group and from those of other folders: a policy and its critic are written at the same
-    time by two threads, and in one group their collectives would run in a different order on each rank.
+    Training and every folder have groups of their own: a policy and its critic are written at the same time by two threads,
+    and in one group their collectives would run in a different order on each rank.
     """
     return _new_group(dist.group.WORLD, folder.name) if dist.is_initialized() else None
 

@@ -35,7 +35,7 @@ class LoopSettings:
 
 @dataclass(slots=True, kw_only=True)
 class LoopState:
-    """The progress of a run, kept in checkpoints besides the policy."""
+    """The progress of a run; checkpoints contain it in addition to the policy."""
 
     step: int = 0
     best: float = -math.inf

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """The options of a step, except those of the loss."""
+    """The options of a step, without the options of the loss."""
 
     train: TrainOptions = field(default_factory=TrainOptions)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
@@ -256,7 +256,7 @@ class Update:
     def _with_scores(self, samples: list[TrainSample]) -> list[TrainSample]:
         """Add the log-probabilities and values that the loss needs and the training forward pass does not compute.
 
-        With one update per step and no staleness, the trained policy is the one that sampled, and the loss uses its own
+        With one update per step and no staleness, the trained policy sampled the tokens itself, and the loss takes its own
         detached log-probabilities as the old ones.
         """
         settings = self._settings
@@ -265,7 +265,7 @@ class Update:
         is_on_policy = settings.train.updates_per_step == 1 and not settings.train.max_staleness
         needs_old = not is_on_policy or settings.correction is not None
         if needs_old or self._reward_kl is not None or self._teacher is not None:
-            # Score all samples before the first optimizer step: the old policy is the one at the start of the step.
+            # Score all samples before the first optimizer step: the old policy is the policy at the start of the step.
             from_engine = settings.algorithm.old_logprobs == "engine"
             scores = self._engine_logprobs(samples) if from_engine else self.policy.score(samples)
             samples = [s.replace(old_logprobs=lp) for s, lp in zip(samples, scores, strict=True)]

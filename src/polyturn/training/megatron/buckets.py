@@ -48,7 +48,7 @@ def sum_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Ten
 
 
 def gather_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill each tensor with the rows of all ranks of `group`, each of which has its own rows in it; collective."""
+    """Fill each tensor, in which each rank has its own rows, with the rows of all ranks of `group`; collective."""
     count = group.size()
     if count == 1:
         return

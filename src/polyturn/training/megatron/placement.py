@@ -276,7 +276,7 @@ class MegatronOptimizer(OptimizerOverRanks):
         return torch.zeros_like(live, dtype=torch.promote_types(live.dtype, torch.float32)) if grad is None else grad
 
     def _sum_over_row(self, grads: Mapping[str, Tensor]) -> None:
-        """Sum the gradients of weights that several ranks of a row have and of which each computed only a part."""
+        """Sum the gradients of weights that several ranks of a row have, where each rank computed only a part."""
         grads = {name: grad for name, grad in grads.items() if ".experts." not in name}
         # Each rank of a row has the gradient of its share of the positions or heads.
         split = [grad for name, grad in grads.items() if getattr(self._live[name], "sequence_parallel", False)]

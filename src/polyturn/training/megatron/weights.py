@@ -212,7 +212,7 @@ class ShardedNames(Names):
             own: This rank's megatron-core tensors, with layers and experts numbered from 0 on every rank.
             known: All weights of the model, and the matrices of its adapter.
             degrees: Number of ranks of each kind of parallelism.
-            tensor_rank: This rank's index among those that split the same layers.
+            tensor_rank: This rank's index among the ranks that split the same layers.
             first_layer: Index in the model of this rank's layer 0.
             first_expert: Index in the model of this rank's expert 0.
         """
