@@ -143,7 +143,7 @@ class Server:
         self._memory.look(self._process.members())
 
     async def stop(self) -> None:
-        """End the server and all processes of its session; kill those that do not end in time. Stopping twice is fine."""
+        """End the server and all processes of its session, and kill any that do not end in time. Stopping twice is fine."""
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:

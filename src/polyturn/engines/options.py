@@ -63,7 +63,7 @@ class LaunchOptions:
     """The start of a server; the flags that training needs are added automatically."""
 
     python: str | None = None
-    """Python interpreter of the environment with vLLM or SGLang; null takes the one that runs polyturn."""
+    """Python interpreter of the environment with vLLM or SGLang; null takes polyturn's own interpreter."""
     args: list[str] = field(default_factory=list)
     """Further arguments of the server, for instance ["--tensor-parallel-size", "2"]."""
     env: dict[str, str] = field(default_factory=dict)

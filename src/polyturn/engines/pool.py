@@ -222,7 +222,7 @@ class EnginePool(BaseEngine):
             await home.engine.end_session(session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Update all servers to `version`; a server that is lost meanwhile gets the weights when it comes back.
+        """Update all servers to `version`; a server that is lost during the update gets the weights when it comes back.
 
         Raises:
             EngineError: a server refused the weights, or no server is left.
@@ -285,7 +285,7 @@ class EnginePool(BaseEngine):
         self.admission.admit()
 
     async def sleep(self) -> None:
-        """Let every server release its GPU memory until the next weight update wakes it; requests wait meanwhile.
+        """Let every server release its GPU memory until the next weight update wakes it; requests wait until then.
 
         Raises:
             EngineError: a server refused.

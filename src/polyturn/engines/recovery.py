@@ -118,8 +118,8 @@ async def recover(
         served: Returns the weights that the pool serves at the moment.
         again: Provides these weights for a server that came back.
         verify: Returns the check that an engine serves them, or None to skip it.
-        on_back: Called once the server has the weights; returns false if the pool's weights changed meanwhile, which leads
-            to another attempt.
+        on_back: Called once the server has the weights; returns false, which leads to another attempt, if the pool's weights
+            have changed since.
         on_failure: Called with the error of a failed attempt, after which another one follows.
         attempt_s: Seconds that pushing and verifying may take.
 

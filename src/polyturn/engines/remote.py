@@ -560,7 +560,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
 
     @property
     def _context(self) -> int | None:
-        """Largest length of prompt plus completion, in tokens: the client's or the server's limit, whichever is shorter."""
+        """Largest length of prompt plus completion, in tokens: the smaller of the client's and the server's limits."""
         own = None if self._facts is None else self._facts.max_context
         limits = [limit for limit in (self._model.max_context, own) if limit is not None]
         return min(limits, default=None)

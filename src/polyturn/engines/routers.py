@@ -3,8 +3,8 @@
     router      scores [N, E] of all experts  ->  topk: [N, K] experts and their scores  ->  weights of the chosen
     recorded    [N, L, K] experts             ->  topk returns these experts, with their scores from the router
 
-Only the choice is replaced. The scores of the chosen experts are computed as usual, so gradients reach the router. All other
-computations of the router (softmax before or after, a bias, groups of experts, normalisation) stay those of the model.
+Only the choice is replaced. The scores of the chosen experts are computed as usual, so gradients reach the router. The model
+does everything else in the router itself (softmax before or after, a bias, groups of experts, normalisation).
 Source: Ma et al. 2025 (R3, arXiv 2510.11370).
 """
 

@@ -119,7 +119,7 @@ class ScriptedEngine(BaseEngine):
             ) from None
 
     async def _sleep(self, request_id: str) -> bool:
-        """Wait for the latency; return whether the request was aborted meanwhile."""
+        """Wait for the latency; return whether the request was aborted before its end."""
         event = self._sleeping[request_id] = asyncio.Event()
         try:
             async with asyncio.timeout(self._latency_s):

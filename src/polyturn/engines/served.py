@@ -40,7 +40,7 @@ _FOR_PROBES = 16
 
 
 def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Callable[..., LaunchSpec]) -> EnginePool:
-    """Make a pool of servers; the first call starts those that must be started.
+    """Make a pool of servers. Servers that the run starts are started by the first call.
 
     Args:
         setup: The parts of the run.
