@@ -261,7 +261,7 @@ def build_trackers(source: ConfigSource) -> tuple[TrackerSpec, ...]:
 
 
 def build_records(parts: Parts, eval_sets: Sequence[EvalSet], *, environ: Mapping[str, str] | None = None) -> AlsoRecord:
-    """Make the further records of a run besides metrics and trajectories; trackers read their settings from `environ`."""
+    """Make a run's records other than metrics and trajectories; trackers read their settings from `environ`."""
     from polyturn.tracking.dump import TrajectoryDump
     from polyturn.training.observer import AlsoRecord
 

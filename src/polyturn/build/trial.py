@@ -115,7 +115,7 @@ def _samples(groups: list[TrajectoryGroup]) -> list[TrainSample]:
 
 
 def _group(number: int, *, size: int) -> TrajectoryGroup:
-    """Return a group of two-turn conversations, every second of which succeeded."""
+    """Return a group of conversations of two turns; every second conversation succeeded."""
     name = f"made-up-{number}"
     task = Task(id=name, data_source="made_up", prompt=(Message(role="user", content="Is it so?"),))
     members = tuple(_member(task, f"{name}/{index}", won=float(index % 2)) for index in range(size))

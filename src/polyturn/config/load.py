@@ -204,7 +204,8 @@ def _file(path: Path) -> Path:
 
 
 def base_of(path: Path) -> Path:
-    """Return the folder of a configuration's relative paths: its own, or the one recorded in a run's configuration."""
+    """Return the folder of a configuration's relative paths: its own folder, or for a run's saved configuration the folder
+    that is recorded in it."""
     path = _file(path)
     if _is_of_run(path):
         with path.open(encoding="utf-8") as lines:

@@ -74,7 +74,7 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """The result of `run`: a prompt, the tokens after it, and a mask of those that the model wrote."""
+    """The result of `run`: a prompt, the tokens after it, and a mask that is 1 at tokens that the model wrote."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

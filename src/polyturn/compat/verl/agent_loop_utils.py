@@ -42,7 +42,7 @@ def build_gpt_oss_tool_response_text(messages: Sequence[Mapping[str, Any]], tool
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
-    """Return the running event loop, or that of this thread, creating one if necessary."""
+    """Return the running event loop; without one, make a loop for this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -13,7 +13,7 @@ from polyturn.compat.not_offered import refuse
 
 
 def __getattr__(name: str) -> Any:
-    """Return the other name of this module, besides `main`, that users' files import."""
+    """Return `create_rl_sampler`, which users' files also import from this module."""
     if name == "create_rl_sampler":
         from polyturn.compat.verl.sampler import create_rl_sampler
 

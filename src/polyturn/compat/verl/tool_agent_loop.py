@@ -39,7 +39,7 @@ class ToolAgentLoop(AgentLoopBase):
     """Answers turns with tool results and an interaction, until a turn needs neither or a limit is reached."""
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, **kwargs: Any) -> None:
-        """Use the given tools, or load those of `multi_turn`."""
+        """Use `tools`, or load the tools of `multi_turn`."""
         super().__init__(*args, **kwargs)
         multi_turn = self.rollout_config.multi_turn
         self.max_user_turns = multi_turn.get("max_user_turns")

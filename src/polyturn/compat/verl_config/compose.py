@@ -227,7 +227,7 @@ def _require_hydra() -> None:
 
 
 def _search_path(own: Mapping[str, Any], changes: Sequence[Override]) -> list[Path]:
-    """Return the folders of `hydra.searchpath`, including those of modules; verl's tree is always searched."""
+    """Return the folders of `hydra.searchpath`, which may name modules; verl's tree is always searched."""
     section = own.get("hydra")
     names = section.get("searchpath") if isinstance(section, Mapping) else None
     for change in changes:

@@ -345,7 +345,7 @@ def _put_function(s: Source, native_key: str, name: str, *, by: str) -> None:
 
 
 def _num_conversations(s: Source) -> int:
-    """Return the number of conversations in an episode: one plus those that an agent loop forks."""
+    """Return the number of conversations in an episode: one, plus the conversations that an agent loop forks."""
     return 1 + s.whole(FUTURES, 0, least=0)
 
 

@@ -103,7 +103,7 @@ class PolicyConfig(Section):
     """A folder or hub id; keys of the section `model`, except those for training; or `self`, a copy of the trained
     policy."""
     checkpoint: str | None = None
-    """Weights and tokenizer in place of those of `model`: a checkpoint, a run's folder (its latest checkpoint) or a model's
+    """Weights and tokenizer that replace `model`'s: a checkpoint, a run's folder (its latest checkpoint) or a model's
     folder. For an adapter, `model` is its base model; null takes the model of the run."""
     refresh_every: int | None = Field(None, ge=1)
     """For `self`: number of steps between refreshes of the copy; null keeps the policy at the start of training."""

@@ -97,7 +97,7 @@ class RunConfig(Section):
     dump: DumpConfig = DumpConfig()
     store: StoreSettings = StoreSettings()
     tracking: list[NameOrObject | TrackerConfig] = []
-    """Trackers besides metrics.jsonl: names, or {name: wandb, project: …} with the tracker's arguments."""
+    """Trackers in addition to metrics.jsonl: names, or {name: wandb, project: …} with the tracker's arguments."""
     compat: CompatConfig = CompatConfig()
 
     @property
