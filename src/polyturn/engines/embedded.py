@@ -99,7 +99,7 @@ class EmbeddedEngine:
         routers = Routers.of(self.module) if routes else None
         if routes and routers is None:
             raise ConfigError(f"{type(model).__name__} has no experts, so there are no routes; remove `routes`")
-        self._shown = None if media is None else ShownPrompts(model, media)
+        self._prompts = None if media is None else ShownPrompts(model, media)
         self.stats = stats = EngineStats()
         self.version = 0  # the policy version of the current parameters
         self.max_burst_s = MAX_BURST_S
@@ -165,7 +165,7 @@ class EmbeddedEngine:
             future=future,
             uniform=uniform,
             versions=[(0, self.version)],
-            prompt_with_media=None if self._shown is None else self._shown.of(request),
+            prompt_with_media=None if self._prompts is None else self._prompts.of(request),
         )
         self._requests[request.request_id] = running
         self._waiting.append(running)

@@ -57,7 +57,7 @@ class SlotAllocator:
         still_waiting = []
         num_free = self._slots.running.count(None)
         for running in waiting:
-            if num_free and self._place(running, copies):
+            if num_free and self._assign(running, copies):
                 num_free -= 1
             else:
                 still_waiting.append(running)
@@ -94,7 +94,7 @@ class SlotAllocator:
             if running is not None:
                 running.slot = slot
 
-    def _place(self, running: SlotRequest, copies: list[PrefixCopy]) -> bool:
+    def _assign(self, running: SlotRequest, copies: list[PrefixCopy]) -> bool:
         """Put the request into a free slot; return False if it waits for a prefix that is being computed."""
         slots, request = self._slots, running.request
         prompt, length = running.keys, len(request.prompt_ids)

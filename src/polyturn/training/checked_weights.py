@@ -31,11 +31,11 @@ class WeightChecksums:
     def __init__(self, thread: OneThread) -> None:
         """Read weights in `thread`, the trainer's thread."""
         self._thread = thread
-        self._made_of: dict[Engine, Composition] = {}
+        self._compositions: dict[Engine, Composition] = {}
         self._version = -1
         self._folds: Folds = {}
         """Checksums of the weights of that version."""
-        self._right: set[Engine] = set()
+        self._passed: set[Engine] = set()
         """Engines whose last check passed and that have not been left out since."""
 
     async def learn(self, engines: Mapping[str, Engine], weights: Mapping[str, Tensor]) -> None:
@@ -50,7 +50,7 @@ class WeightChecksums:
             if checksums is None:
                 logger.info("%s reports no checksums, so its weights are not compared; see docs/guides/engines.md", name)
                 continue
-            composition = self._made_of[engine] = await self._thread.run(partial(Composition.find, checksums, weights))
+            composition = self._compositions[engine] = await self._thread.run(partial(Composition.find, checksums, weights))
             logger.info(
                 "checksums of %d of %d tensors are compared now and whenever %s comes back",
                 len(composition.names),
@@ -60,15 +60,15 @@ class WeightChecksums:
 
     def forget(self, engine: Engine) -> None:
         """Check `engine`, which has come back, again at the next sync."""
-        self._right.discard(engine)
+        self._passed.discard(engine)
 
     def keep(self, live: Iterable[Engine]) -> None:
         """Check all engines but the `live` ones again once they serve: a server that was down may be a new process."""
-        self._right &= set(live)
+        self._passed &= set(live)
 
     async def _sent(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Compute the checksums that the tensors of each engine should have."""
-        wanted = frozenset().union(*(composition.needed for composition in self._made_of.values()))
+        wanted = frozenset().union(*(composition.needed for composition in self._compositions.values()))
         # In a thread, because this reads all weights while episodes continue.
         self._folds, self._version = await self._thread.run(partial(fold_all, weights, wanted)), version
 
@@ -80,26 +80,26 @@ class WeightChecksums:
         `engines` are all engines that serve. One that has passed and served ever since is not checked again.
         """
         self.keep(engines.values())
-        compared = self._made_of.keys() - self._right
+        compared = self._compositions.keys() - self._passed
         to_check = {name: engine for name, engine in engines.items() if engine in compared}
         if not to_check:
             return {}
         await self._sent(version, weights)
-        problems_found: dict[str, EngineError] = {}
+        failures: dict[str, EngineError] = {}
 
         async def check(name: str, engine: Engine) -> None:
             try:
                 await self.check(engine, version)
             except EngineError as problem:
-                problems_found[name] = problem
+                failures[name] = problem
             else:
-                self._right.add(engine)
+                self._passed.add(engine)
 
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 for name, engine in to_check.items():
                     tasks.create_task(check(name, engine))
-        return problems_found
+        return failures
 
     async def check(self, engine: Engine, version: int) -> None:
         """Compare an engine's checksums with the checksums of `version`; do nothing if either are unknown.
@@ -108,7 +108,7 @@ class WeightChecksums:
             EngineLostError: the engine did not answer.
             EngineError: the engine holds other weights; the message names the tensors.
         """
-        composition = self._made_of.get(engine)
+        composition = self._compositions.get(engine)
         # A missing checksum is not a failure, because the probe of logprobs checks every engine too.
         if composition is None or not composition.parts or version != self._version or not isinstance(engine, Checked):
             return

@@ -76,7 +76,7 @@ class _EpisodeLines:
     first: _LineSpan
     """Position of its first line."""
     others: list[tuple[Mapping[str, Any], _LineSpan]] = field(default_factory=list)
-    given_up: _LineSpan | None = None
+    why_not_span: _LineSpan | None = None
     """Position of the line that says why the episode cannot be continued."""
 
 
@@ -97,12 +97,12 @@ class JournalFile:
         self._live: _Lines = {}
         self._trained: _Lines = {}
         """The lines of groups that were trained or cut off since the checkpoint, if its weights may have sampled them."""
-        self._gone: set[int] = set()
+        self._cut_off: set[int] = set()
         """Tickets that were cut off; their later lines are dropped."""
-        self._held: dict[str, JournaledEpisode] = {}
+        self._unstarted: dict[str, JournaledEpisode] = {}
         """Episodes in flight when the previous run ended, which have not started again yet."""
         self._counts: Counter[str] = Counter()
-        self._unsaid: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
         """Outcome -> number of episodes since the last report."""
         self._reasons: Counter[str] = Counter()
         self._warned: set[str] = set()
@@ -121,7 +121,7 @@ class JournalFile:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
                     old.unlink(missing_ok=True)
-                self._write_anew(self._path(step))
+                self._rewrite(self._path(step))
             except OSError as problem:
                 self._end(problem)
 
@@ -152,9 +152,9 @@ class JournalFile:
                 ticket = _ticket(episode)
                 if ticket is None:
                     continue
-                spans = [entries.first, *([] if entries.given_up is None else [entries.given_up])]
+                spans = [entries.first, *([] if entries.why_not_span is None else [entries.why_not_span])]
                 spans += _choose(entries, step=step, oldest=oldest(ticket))
-                self._held[episode] = entries.state
+                self._unstarted[episode] = entries.state
                 self._live.setdefault(ticket, {})[episode] = spans
             self._open(path)
             self._put(b"\n")  # the last line may be incomplete
@@ -174,13 +174,13 @@ class JournalFile:
                 if lines is not None and oldest <= self._step:
                     self._trained[ticket] = lines
                 if are_cut:
-                    self._gone.add(ticket)
+                    self._cut_off.add(ticket)
             groups = [*self._live.values(), *self._trained.values()]
             useful = sum(span.length for group in groups for spans in group.values() for span in spans)
             if self._file is None or self._size - useful <= max(_MIN_WASTE, useful):
                 return
             try:
-                self._write_anew(self._path(self._step))
+                self._rewrite(self._path(self._step))
             except OSError as problem:
                 logger.warning(
                     "the journal of conversations in flight cannot be rewritten (%s), so the file keeps growing; free space "
@@ -191,18 +191,18 @@ class JournalFile:
     def read_metrics(self) -> Mapping[str, float]:
         """Return the numbers of episodes that continued, restarted, and could not be kept since the last call."""
         counts = {metric: float(self._counts[name]) for name, metric in _METRICS.items()}
-        is_over = not self._held or not self._counts  # otherwise episodes in `_held` may start in a later step
-        self._unsaid += self._counts
+        is_over = not self._unstarted or not self._counts  # otherwise episodes in `_unstarted` may start in a later step
+        self._unlogged += self._counts
         self._counts = Counter()
-        if is_over and (self._unsaid["resumed"] or self._unsaid["restarted"]):
+        if is_over and (self._unlogged["resumed"] or self._unlogged["restarted"]):
             why = most_common(self._reasons, 5)
             logger.info(
                 "conversations in flight: %d continued from their last complete turn, %d restarted from their tasks%s",
-                self._unsaid["resumed"],
-                self._unsaid["restarted"],
+                self._unlogged["resumed"],
+                self._unlogged["restarted"],
                 f" ({why})" if why else "",
             )
-            self._unsaid, self._reasons = Counter(), Counter()
+            self._unlogged, self._reasons = Counter(), Counter()
         return counts
 
     def close(self) -> None:
@@ -218,13 +218,13 @@ class JournalFile:
 
     def recall(self, episode: str) -> JournaledEpisode | None:
         """Return the recorded part of an episode, once."""
-        return self._held.pop(episode, None)
+        return self._unstarted.pop(episode, None)
 
     def recall_lost(self, episode: str) -> JournaledEpisode | None:
         """Return the recorded part of an episode of this run whose process died."""
         with self._lock:
             ticket = _ticket(episode)
-            if self._file is None or ticket is None or ticket in self._gone:
+            if self._file is None or ticket is None or ticket in self._cut_off:
                 return None
             spans = self._live.get(ticket, {}).get(episode, [])
             lines = _read_lines((os.pread(self._file, p.length, p.offset), p) for p in spans).get(episode)
@@ -259,7 +259,7 @@ class JournalFile:
     def _append(self, episode: str, line: Line) -> None:
         ticket = _ticket(episode)
         with self._lock:
-            if self._file is None or ticket is None or ticket in self._gone:
+            if self._file is None or ticket is None or ticket in self._cut_off:
                 return
             span = self._put(line.data)
             if span is not None:
@@ -270,7 +270,7 @@ class JournalFile:
 
     # Called with the lock held.
 
-    def _write_anew(self, path: Path) -> None:
+    def _rewrite(self, path: Path) -> None:
         """Write the useful lines to `path`, the new journal."""
         draft = path.with_name(f".{path.name}")  # renamed when complete, so that a kill leaves one of the two
         with draft.open("wb") as file:
@@ -369,7 +369,7 @@ def _read_lines(lines: Iterable[tuple[bytes, _LineSpan]]) -> dict[str, _EpisodeL
                     state=JournaledEpisode(digest=line["begun"], why_not=line["why_not"]), first=span
                 )
             elif "line" not in line:
-                entries[episode].state.why_not, entries[episode].given_up = line["why_not"], span
+                entries[episode].state.why_not, entries[episode].why_not_span = line["why_not"], span
             else:
                 others = entries[episode].others
                 while others and others[-1][0]["line"] >= line["line"]:

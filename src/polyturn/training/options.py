@@ -241,7 +241,7 @@ class TrainOptions:
     replay: Annotated[float, Field(ge=0, le=4)] = 0.0
     """Number of groups of earlier steps that a step trains on again, as a share of its new groups, within max_staleness."""
     checkpoint_every: Annotated[int | str, AfterValidator(_steps_or_time)] = "10m"
-    """Number of steps between checkpoints, or the time between them, such as 30s, 10m or 2h. The time grows such that
+    """Number of steps between checkpoints, or the time between them, such as 30s, 10m or 2h. The time grows so that
     writing takes at most a fiftieth of it. 0 saves only at the start, at the end, and when the run is interrupted (except by
     kill -9). A warm start is saved by time only."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2

@@ -36,10 +36,10 @@ def estimate(
 ) -> BatchAdvantages:
     """Return one advantage per trajectory: A = b (r - mean of the group) / (std + 1e-4).
 
-    b is K / (K - 1) for rloo in a group of K, else 1. `std` is over the group or the batch: of the centred rewards for
-    reinforce_plus_plus, else of r. Scale none does not divide. gdpo normalises each reward function within the group and the
-    weighted sum over the batch, for both grpo and rloo; for reinforce_plus_plus it is the same as none. A function without a
-    score for a trajectory adds nothing to that trajectory's sum.
+    b is K / (K - 1) for rloo in a group of K, else 1. `std` is taken over the group or the batch, for reinforce_plus_plus
+    of the centred rewards, else of r. Scale none does not divide. Scale gdpo normalises each reward function within the
+    group and their weighted sum over the batch, for both grpo and rloo; with reinforce_plus_plus it does the same as none.
+    A function without a score for a trajectory adds nothing to that trajectory's sum.
 
     Args:
         batch: The groups of a step.

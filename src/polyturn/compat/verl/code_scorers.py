@@ -1,6 +1,6 @@
 """verl's `verl.utils.reward_score.sandbox_fusion`: runs programs on tests in a SandboxFusion service.
 
-verl also returns the result of each test; here the second value is an empty list, because the score shows failing tests and
+verl returns the score and the results of the tests. Here the results are an empty list: failing tests lower the score, and
 an unavailable sandbox raises an exception.
 """
 

@@ -228,9 +228,9 @@ class ShardedNames(Names):
         named = ((plain_name(name), tensor) for name, tensor in model.named_parameters())
         self._shapes = {name: tuple(tensor.shape) for name, tensor in named if name in sources}
         mine = {name: {origin: tuple(box.shape) for origin, box in boxes.items()} for name, boxes in self.parts(own).items()}
-        self._held: list[dict[str, dict[Origin, tuple[int, ...]]]] = [{}] * dist.get_world_size()
+        self._rank_boxes: list[dict[str, dict[Origin, tuple[int, ...]]]] = [{}] * dist.get_world_size()
         """For each rank: tensor -> origin of a box on that rank -> shape of the box."""
-        dist.all_gather_object(self._held, mine)
+        dist.all_gather_object(self._rank_boxes, mine)
 
     def copies(self) -> dict[str, int]:
         """Return for each weight of this rank the number of ranks with the same part; a tied weight counts for both
@@ -238,7 +238,7 @@ class ShardedNames(Names):
         counts = {}
         for name, (first, *_) in self._boxes.items():
             source = self._entry_of[name].sources[first.source]
-            counts[name] = sum(first.at in boxes.get(source, ()) for boxes in self._held)
+            counts[name] = sum(first.at in boxes.get(source, ()) for boxes in self._rank_boxes)
         return counts
 
     def kinds(self, tensors: Mapping[str, Tensor]) -> dict[str, TensorKind]:
@@ -258,7 +258,8 @@ class ShardedNames(Names):
         """Return a whole weight on the CPU on rank 0, and None elsewhere."""
         mine, rank, seen = self.parts(tensors).get(name, {}), dist.get_rank(), set[Origin]()
         whole = torch.empty(self._shapes[name], dtype=self.kinds(tensors)[name].dtype) if rank == 0 else None
-        for owner, boxes in enumerate(self._held):  # each box from the first rank that has it, all boxes of a rank at once
+        # Each box comes from the first rank that has it; a rank sends all its boxes at once.
+        for owner, boxes in enumerate(self._rank_boxes):
             origins = [origin for origin in boxes.get(name, ()) if origin not in seen]
             seen.update(origins)
             if not origins or rank not in (0, owner):
