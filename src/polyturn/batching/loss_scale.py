@@ -3,7 +3,7 @@
     strategy             sampled tokens that are trained
     default              all, in all turns
     all                  another name for `default`
-    last_round           those of the sample's last assistant message, which may have several turns (`episode.go_on`)
+    last_round           the sample's last assistant message, which may have several turns (`episode.go_on`)
     ignore_empty_think   all except an empty <think></think>
     ignore_think_prefix  all except the <think> at the beginning of a turn
     last_round+mine      several strategies: their weights are multiplied
@@ -87,8 +87,8 @@ class SampledTurn:
 
 
 def _num_shared(beginning: str, text: str) -> int:
-    """Return the length in characters of the common prefix. `beginning` may end with a replacement character for an
-    incomplete one, which does not count."""
+    """Return the length of the common prefix, in characters. It ends before the replacement character (U+FFFD) that stands
+    for an incomplete character at the end of `beginning`."""
     return next((i for i, (a, b) in enumerate(zip(beginning, text, strict=False)) if a != b), min(len(beginning), len(text)))
 
 

@@ -203,9 +203,9 @@ class EpisodeJournal:
             return None
         why = None
         if entries.digest != self._digest:
-            why = "its task, its tools, its sampling or the library's way to keep it are others now"
+            why = "its task, its tools, its sampling settings or the journal's format changed"
         elif not entries.lines:
-            why = entries.why_not or "no turn of it was complete"
+            why = entries.why_not or "it had no complete turn"
         if why is None:
             return entries
         self._held = None
