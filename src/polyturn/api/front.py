@@ -263,7 +263,7 @@ def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step
         options = RunOptions(again=_again, resume=resume, on_step=called)
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
         run = _run_of(finished, arguments, source, on_step=on_step)
-        if not isinstance(finished, Path):  # a path is the result of a follower rank; only the leader logs
+        if not isinstance(finished, Path):  # a path is the result of a follower rank; only the controller logs
             logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
@@ -286,7 +286,7 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
         )
         run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
     if not reports:
-        raise SystemExit(0)  # on a follower rank; the leader has printed the report
+        raise SystemExit(0)  # on a follower rank; the controller has printed the report
     make_console().print(str(reports[0]), soft_wrap=True)
     reports[0].require_start()
     return reports[0]
@@ -321,7 +321,7 @@ def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | Non
     from polyturn.api.training import TrainedRun
 
     if finished is None:
-        raise SystemExit(0)  # on a follower rank, if the leader ended without a folder
+        raise SystemExit(0)  # on a follower rank, if the controller ended without a folder
     folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
     @_in_a_sentence

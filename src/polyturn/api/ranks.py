@@ -50,14 +50,14 @@ def this_rank() -> ThisRank | None:
 
 
 def tell_start(name: str) -> None:
-    """Log the start of a run, on the leader only."""
+    """Log the start of a run, on the controller only."""
     this = this_rank()
     if this is None or this.rank == 0:
         logger.info("%s: checking the configuration, then loading PyTorch and the model", name)
 
 
 def keep_serving() -> None:
-    """Ignore SIGINT and SIGTERM on a follower: the leader needs this rank for the last checkpoint, and then ends it."""
+    """Ignore SIGINT and SIGTERM on a follower: the controller needs this rank for the last checkpoint, and then ends it."""
     if threading.current_thread() is threading.main_thread():  # signal.signal raises in other threads (`polyturn.steps`)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -135,7 +135,7 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
     if this.rank > 0 and options.dry_run is not None:
         return None  # rank 0 alone shows the plan, and joins no group
     if this.rank > 0:
-        return build.follow_leader(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
+        return build.follow(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
     attempt = _Attempt(source=source, resume=options.resume)
     restarts = 0 if options.dry_run is not None else config.cluster.restarts
     if restarts and this.size > 1:

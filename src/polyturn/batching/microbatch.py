@@ -5,7 +5,7 @@
     packed    end to end, without padding                       [ a a a a b b b c c c c c c c ]
     shared    packed, and common prefixes only once             [ a a a a b c c c c ]    (`packing.py`)
 
-A plan consists of numbers only: the leader makes it for all ranks, and each rank lays out its share. Every rank gets the
+A plan consists of numbers only: the controller makes it for all ranks, and each rank lays out its share. Every rank gets the
 same number of micro-batches, because collectives inside the model need all ranks. If a rank would have fewer than the
 others, it gets further ones that contain the shortest sample, with weight 0. Gradients are sums over the global batch, so
 the plan does not change them (I7).

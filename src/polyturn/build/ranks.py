@@ -2,7 +2,7 @@
 
 controller   build_parts, with a group of ranks      only it has tools, rewards, engine, tasks
 rank         model_of, rank_of                       tokenizer and shards of the model, then the controller's commands
-torchrun     lead on rank 0, follow_leader           rank 0 is both
+torchrun     lead on rank 0, follow on the others    rank 0 is both the controller and a rank
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
 
 
 def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
-    """Join the process group as its leader, and return the parts with the rank group."""
+    """Join the process group as rank 0, the controller, and return the parts with the rank group."""
     from polyturn.training import process_group
 
     config = parts.source.config
@@ -132,8 +132,9 @@ def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
     return dataclasses.replace(parts, rank_group=rank_group)
 
 
-def follow_leader(source: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
-    """Follow the leader until it ends, and return its last message; `on_joined` is called after all ranks have joined."""
+def follow(source: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
+    """Run the controller's commands until it ends, and return its last message; `on_joined` is called when all ranks have
+    joined."""
     from polyturn.training import process_group
 
     check_ranks(source.config, num_ranks)
@@ -172,7 +173,7 @@ def model_maker(
 def rank_of(
     source: ConfigSource, make_model: Callable[[], PreTrainedModel], media: MediaProcessor | None, device: torch.device
 ) -> RankWorker:
-    """Return the worker that runs the leader's commands on this rank."""
+    """Return the worker that runs the controller's commands on this rank."""
     from polyturn.training.backend import backends
     from polyturn.training.critic import critic_backend
     from polyturn.training.hf import checkpoint_activations

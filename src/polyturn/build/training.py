@@ -61,7 +61,7 @@ def build_policy(parts: Parts, optim: OptimSettings, *, max_tokens_per_batch: in
     if parts.rank_group is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
     path = parts.source.config.model.path
-    # A model object from a program may differ between ranks, so ranks start with the leader's weights.
+    # A model object from a program may differ between ranks, so ranks start with the controller's weights.
     is_object = isinstance(path, LiveObject)
     start = parts.model.state_dict() if is_object else None
     # An embedded engine in this process samples from this process's model, so the model must follow the ranks.

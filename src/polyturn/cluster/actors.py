@@ -6,7 +6,7 @@
                             RolloutActor x workers       episodes: tools, interactions, rewards; they call the engines
 
 An actor receives a function that builds its part, not a configuration, so this file is independent of the parts. Each actor
-reports its log files, so that the driver can quote them if the actor dies.
+reports its log files, so that the controller can quote them if the actor dies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankActor(Actor):
         self._rank = build()
 
     def run(self, command: str, share: tuple[Any, ...]) -> RankReply:
-        """Run one command of the leader."""
+        """Run one command of the controller."""
         return self._rank.run(command, share)
 
 

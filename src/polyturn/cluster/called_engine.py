@@ -1,7 +1,7 @@
 """CalledEngine: an engine in another process of the run, used through remote calls of its methods.
 
-worker process, embedded engine of the leader      CalledEngine(leader.call, …)                `worker_process.py`
-controller or Ray worker, engine in an actor       ActorEngine(member, …), which also takes weights
+worker process, embedded engine of the controller    CalledEngine(controller.call, …)             `worker_process.py`
+controller or Ray worker, engine in an actor         ActorEngine(member, …), which also takes weights
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class CalledEngine(BaseEngine):
         await self._call("end_session", session_id)
 
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None) -> None:
-        """Refuse, because only the leader updates weights.
+        """Refuse, because only the controller updates weights.
 
         Raises:
             EngineError: always.
         """
-        raise EngineError(f"a rollout worker was to bring version {version} to the engine, which only the leader does")
+        raise EngineError(f"a rollout worker cannot send policy version {version} to the engine; only the controller can")

@@ -1,4 +1,4 @@
-"""Clients in the driver for the actors of ranks and workers (for engines: `actor_engine.py`).
+"""Clients in the controller for the actors of ranks and workers (for engines: `actor_engine.py`).
 
     RayRankGroup    every rank runs a command on its share
     RayWorker       a worker of a `WorkerPool`
@@ -27,7 +27,7 @@ from polyturn.training.rank_group import values_of
 
 
 class RayRankGroup:
-    """All trainer ranks. The leader is not a rank and holds no shard of the model."""
+    """All trainer ranks. The controller is not a rank and holds no shard of the model."""
 
     def __init__(self, ranks: Sequence[Member], *, row_width: int, on_close: Callable[[], object]) -> None:
         self._on_close = on_close

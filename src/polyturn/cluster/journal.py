@@ -1,10 +1,10 @@
-"""The journal for episodes on workers: each line is sent to the leader, which writes the file.
+"""The journal for episodes on workers: each line is sent to the controller, which writes the file.
 
-    worker   WorkerJournal.write   line -> post -> waits                        episode continues once the line is on disk
-    leader   carry                 posts(received so far) -> JournalFile.append   one call to each worker is always pending
+    worker       WorkerJournal.write   line -> post -> waits                  the episode continues once the line is on disk
+    controller   carry                 posts(received) -> JournalFile.append  one call to each worker is always pending
 
-After a resume or the death of another worker, the leader sends a group together with the journal's lines of its episodes.
-So any worker can continue an episode after its last complete turn.
+After a resume or the death of another worker, the controller sends a group together with the journal's lines of its
+episodes. So any worker can continue an episode after its last complete turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyturn.training.journal_file import JournalFile, Line, is_of_training, to
 
 
 class JournalEntry(NamedTuple):
-    """A line or a count from a worker's episode for the leader's journal."""
+    """A line or a count from a worker's episode for the controller's journal."""
 
     number: int
     """Position in the worker's sequence of entries, from 1."""
@@ -32,7 +32,7 @@ class JournalEntry(NamedTuple):
 
 
 class ResumeState(NamedTuple):
-    """The leader's journal of a group, from which a worker resumes its episodes."""
+    """The controller's journal of a group, from which a worker resumes its episodes."""
 
     episodes: Mapping[str, JournaledEpisode]
     """Episode id -> record, for the episodes that were in flight."""
@@ -49,13 +49,13 @@ class WorkerJournal:
         self._thread = OneThread("polyturn-journal")
         self._held: dict[str, JournaledEpisode] = {}
         self._posts: deque[JournalEntry] = deque()
-        """Entries that the leader has not confirmed yet."""
+        """Entries that the controller has not confirmed yet."""
         self._num_posts = 0
         self._news = asyncio.Event()
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def hand(self, state: ResumeState | None) -> None:
-        """Take over the leader's records of episodes that are about to run here; None if the leader keeps no journal."""
+        """Take over the records of episodes that are about to run here; None if the controller keeps no journal."""
         self._is_kept = state is not None
         if state is not None:
             self._held.update(state.episodes)
@@ -73,7 +73,7 @@ class WorkerJournal:
         return list(self._posts)
 
     def takes(self, episode: str) -> bool:
-        """Return whether the leader keeps a journal and the episode belongs to training."""
+        """Return whether the controller keeps a journal and the episode belongs to training."""
         return self._is_kept and is_of_training(episode)
 
     def recall(self, episode: str) -> JournaledEpisode | None:
@@ -81,7 +81,7 @@ class WorkerJournal:
         return self._held.pop(episode, None)
 
     async def write(self, episode: str, line: Callable[[], Mapping[str, Any]]) -> None:
-        """Send a line to the leader, and return once it is on disk there.
+        """Send a line to the controller, and return once it is on disk there.
 
         Raises:
             SnapshotError: the line cannot be built.
@@ -92,7 +92,7 @@ class WorkerJournal:
         await self._waiting[number]
 
     def count(self, name: str, *, reason: str = "") -> None:
-        """Let the leader count an episode that was "resumed" or "restarted", or whose snapshot "failed"."""
+        """Let the controller count an episode that was "resumed" or "restarted", or whose snapshot "failed"."""
         self._say(counted=name, reason=reason)
 
     def _say(self, **what: Any) -> int:
@@ -103,10 +103,10 @@ class WorkerJournal:
 
 
 async def carry(journal: JournalFile, posts: Callable[[int], Awaitable[list[JournalEntry]]]) -> None:
-    """Copy the entries of one worker into the leader's journal, until cancelled or the worker is gone.
+    """Copy the entries of one worker into the controller's journal, until cancelled or the worker is gone.
 
     Args:
-        journal: The leader's journal.
+        journal: The controller's journal.
         posts: Calls the worker's `WorkerJournal.posts`; its exceptions end this function.
     """
     received = 0

@@ -1,4 +1,4 @@
-"""Actor, the base of every actor of a run, and Member, its handle in the driver: location, log tail and errors."""
+"""Actor, the base of every actor of a run, and Member, its handle in the controller: location, log tail and errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""RolloutWorker: runs episodes in a separate process, which Ray (`actors.py`) or the leader of the run on this machine
-(`worker_process.py`) starts.
+"""RolloutWorker: runs episodes in a separate process, started by Ray (`actors.py`) or, on one machine, by the controller
+(`worker_process.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class RolloutWorker:
 
         Args:
             spec: The group.
-            resume_state: The leader's journal of the group's episodes; None if the leader keeps no journal.
-            view: The leader's view of the engines; None if this process does not call them directly.
+            resume_state: The controller's journal of the group's episodes; None if the controller keeps no journal.
+            view: The controller's view of the engines; None if this process does not call them directly.
 
         Returns:
             The group, and this process's statistics of the engines, or None if it does not call them directly.
@@ -54,7 +54,7 @@ class RolloutWorker:
         return group, None if engine is None else engine.use()
 
     async def follow(self, view: PoolView) -> None:
-        """Update the pool of engines to the leader's view; if requests are held back, return once none runs."""
+        """Update the pool of engines to the controller's view; if requests are held back, return once none runs."""
         self._apply(view)
         if (gate := self._gate) is not None:
             await gate.drain()
@@ -85,5 +85,5 @@ class RolloutWorker:
         return live.lengths
 
     async def posts(self, received: int) -> list[JournalEntry]:
-        """Wait for journal entries of the episodes after number `received`, and return them for the leader's journal."""
+        """Wait for journal entries of the episodes after number `received`, and return them for the controller's journal."""
         return await self._journal.posts(received)

@@ -1,11 +1,11 @@
 """Rollout workers as processes of this machine, so that Python code of tools, users and rewards can use several cores.
 
-    leader                                              worker's process
+    controller                                          worker's process
     WorkerPool -> ProcessWorker.run(spec)   -------->   RolloutWorker.run
     embedded engine  <---------------------- generate, abort, end_session   CalledEngine
     EnginePool.on_change  --- PoolView ---->   FollowingPool  ---- HTTP ---->   servers (vLLM, SGLang)
 
-One socket carries calls in both directions. An embedded engine, the order of its requests and its load stay in the leader;
+One socket carries calls in both directions. An embedded engine, the order of its requests and its load stay in the controller;
 workers send requests to servers directly (`engines/following.py`).
 """
 
@@ -38,14 +38,14 @@ _MAIN = "from polyturn.cluster.worker_process import main; main()"
 _END_S = 5.0
 """Seconds that a worker may take to exit before it is killed."""
 _LOOK_S = 1.0
-"""Seconds between two checks whether the leader lives."""
+"""Seconds between two checks whether the controller lives."""
 
 Build = Callable[[WorkerJournal, Engine | None], RolloutPool]
-"""Makes a worker's pool from its journal, and the leader's engine or None."""
+"""Makes a worker's pool from its journal, and the controller's engine or None."""
 
 
 class ProcessWorker(RemoteWorker):
-    """The leader's handle of a worker in a separate process."""
+    """The controller's handle of a worker in a separate process."""
 
     def __init__(self, name: str, build: bytes, engine: Engine | None) -> None:
         """Store the arguments; the first call starts the process.
@@ -53,7 +53,7 @@ class ProcessWorker(RemoteWorker):
         Args:
             name: The display name.
             build: A pickled `Build`.
-            engine: The leader's engine, which the worker's episodes use; None if the worker sends requests to servers.
+            engine: The controller's engine, which the worker's episodes use; None if the worker sends requests to servers.
         """
         super().__init__(name)
         self._build = build
@@ -104,32 +104,32 @@ async def _log(name: str, level: int, message: str) -> None:
     logging.getLogger(name).log(level, "%s", message)
 
 
-class _LogToLeader(logging.Handler):
-    """Forwards log records to the leader."""
+class _LogToController(logging.Handler):
+    """Forwards log records to the controller."""
 
-    def __init__(self, leader: Peer) -> None:
+    def __init__(self, controller: Peer) -> None:
         super().__init__(logging.INFO)
-        self._leader = leader
+        self._controller = controller
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record; called from any thread."""
         message = self.format(record)
-        self._loop.call_soon_threadsafe(self._leader.notify, "log", record.name, record.levelno, message)
+        self._loop.call_soon_threadsafe(self._controller.notify, "log", record.name, record.levelno, message)
 
 
 def main() -> None:
-    """Run episodes until the leader hangs up or dies."""
-    leader = int(sys.argv[2])
-    threading.Thread(target=_end_behind, args=(leader,), name="polyturn-leader", daemon=True).start()
+    """Run episodes until the controller hangs up or dies."""
+    controller = int(sys.argv[2])
+    threading.Thread(target=_end_behind, args=(controller,), name="polyturn-controller", daemon=True).start()
     asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
-    if os.getppid() != leader:
+    if os.getppid() != controller:
         _end_session()
 
 
-def _end_behind(leader: int) -> None:
-    """Kill this process and its children after the death of the leader, even if a tool blocks the event loop or a thread."""
-    while os.getppid() == leader:
+def _end_behind(controller: int) -> None:
+    """Kill this process and its children once the controller is dead, even if a tool blocks the event loop or a thread."""
+    while os.getppid() == controller:
         time.sleep(_LOOK_S)
     time.sleep(_END_S)
     _end_session()
@@ -148,16 +148,16 @@ async def _serve(connection: socket.socket) -> None:
         ended.set()
         return ConnectionError("the process that leads the run is gone")
 
-    leader = Peer(methods, on_end=end)
+    controller = Peer(methods, on_end=end)
 
     async def boot(path: list[str], build: bytes, capabilities: EngineCapabilities | None) -> None:
         sys.path[:] = path  # so that modules next to the program's file can be imported here too
         make: Build = pickle.loads(build)
-        engine = None if capabilities is None else CalledEngine(leader.call, capabilities)
+        engine = None if capabilities is None else CalledEngine(controller.call, capabilities)
         worker = RolloutWorker(lambda journal: make(journal, engine))
         methods.update(run=worker.run, follow=worker.follow, abort=worker.abort, posts=worker.posts)
-        logging.getLogger("polyturn").addHandler(_LogToLeader(leader))
+        logging.getLogger("polyturn").addHandler(_LogToController(controller))
 
     methods["boot"] = boot
-    await leader.connect(connection)
+    await controller.connect(connection)
     await ended.wait()

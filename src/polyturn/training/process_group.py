@@ -1,7 +1,7 @@
-"""The rank group of processes started by torchrun, or of a single process: rank 0 leads, the others follow.
+"""The rank group of processes started by torchrun, or of a single process: rank 0 is the controller, the others follow it.
 
-    leader     call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
-    follower   follow(): wait for a command, run it, answer; until the leader closes
+    controller   call(command, shares)  -- scatter -->  every rank runs it  -- gather -->  answers
+    follower     follow(): wait for a command, run it, answer; until the controller closes
 
 Commands use a separate process group on the CPU, without a timeout, because rollouts may take long. A process that dies
 closes its connections, which wakes the others.
@@ -55,7 +55,7 @@ def _meeting() -> tuple[dist.Store, int, int]:
 
 
 class ProcessRankGroup:
-    """The leader, which is a rank too."""
+    """The controller, which is a rank too."""
 
     def __init__(self, rank: RankWorker, *, row_width: int) -> None:
         """Lead the process group, while every other process calls `follow`."""
@@ -82,10 +82,10 @@ class ProcessRankGroup:
             raise RankLostError(self._lost)
         try:
             with self._lock:
-                # The leader is a rank too, and computes its share before it gathers the answers.
+                # The controller is a rank too, and computes its share before it gathers the answers.
                 own = _scatter([(command, share) for share in shares], self._control)
                 answer = self._rank.run(*own)
-                answers = _gather(RankReply(), self._control)  # the leader's answer is in `own`
+                answers = _gather(RankReply(), self._control)  # the controller's answer is in `own`
         except (RuntimeError, ConnectionError) as problem:
             if isinstance(problem, torch.OutOfMemoryError):  # a RuntimeError of this rank, not a lost connection
                 raise
@@ -108,17 +108,17 @@ class ProcessRankGroup:
 
 
 def follow(rank: RankWorker) -> Any:
-    """Run the leader's commands until it closes, and return its last message.
+    """Run the controller's commands until it closes, and return its last message.
 
     Raises:
-        RankLostError: the leader is gone.
+        RankLostError: the controller is gone.
     """
     control = dist.new_group(backend="gloo", timeout=_FOREVER)
     while True:
         try:
             command, share = _scatter(None, control)
         except (RuntimeError, ConnectionError) as problem:
-            raise RankLostError(f"the leader is gone ({_first_line(problem)})") from problem
+            raise RankLostError(f"the controller is gone ({_first_line(problem)})") from problem
         if command == _CLOSE:
             dist.destroy_process_group()
             return share

@@ -1,6 +1,6 @@
-"""RankGroup: the leader's interface to all ranks of a run. RankWorker: runs the leader's commands on one rank.
+"""RankGroup: the controller's interface to all ranks of a run. RankWorker: runs the controller's commands on one rank.
 
-    leader   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on every rank  ->  replies
+    controller   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on each rank  ->  replies
 
 A command names a network of the rank (policy or critic) and a method of its backend. The ranks may be processes on this
 machine (`cluster/rank_processes.py`), processes started by torchrun (`process_group.py`), or Ray actors.
@@ -26,7 +26,7 @@ Held = Mapping[str, Mapping[str, Tensor]]
 
 
 class RankGroup(Protocol):
-    """The leader's interface to all ranks of a run."""
+    """The controller's interface to all ranks of a run."""
 
     num_ranks: int
     row_width: int
@@ -62,11 +62,11 @@ class RankReply:
 
 
 class RankWorker:
-    """Runs the leader's commands on one rank."""
+    """Runs the controller's commands on one rank."""
 
     def __init__(self, make: Mapping[str, Callable[[Any, Held], ModelBackend]]) -> None:
-        """Use `make`: network -> function from the leader's spec and this rank's current shards to a backend. It is called
-        again when training follows a warm start."""
+        """Use `make`: network -> function from the controller's spec and this rank's current shards to a backend. It is
+        called again when training follows a warm start."""
         self._make = dict(make)
         self._backends: dict[str, ModelBackend] = {}
 

@@ -1,10 +1,10 @@
-"""RankedBackend: one leader runs the loop and sends commands; every rank runs them on its share.
+"""RankedBackend: the controller runs the loop and sends commands; every rank runs them on its share.
 
-    leader   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints      once, for any number of ranks
-      |  make, score, forward_backward, optim_step, save, load                     `RankGroup.call`: a share for each rank
-    ranks    one `ModelBackend` over shards for each network
+    controller   rollouts, tools, rewards, buffer, advantages, evaluation, checkpoints     once, for any number of ranks
+        |  make, score, forward_backward, optim_step, save, load                   `RankGroup.call`: a share for each rank
+    ranks        one `ModelBackend` over shards for each network
 
-`RankedBackend` is the leader's `Backend`: it cuts a batch into shares of equal cost and combines the answers. It streams
+`RankedBackend` is the controller's `Backend`: it cuts a batch into shares of equal cost and combines the answers. It streams
 weights in buckets and keeps no copy, except in the model of an embedded engine (the mirror). A state stays in shards: each
 rank writes and reads its part of a checkpoint, which any number of ranks may have written.
 """

@@ -1,4 +1,4 @@
-"""Episodes on a worker are kept in the leader's journal, line by line, and continue on another worker."""
+"""Episodes on a worker are kept in the controller's journal, line by line, and continue on another worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WorkerDied(Exception):
 
 
 async def run_on_worker(
-    leader: JournalFile, state: ResumeState | None, *, die_at: int | None = None
+    file: JournalFile, state: ResumeState | None, *, die_at: int | None = None
 ) -> tuple[Trajectory | None, list[int]]:
     """Run the episode g1/0 on a worker of its own, which dies when the model is asked for turn `die_at`."""
     asked: list[int] = []
@@ -47,7 +47,7 @@ async def run_on_worker(
     context = scripted_context(answer, journal=journal, tools=[Gsm8kTool({})])
     generate = context.engine.generate
     context.engine.generate = answer_or_die  # type: ignore[method-assign]
-    carrying = asyncio.create_task(carry(leader, journal.posts))
+    carrying = asyncio.create_task(carry(file, journal.posts))
     running = asyncio.create_task(run_episode(context, task(), id="g1/0", seed=1))
     dying = asyncio.create_task(dead.wait())
     try:
@@ -61,9 +61,9 @@ async def run_on_worker(
 
 
 def begun(folder: Path) -> JournalFile:
-    leader = JournalFile(folder)
-    leader.begin(0)
-    return leader
+    file = JournalFile(folder)
+    file.begin(0)
+    return file
 
 
 def resume_state(recall: Callable[[str], Any]) -> ResumeState:
@@ -72,18 +72,18 @@ def resume_state(recall: Callable[[str], Any]) -> ResumeState:
 
 
 async def test_episode_continues_on_another_worker(tmp_path: Path) -> None:
-    leader = begun(tmp_path)
-    assert await run_on_worker(leader, resume_state(leader.recall), die_at=2) == (None, [0, 1])
-    done, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
+    file = begun(tmp_path)
+    assert await run_on_worker(file, resume_state(file.recall), die_at=2) == (None, [0, 1])
+    done, asked = await run_on_worker(file, resume_state(file.recall_lost))
     assert len(done.turns) == 3 and asked == [2]
-    assert leader.read_metrics()["rollout/resumed_episodes"] == 1
-    again, asked = await run_on_worker(leader, resume_state(leader.recall_lost))
+    assert file.read_metrics()["rollout/resumed_episodes"] == 1
+    again, asked = await run_on_worker(file, resume_state(file.recall_lost))
     assert again is not None and asked == [] and again.reward == done.reward
 
 
 async def test_resumed_run_hands_its_journal_to_a_worker(tmp_path: Path) -> None:
-    leader = begun(tmp_path)
-    assert await run_on_worker(leader, resume_state(leader.recall), die_at=1) == (None, [0])
+    file = begun(tmp_path)
+    assert await run_on_worker(file, resume_state(file.recall), die_at=1) == (None, [0])
     later = JournalFile(tmp_path)
     later.resume(0, oldest=lambda ticket: 0)
     done, asked = await run_on_worker(later, resume_state(later.recall))
@@ -91,36 +91,36 @@ async def test_resumed_run_hands_its_journal_to_a_worker(tmp_path: Path) -> None
     assert later.read_metrics()["rollout/resumed_episodes"] == 1
 
 
-async def test_worker_without_a_leaders_journal_keeps_nothing(tmp_path: Path) -> None:
-    leader = begun(tmp_path)
-    done, asked = await run_on_worker(leader, None)
+async def test_worker_without_a_journal_of_the_controller_keeps_nothing(tmp_path: Path) -> None:
+    file = begun(tmp_path)
+    done, asked = await run_on_worker(file, None)
     assert done is not None and asked == [0, 1, 2]
-    assert leader.recall_lost("g1/0") is None
+    assert file.recall_lost("g1/0") is None
 
 
 async def test_episode_that_may_not_be_kept_restarts(tmp_path: Path) -> None:
-    leader = begun(tmp_path)
+    file = begun(tmp_path)
     why = "engine.deterministic restarts every conversation"
-    assert await run_on_worker(leader, ResumeState({}, why), die_at=1) == (None, [0])
-    held = leader.recall_lost("g1/0")
+    assert await run_on_worker(file, ResumeState({}, why), die_at=1) == (None, [0])
+    held = file.recall_lost("g1/0")
     assert held is not None
-    done, asked = await run_on_worker(leader, ResumeState({"g1/0": held}, why))
+    done, asked = await run_on_worker(file, ResumeState({"g1/0": held}, why))
     assert done is not None and asked == [0, 1, 2]
-    assert leader.read_metrics()["rollout/restarted_episodes"] == 1
+    assert file.read_metrics()["rollout/restarted_episodes"] == 1
 
 
 async def test_line_is_on_disk_before_the_episode_continues(tmp_path: Path) -> None:
-    journal, leader = WorkerJournal(), begun(tmp_path)
+    journal, file = WorkerJournal(), begun(tmp_path)
     journal.hand(ResumeState({}, None))
     writing = asyncio.create_task(journal.write("g1/0", lambda: {"begun": "d", "why_not": None}))
     (post,) = await journal.posts(0)
     await asyncio.sleep(0.01)
     assert not writing.done()
     assert post.line is not None
-    await leader.append(post.episode, post.line)
+    await file.append(post.episode, post.line)
     journal.count("resumed")
     (second,) = await journal.posts(post.number)
     await writing
     assert second.counted == "resumed"
-    held = leader.recall_lost("g1/0")
+    held = file.recall_lost("g1/0")
     assert held.digest == "d"

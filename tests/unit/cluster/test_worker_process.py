@@ -1,4 +1,4 @@
-"""A worker's process ends with its leader, also where a tool of the worker never returns."""
+"""A worker's process ends with its controller, also where a tool of the worker never returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyturn.infra.process import session_of
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
-LEADER = """
+CONTROLLER = """
 import asyncio, os, subprocess, sys, time
 from types import SimpleNamespace
 from polyturn.cluster.worker_pool import travelling
@@ -48,16 +48,16 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("held", ["thread", "loop"])
-def test_worker_with_a_hanging_tool_ends_with_its_leader(held: str, tmp_path: Path) -> None:
+def test_worker_with_a_hanging_tool_ends_with_its_controller(held: str, tmp_path: Path) -> None:
     said = tmp_path / "worker"
-    leader = subprocess.Popen([sys.executable, "-c", LEADER, held, str(said)])
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, held, str(said)])
     try:
         while not said.exists():
-            assert leader.poll() is None
+            assert controller.poll() is None
             time.sleep(0.05)
     finally:
-        leader.kill()
-        leader.wait()
+        controller.kill()
+        controller.wait()
     worker = int(said.read_text())
     deadline = time.monotonic() + 120
     while (left := session_of(worker)) and time.monotonic() < deadline:
