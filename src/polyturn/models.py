@@ -112,7 +112,7 @@ def packaged(name: str, out: str | Path | None = None, *, dtype: Dtype = "float3
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(f"{folder.name}.lock")):
-            if not (folder / "config.json").is_file():  # another process converted it meanwhile
+            if not (folder / "config.json").is_file():  # else another process has just converted it
                 _make(model, folder, dtype)
     except OSError as problem:
         raise ConfigError(f"{name} cannot be written to {str(folder)!r}: {one_line(problem)}") from problem

@@ -10,8 +10,8 @@ log r = ref_logprob - logprob:
     abs = |log r|            a distance, not a KL
 
 A trailing "+" is straight-through: the value of the estimator with the gradient of k2. On policy, only k2's gradient equals
-the gradient of the KL in expectation; k1's is 0, and k3's is that of KL(reference || policy). So "k1+" has the value and the
-gradient of the KL, as distillation from a teacher requires.
+the gradient of the KL in expectation; k1's is 0, and k3's is the gradient of KL(reference || policy). So "k1+" has the
+value and the gradient of the KL, as distillation from a teacher requires.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def straight_through(value: KlEstimator) -> KlEstimator:
     """Return an estimator with the value of `value` and the gradient of k2."""
 
     def estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-        # The two terms with `through_T` add up to 0, but only the first one has a gradient, that of k2.
+        # The two terms with `through_T` add up to 0, but only the first one has a gradient: k2's.
         through_T = k2(logprobs_T, ref_logprobs_T)
         return value(logprobs_T, ref_logprobs_T).detach() + through_T - through_T.detach()
 

@@ -282,7 +282,7 @@ class AlgorithmOptions:
     """Measure the entropy in every n-th optimizer update, which on a CPU takes a further pass over the logits. An entropy
     bonus measures it in every update."""
     high_entropy_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the step's trained tokens, those of highest entropy, on which the policy loss is computed."""
+    """The policy loss is computed on this share of the step's trained tokens, the tokens with the highest entropy."""
     observation_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy on tokens that tools, users and environments wrote (ECHO), averaged over the observed
     tokens of the step. The task's prompt is not an observation."""

@@ -43,7 +43,7 @@ class Taken(NamedTuple):
     tickets: list[int]
     """The ticket of each group."""
     left: list[Slot]
-    """Slots of groups that no step will train; the caller cuts off those that still run."""
+    """Slots of groups that no step will train; the caller cuts off the groups that still run."""
 
 
 class GroupBuffer:
@@ -59,7 +59,7 @@ class GroupBuffer:
         carries: bool = False,
         pending: Sequence[int] = (),
     ) -> None:
-        """Make a buffer whose first step is the one that trains the weights of `version`.
+        """Make a buffer whose first step trains the weights of `version`.
 
         Args:
             groups_per_step: How many groups a step trains on.
@@ -77,7 +77,7 @@ class GroupBuffer:
         self._step = version
         self._slots: dict[int, Slot] = {}
         self._again = list(pending)
-        # After all tickets granted so far: those trained, and those in `pending`.
+        # After all tickets granted so far, which are trained or in `pending`.
         self._next = version * self.tickets_per_step + len(self._again)
         self._num_finished = 0
         self._changed = asyncio.Condition()

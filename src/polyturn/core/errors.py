@@ -89,8 +89,8 @@ class SchedulerError(PolyturnError, RuntimeError):
 
 
 class ToolUnavailableError(PolyturnError, RuntimeError):
-    """Raised by a tool that cannot start a call whatever its arguments, because something that it needs is missing. The
-    trajectory fails; the run continues. For an error that the model can cause, raise a `ToolError`: the model reads it."""
+    """Raised by a tool that cannot start any call, because something that it needs is missing. The trajectory fails; the run
+    continues. For an error that the model can cause, raise a `ToolError`: the model reads it."""
 
 
 class RewardError(PolyturnError, RuntimeError):

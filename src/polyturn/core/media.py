@@ -5,7 +5,7 @@
     {"type": "video", "video": [<frame>, <frame>]}                   ->  {"type": "video", "video": ("data:…", "data:…")}
 
 Rows, tools, interactions and schedulers pass media in many forms. All of them become a *source*: a data URI, the path of a
-file, or a tuple of those (the frames of a video). No record holds pixels; the processor of the model reads them from the
+file, or a tuple of these (the frames of a video). No record holds pixels; the processor of the model reads them from the
 source.
 """
 
@@ -37,7 +37,7 @@ class Media:
     kind: str
     """One of `KINDS`."""
     source: Source
-    """A data URI, the path of a file, or a tuple of those (the frames of a video)."""
+    """A data URI, the path of a file, or a tuple of these (the frames of a video)."""
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:

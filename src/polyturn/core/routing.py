@@ -4,7 +4,7 @@
     no route   the largest number of the dtype: the last sampled token was never fed to the model, so it has no route
 
 index t describes token t: the experts that the routers chose when token t was fed, to predict token t + 1. A route depends
-only on the token and those before it, so sequences with a common prefix have the same routes there.
+only on the token and its prefix, so sequences with a common prefix have the same routes there.
 """
 
 from __future__ import annotations

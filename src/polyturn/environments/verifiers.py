@@ -89,8 +89,8 @@ class Verifiers(Adapter):
     def tasks(self, *, split: str, seeds: range, prompt: str | None = None) -> Sequence[Task]:
         """Return the first rows of the environment's dataset for the split.
 
-        A taskset has one list for both splits: evaluation takes its tasks from the first seed on, which is behind those of
-        training.
+        A taskset has one list for both splits: training takes the first tasks, and evaluation the tasks from the first seed
+        on.
         """
         try:
             answer = self._worker.ask("rows", split=split, first=seeds.start, num=len(seeds), timeout_s=START_S)

@@ -104,7 +104,7 @@ class TasksetEnvironment:
         self._numbers = itertools.count()
 
     async def rows(self, split, first, num):
-        """Return the first tasks for training, and those from `first` on for evaluation: a taskset has no splits."""
+        """Return the first tasks for training, and the tasks from `first` on for evaluation: a taskset has no splits."""
         first = first if split == "eval" else 0
         tasks = list(itertools.islice(iter(self._taskset), first, first + num))
         is_trained = first > 0 and not tasks

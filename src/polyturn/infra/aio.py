@@ -119,7 +119,7 @@ class OneThread:
         Raises:
             asyncio.CancelledError: the caller was cancelled before the function began; the function will not run.
         """
-        turn = threading.Lock()  # never released: whichever comes first, the start or the cancellation, keeps it
+        turn = threading.Lock()  # never released: kept by the start or by the cancellation, whichever comes first
 
         def begin() -> T:
             if not turn.acquire(blocking=False):
@@ -170,7 +170,7 @@ class Finished(NamedTuple, Generic[T]):
 
     result: T
     cancelled: asyncio.CancelledError | None
-    """Set if the caller was cancelled meanwhile; raise it after recording the result."""
+    """Set if the caller was cancelled before the work ended; raise it after recording the result."""
 
 
 async def finish(work: asyncio.Future[T], *, grace_s: float | None = None) -> Finished[T]:

@@ -61,7 +61,7 @@ _LOADING = threading.RLock()
 
 
 class Registry(Generic[T]):
-    """The plug-ins of one kind, such as "rewards", by name: those registered here, and the entry points of the group."""
+    """The plug-ins of one kind, such as "rewards", by name: registered in this process, or entry points of the group."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -131,7 +131,7 @@ class Registry(Generic[T]):
 
 
 def registered_by_program(names: Set[str]) -> dict[str, dict[str, Any]]:
-    """Return kind -> name -> object for those `names` that code outside polyturn registered, to pass to another process."""
+    """Return kind -> name -> object for the `names` that code outside polyturn registered, to pass to another process."""
     entries = {
         kind: {name: entry for name, entry in registry._entries.items() if name in names and not _is_own(entry)}
         for kind, registry in _REGISTRIES.items()

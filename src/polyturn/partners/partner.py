@@ -92,7 +92,7 @@ class Partner:
 
     def __init__(self) -> None:
         self.num_asked = 0
-        """Number of requests that the model has answered or is answering, without those that the cache answered."""
+        """Number of requests that the model has answered or is answering; answers from the cache do not count."""
 
     def require(self) -> None:
         """Check that the model can be reached.

@@ -121,7 +121,7 @@ class Bounded:
             self.num_left_out += excess
 
     def value(self) -> bytes:
-        """Return the kept bytes, with a line in place of those left out."""
+        """Return the kept bytes, with a line in place of the bytes left out."""
         gap = b"\n[... %d bytes left out ...]\n" % self.num_left_out if self.num_left_out else b""
         return bytes(self._head) + gap + bytes(self._tail)
 

@@ -51,7 +51,7 @@ class _Tokens:
 
 
 def rollout_outputs(trajectory: Trajectory) -> list[RolloutOutput]:
-    """Return the outputs of a trajectory. Masks are 1 for tokens with a loss weight above 0; only those have a logprob."""
+    """Return the outputs of a trajectory. Masks are 1 for tokens with a loss weight above 0; only these have a logprob."""
     outputs = []
     for part in _parts(trajectory):
         tokens = _tokens(trajectory, part.turns)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
 """Settings of a request that replace the settings of the run."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (1.0,), "min_p": (0.0,), "top_logprobs": (0, 1)}
-"""Unsupported setting -> values, besides its default, that are accepted because they change nothing."""
+"""Unsupported setting -> values that are accepted, like its default, because they change nothing."""
 _PROBE_TOKENS = 8
 
 

@@ -28,7 +28,7 @@ UNREADABLE = (
 """Errors from reading a file that is damaged, malicious, or not part of a run."""
 _PLACE = ("id", "group", "step", "split", "dropped", "routed_experts")
 _TEXTS: dict[int, tuple[str, ...]] = {1: ("payload",), 2: older_versions.COLUMNS, 3: ("trajectory",)}
-"""Version -> the columns of a trajectory besides its arrays."""
+"""Version -> the columns of a trajectory, except its arrays."""
 
 
 def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Exception], object]) -> list[StoredTrajectory]:

@@ -279,7 +279,7 @@ class EpisodeTools:
             raise SnapshotError(f"{hooks.label}: {which} failed: {one_line(problem)}") from problem
 
     def _own(self, name: str, returned: Any) -> None:
-        """Register a created instance for release; release it now if the episode has ended meanwhile."""
+        """Register a created instance for release; release it now if the episode has already ended."""
         first = returned[0] if isinstance(returned, tuple) and returned else returned
         instance_id = self._episode_id if first is None or isinstance(first, tuple) else str(first)
         if (name, instance_id) in self._toolbox.live_ids:
@@ -293,7 +293,7 @@ class EpisodeTools:
             self._do_late(self._release(name, []))
 
     def _own_half(self, name: str) -> None:
-        """Register a failed `create` for release with the others; release it now if the episode has ended meanwhile."""
+        """Register a failed `create` for release with the others; release it now if the episode has already ended."""
         if self._closing is None:
             self._half_created.append(name)
         else:

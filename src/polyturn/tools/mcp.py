@@ -152,7 +152,7 @@ class MCPSearchTool(MCPBaseTool):
 
 
 def _count_results(text: str) -> int:
-    """Count the results in an answer by its titles or URLs, whichever are more; a text without either counts as 1."""
+    """Count the results in an answer: its titles or its URLs, whichever are more; a text with neither counts as 1."""
     titles = len(re.findall(r"""(?im)(?:^|["'{,]\s*)title["']?\s*:""", text))
     urls = len(re.findall(r"https?://", text))
     return max(titles, urls) or int(bool(text.strip()))

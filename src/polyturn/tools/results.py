@@ -2,7 +2,7 @@
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 
-All failures have this form, except those that a tool reports with a text of its own (`FAILURE`). `EpisodeTools` cuts the
+All failures have this form, except failures that a tool reports with a text of its own (`FAILURE`). `EpisodeTools` cuts the
 texts to size.
 """
 

@@ -2,9 +2,9 @@
 
     rewards_G = [1, 0, 0, 1]  ->  grpo: [+0.87, -0.87, -0.87, +0.87], the same on every weighted token of a trajectory
 
-NumPy only, because no gradient passes through an advantage. Failed trajectories never reach an estimator. The estimators of
-`group.py` compare the rewards of one group, those of `batch.py` use the whole batch, those of `turns.py` single turns, and
-those of `gae.py` a critic's values. `base.py` defines their interface, and `assign.py` applies one to samples.
+NumPy only, because no gradient passes through an advantage. Failed trajectories never reach an estimator. Estimators
+compare the rewards of a group (`group.py`) or of the whole batch (`batch.py`), credit single turns (`turns.py`), or use a
+critic's values (`gae.py`). `base.py` defines their interface, and `assign.py` applies one to samples.
 """
 
 from polyturn.algorithms.advantages.assign import assign_advantages, bind_estimator, check_estimator

@@ -125,7 +125,7 @@ def _views(groups: Sequence[TrajectoryGroup], samples: Sequence[TrainSample], *,
             continue
         for trajectory in kept:
             _check_reward(group, trajectory)
-        # Pop the samples of each trajectory, so that those left at the end belong to no live trajectory, which is an error.
+        # Pop the samples of each trajectory: samples left at the end belong to no live trajectory, which is an error.
         # A trajectory without a sample still counts in the statistics.
         indices = [indices_of.pop((group.id, t.id), []) for t in kept]
         for of_agent in shares(kept, indices, samples):
@@ -159,7 +159,7 @@ def bind_estimator(estimator: Estimator, *, offered: Mapping[str, Any], kwargs: 
 
     Args:
         estimator: The function.
-        offered: Options for any estimator; only those for which `estimator` has a parameter are bound.
+        offered: Options for any estimator; an option is bound if `estimator` has a parameter for it.
         kwargs: Options of this estimator; they override `offered`.
 
     Raises:

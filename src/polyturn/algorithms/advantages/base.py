@@ -48,7 +48,7 @@ class Traits:
     """Name of the option that sets the size of the subsets that are drawn from a group, as the k of pass@k. Its value must
     be at least 1 and less than the group's size."""
     only_compares: bool = False
-    """Whether all advantages of a group of equal rewards are 0, and the group does not affect those of other groups. If so,
+    """Whether a group of equal rewards has only advantages of 0 and does not affect the advantages of other groups. If so,
     the trainer may drop such a group before it computes advantages."""
     needs_turn_scores: bool = False
     needs_values: bool = False
@@ -255,8 +255,8 @@ def turn_penalties(member: MemberView) -> NDArray[np.float64]:
 def rewards_at_ends(member: MemberView, at: Stream, outcome: Outcome) -> NDArray[np.float64]:
     """Return [U] the reward at the last token of each trained turn (`at.ends`).
 
-    The reward of a turn without trained tokens is added to that of the last trained turn before it. If there is no such
-    turn, the reward is dropped, because no trained token contributed to it.
+    The reward of a turn without trained tokens is added to the reward of the last trained turn before it. If there is none,
+    the reward is dropped, because no trained token contributed to it.
     """
     rewards_K = turn_rewards(member, outcome)
     # The difference of the running sums at two successive trained turns is the reward of the first one plus the rewards of

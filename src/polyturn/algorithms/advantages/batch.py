@@ -81,14 +81,14 @@ def gpg(
 ) -> BatchAdvantages:
     """Centre rewards in their group and compensate for groups of equal rewards: A = alpha (r - mean) / f_norm.
 
-    alpha = B / (B - M), with B the number of trajectories in the batch and M the number of those in groups of equal rewards.
-    The tokens of such groups have a gradient of 0 but count in the mean of the loss, and alpha compensates for that. Source:
-    Chu et al. 2025 (GPG), accurate gradient estimation, and its code.
+    alpha = B / (B - M), where M of the batch's B trajectories are in groups of equal rewards. The tokens of such groups have
+    a gradient of 0 but count in the mean of the loss, and alpha compensates for that. Source: Chu et al. 2025 (GPG),
+    accurate gradient estimation, and its code.
     """
     totals = [g.totals for g in batch]
     num_all = sum(len(t) for t in totals)
     num_live = sum(len(t) for t in totals if np.ptp(t) > 0)
-    # With this factor, a mean over all trajectories equals a mean over those of groups with different rewards.
+    # With this factor, a mean over all trajectories equals a mean over the trajectories of groups with different rewards.
     alpha = num_all / num_live if num_live else 1.0
     return spread(batch, [(alpha * centred(t) / f_norm).tolist() for t in totals])
 
@@ -190,8 +190,8 @@ def gdpo(
 ) -> BatchAdvantages:
     """Normalise each reward component separately, then add them up: A = sum of w_c (r_c - mean_c) / (std_c + eps).
 
-    So a component with a large spread does not outweigh the others. mean_c and std_c are those of component c in its group.
-    The sums are then normalised over the trajectories of the batch. A component is one of `Reward.components`, or another
+    So a component with a large spread does not outweigh the others. mean_c and std_c are taken over r_c in the group. The
+    sums are then normalised over the trajectories of the batch. A component is one of `Reward.components`, or another
     number that the reward function returned. It is 0 for a trajectory without it. `weights` names the components that count;
     a run sets it to `reward.weights` by default. Source: Liu et al. 2026 (GDPO). Batch statistics are over trajectories, as
     in the paper and one of its two published trainers. The other one takes them over tokens, which gives long answers more

@@ -77,7 +77,7 @@ def selection_of(loss: PolicyLoss, *, kwargs: Mapping[str, Any]) -> Selection | 
 
 
 def mark(samples: Sequence[TrainSample], selection: Selection, *, seed: int) -> list[Floats]:
-    """Return for each sample [T] 1 at the trained tokens that `selection` chose among those of all samples.
+    """Return for each sample [T] 1 at the trained tokens that `selection` chooses among the trained tokens of all samples.
 
     Args:
         samples: All samples of one optimizer step, with advantages and old_logprobs.

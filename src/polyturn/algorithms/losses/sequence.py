@@ -36,7 +36,7 @@ def gspo(
     """Return PPO's clipped loss with s_t = sg(s) p / sg(p) in place of r, where p is the token's probability and sg(x) is x
     without gradient.
 
-    The value of s_t is s, and its gradient is that of the token alone. Source: Zheng et al. 2025 (GSPO), equations 13 and
+    The value of s_t is s, and its gradient depends on the token alone. Source: Zheng et al. 2025 (GSPO), equations 13 and
     14, the token form. If all tokens of a sequence have the same advantage, the sum over the sequence has the same gradient
     as the sequence form (`gspo_sequence`). If turns have different advantages, each acts only on the tokens of its turn.
 

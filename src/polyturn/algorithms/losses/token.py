@@ -3,7 +3,7 @@
 r = exp(logprob - old_logprob)      A = advantage      sg(x) = x without gradient
 
 The inputs of every loss: `logprobs_T` [T], the tokens' log-probabilities under the trained policy, with gradient;
-`old_logprobs_T` [T], those under the old policy, which is the denominator of the ratio; `advantages_T` [T].
+`old_logprobs_T` [T], the same under the old policy, for the denominator of the ratio; `advantages_T` [T].
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class BlackBox(SessionScheduler):
 
     agent: str | Any = None
     """A command-line agent (a name of `agents.AGENTS`, or `file.py:value`) or a function (`file.py:function`,
-    `package.module:function`, or the function itself). A function gets those of `AGENT_ARGUMENTS` that it has parameters
-    for. It returns a reward (a number, or a mapping with "reward" and further values to record), or None if the run's
+    `package.module:function`, or the function itself). A function gets the `AGENT_ARGUMENTS` for which it has
+    parameters. It returns a reward (a number, or a mapping with "reward" and further values to record), or None if the run's
     reward functions score the episode."""
     command: Sequence[str] | None = None
     """Alternative to `agent`: a command to start for each episode. Its environment has the addresses and the key under the
