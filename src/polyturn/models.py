@@ -102,7 +102,7 @@ def packaged(name: str, out: str | Path | None = None, *, dtype: Dtype = "float3
             is full, or a package is missing.
     """
     if name not in PACKAGED:
-        raise ConfigError(f"the package index carries no model {name!r} that polyturn knows.{did_you_mean(name, PACKAGED)}")
+        raise ConfigError(f"polyturn knows no package with the model {name!r}.{did_you_mean(name, PACKAGED)}")
     model = PACKAGED[name]
     folder = Path(out).expanduser() if out is not None else cache_folder() / f"{model.folder}-{dtype}"
     if (folder / "config.json").is_file():

@@ -43,7 +43,7 @@ def _options(class_name: str, *names: str, default: str | None = None) -> type[E
 
 # Each class has the name of its variable, because pickle finds classes by name.
 GroupOptions = _options("GroupOptions", "grpo", default="grpo")
-GroupOptions.__doc__ = "Compares a reward with those of its group."
+GroupOptions.__doc__ = "Compares a reward with the other rewards of its group."
 PassAtKOptions = _options("PassAtKOptions", "grpo_passk")
 PlainEstimatorOptions = _options("PlainEstimatorOptions", "dr_grpo", "rloo", "opo", "remax")
 MaxRlOptions = _options("MaxRlOptions", "maxrl")

@@ -77,7 +77,7 @@ class DryRunReport:
     def text(self, *, with_ids: bool = False) -> str:
         """Return the report as lines; `with_ids` adds the ids of the first prompt's tokens."""
         lines = [
-            "settings       those that differ from the defaults; `polyturn config CONFIG` prints all of them\n",
+            "settings       all that differ from the defaults; `polyturn config CONFIG` prints the others too\n",
             yaml.safe_dump(dict(self.settings), sort_keys=False, allow_unicode=True),
             f"first task     {self.first_task.id}: {len(self.prompt_ids)} prompt tokens",
             self.prompt,

@@ -104,7 +104,7 @@ def train_in_dialect(name: str, path: Path, overrides: Sequence[str], *, resume:
         if dialect_of(path) is not None or not _is_native(path, overrides):
             raise
         raise ConfigError(
-            f"{path} has polyturn's keys, not those of {find_dialect(name).title}; remove --{name}: "
+            f"{path} has polyturn's keys, not {find_dialect(name).title}'s; remove --{name}: "
             f"{command('train', path, *overrides)}"
         ) from problem
 

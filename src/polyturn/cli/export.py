@@ -48,7 +48,7 @@ def main(
     config: Annotated[Path | None, typer.Option(help="The run's config, for an adapter outside its run's folder.")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Type of the weights; by default that of the original model."),
+        typer.Option(help="Type of the weights; by default the original model's."),
     ] = None,
     push_to: Annotated[
         str | None, typer.Option("--push-to-hub", metavar="USER/MODEL", help="Also upload it to the Hugging Face hub.")

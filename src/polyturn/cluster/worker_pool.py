@@ -234,5 +234,5 @@ async def _carry_until_dead(journal: JournalFile, worker: RemoteWorker) -> None:
     except WorkerLostError:
         return
     except Exception:  # its episodes wait until their entries are taken, so they would wait forever
-        logger.exception("%s is ended, because what it says of its conversations cannot be taken up", worker.name)
+        logger.exception("%s is ended, because its journal entries cannot be recorded", worker.name)
         await worker.end()

@@ -47,8 +47,8 @@ def before_banned(request: GenerateRequest, parts: Sequence[Completion]) -> Comp
     count = at[0]
     if not count and len(parts) >= _MAX_VAIN and not any(len(p.token_ids) for p in parts[-_MAX_VAIN:-1]):
         raise EngineError(
-            f"request {request.request_id!r} sampled the banned id {int(part.token_ids[0])} {_MAX_VAIN} times in a row; the "
-            "model wants to write what only an image or a template may (greedy decoding cannot turn away from it)"
+            f"request {request.request_id!r} sampled the banned id {int(part.token_ids[0])} {_MAX_VAIN} times in a row; "
+            "only images and the template may write it (with temperature 0, every retry samples it again)"
         )
     return part.head(count, part.finish_reason)
 

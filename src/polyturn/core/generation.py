@@ -122,8 +122,8 @@ class GenerateRequest(Record):
         banned = self.sampling.banned_token_ids
         if banned and np.isin(completion.token_ids, banned).any():
             raise EngineError(
-                f"the engine sampled a token that it was told not to (one of {banned}, which stand for media); use an "
-                "engine that heeds SamplingParams.banned_token_ids"
+                f"the engine sampled a banned token (one of {banned}, which stand for media); use an engine that applies "
+                "SamplingParams.banned_token_ids"
             )
 
 

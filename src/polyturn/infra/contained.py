@@ -26,8 +26,8 @@ def contained(folder: Path, name: str) -> Path | None:
         raise DataError(f"{name} of {str(folder)!r} cannot be followed to a file: {problem}") from problem
     if not path.is_relative_to(base):
         raise DataError(
-            f"{name} of {str(folder)!r} is or lies behind a symbolic link that leads out of the folder, and such a link is "
-            "not followed; put the file itself there"
+            f"{name} of {str(folder)!r} leads out of the folder through a symbolic link, and such links are not followed; "
+            "put the file itself there"
         )
     try:
         if path.is_file() or path.is_dir():

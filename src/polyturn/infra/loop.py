@@ -88,7 +88,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         else:
             _ABANDONED.append(loop)
             logger.warning(
-                "a plug-in stands still while the run ends, and is abandoned: %s", describe_position(_stack(ending.ident))
+                "a plug-in does not end with the run, and is abandoned: %s", describe_position(_stack(ending.ident))
             )
 
 

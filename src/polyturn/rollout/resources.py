@@ -169,8 +169,8 @@ class Resources:
                     await self._context.engine.abort(request_id)
             except TimeoutError:
                 logger.warning(
-                    "%s: the engine did not take an abort within %g s and goes on sampling; the episode waits for the "
-                    "end of the completion",
+                    "%s: the engine did not accept an abort within %g s and samples on; the episode waits for the end of "
+                    "the completion",
                     request_id,
                     ABORT_S,
                 )

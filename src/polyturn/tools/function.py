@@ -196,7 +196,7 @@ def read_signature(function: Callable[..., Any], *, name: str | None = None) -> 
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(f"{label}: the parameter {parameter.name!r} is positional-only; take the '/' away")
         if parameter.name not in hints and parameter.name == "self":
-            raise ConfigError(f"{label} is a method of a class; give that of an object: tools=[it.{function.__name__}]")
+            raise ConfigError(f"{label} is a method of a class; give an object's method: tools=[it.{function.__name__}]")
         if parameter.name not in hints:
             raise ConfigError(f"{label}: the parameter {parameter.name!r} is missing a type hint; write one such as ': str'")
         if _is_hidden(hints[parameter.name]):

@@ -199,7 +199,7 @@ class HttpService:
         except BrokenOffError as problem:
             return ServiceReply(status="unreachable", error=str(problem), num_tries=number), False
         if 300 <= answer.status < 400:  # a redirect is not followed, and its text is not quoted
-            error = f"HTTP {answer.status}: it redirects, which is not followed; give the address that it leads to"
+            error = f"HTTP {answer.status}: redirects are not followed; give the address that this one leads to"
             return ServiceReply(status="refused", error=error, num_tries=number), True
         text = answer.excerpt(200) if len(answer.content) < MAX_QUOTED else ""
         if answer.status >= 400:

@@ -183,7 +183,7 @@ def describe(result: RunResult, limits: SandboxLimits) -> str:
         "exit": f"The code ended with exit code {result.exit_code}." if result.exit_code else "",
         "timeout": f"The code took longer than {limits.timeout_s:g} s and was stopped.",
         "output": "The code printed without end and was stopped.",
-        "killed": f"The code was killed (exit code {result.exit_code}), maybe for want of memory ({limits.memory_mb} MB).",
+        "killed": f"The code was killed (exit code {result.exit_code}), maybe it ran out of memory ({limits.memory_mb} MB).",
     }
     sections = [f"{result.stdout}{result.stderr}"]
     if result.is_truncated:

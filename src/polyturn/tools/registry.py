@@ -137,7 +137,7 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
 def _build_of_sandbox(cls: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     """Make the tools that share one sandbox per episode."""
     if entry.fields.get("tool_schema") is not None:
-        raise ConfigError(f"{entry.where}: {entry.class_name} stands for several tools and takes no tool_schema; drop it")
+        raise ConfigError(f"{entry.where}: {entry.class_name} makes several tools and takes no tool_schema; remove it")
     try:
         return cls.expand(entry.config, base=base)
     except ConfigError as problem:

@@ -202,7 +202,7 @@ class EditFileTool(SandboxTool):
 
     NAME = "edit_file"
     DESCRIPTION = "Replace a passage of a file, which must occur in it exactly once."
-    ARGUMENTS: ClassVar = {"path": "The file.", "old": "The passage, exactly as it stands.", "new": "The text in its place."}
+    ARGUMENTS: ClassVar = {"path": "The file.", "old": "The passage, exactly as it is.", "new": "The text in its place."}
 
     async def work(self, box: BaseSandbox, parameters: Mapping[str, Any]) -> str:
         """Replace the passage."""

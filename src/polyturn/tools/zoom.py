@@ -179,7 +179,7 @@ async def read_image(source: Any, *, timeout_s: float, threads: DaemonThreads) -
             finally:
                 await client.close()
             if 300 <= reply.status < 400:
-                raise DataError(f"the image {source!r:.100} redirects, which is not followed; give where it leads to")
+                raise DataError(f"the image {source!r:.100} redirects; redirects are not followed, so give the final URL")
             if reply.status != 200:
                 raise DataError(f"the image {source!r:.100} cannot be read: its server answers {reply.status}")
             data = reply.content

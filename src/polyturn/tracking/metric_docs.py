@@ -56,8 +56,8 @@ MEANINGS: dict[str, str] = {
     "tokens/packing_refused": "Updates with padded instead of packed samples, because the model does not support packing.",
     "tokens/greedy": "Tokens that greedy rollouts sampled.",
     "tokens/replayed": "Sampled tokens that are repeated, without weight, in a segment that branched after them.",
-    "tokens/mismatch_rate": "Share of the checked trajectories whose tokens differ from those of rendering the whole "
-    "conversation again; see the page on token exactness.",
+    "tokens/mismatch_rate": "Share of the checked trajectories whose tokens differ from a full render of the conversation; "
+    "see the page on token exactness.",
     "tokens/mismatch_<kind>": "Differences of this kind between an episode's tokens and a full render.",
     "tokens/dropped_cut": "Sampled tokens that a scheduler removed before the history continued.",
     "tokens/asides": "Sampled tokens outside turns: a scheduler's lookahead, or text for another agent.",

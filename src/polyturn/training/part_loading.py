@@ -74,7 +74,7 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
     wrong += [name for name in unread if only is None or plain_name(name) in only]
     if wrong:
         raise ConfigError(
-            f"the weights in {folder} are not those of its config.json: {wrong[0]!r} is missing or has another shape; "
+            f"the weights in {folder} do not fit its config.json: {wrong[0]!r} is missing or has another shape; "
             "give a folder that `save_pretrained` wrote"
         )
     logger.info("read %.1f MB of the weights in %s", sum(read) / 1e6, folder)

@@ -99,9 +99,9 @@ def ended(work: str, *, then: str = "pass", before: str = "") -> subprocess.Comp
         ("await anext(leave(words()))", "at the end of the run"),
         (
             "leave(asyncio.create_task(stands_still_when_cancelled())); await asyncio.sleep(0.1)",
-            "stands still while",
+            "does not end with the run",
         ),
-        ("await anext(leave(stands_still()))", "stands still while"),
+        ("await anext(leave(stands_still()))", "does not end with the run"),
         ("leave(asyncio.create_task(ignores())).get_loop().create_task(exits()); await asyncio.sleep(0)", "SystemExit(7)"),
         ("leave(threading.Thread(target=time.sleep, args=(3600,), name='mine')).start()", "the thread 'mine'"),
         ("leave(asyncio.get_running_loop().run_in_executor(None, time.sleep, 3600))", "the thread 'asyncio_0'"),

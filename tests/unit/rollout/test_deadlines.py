@@ -250,4 +250,4 @@ async def test_engine_that_ignores_an_abort_samples_on(
     await asked.wait()
     await episodes[0].resources.abort()
     assert not (await running).is_failed
-    assert "did not take an abort" in caplog.text
+    assert "did not accept an abort" in caplog.text

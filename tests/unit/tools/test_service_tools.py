@@ -73,7 +73,7 @@ async def test_every_query_is_answered_with_titled_passages() -> None:
     [
         ({"result": []}, "no_results", None, "No search results found."),
         ({"result": [[]]}, "no_results", None, "No search results found."),
-        ((302, "see there"), "api_error", "refused", "Search error: HTTP 302: it redirects, which is not followed"),
+        ((302, "see there"), "api_error", "refused", "Search error: HTTP 302: redirects are not followed"),
         ((400, "no such index"), "api_error", "refused", "Search error: HTTP 400: no such index"),
         ((500, "down"), "api_error", "server_error", "Search error: HTTP 500: down"),
         ("<html>", "api_error", "bad_reply", "Search error: the reply is not JSON: <html>"),

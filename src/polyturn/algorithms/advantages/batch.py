@@ -184,7 +184,7 @@ def gdpo(
     eps: Epsilon = 1e-6,
     norm_by_std: NormByStd = True,
     weights: Annotated[
-        Mapping[str, float] | None, Field(description="Weight of each named score; null takes those of the reward.")
+        Mapping[str, float] | None, Field(description="Weight of each named score; null takes the reward's weights.")
     ] = None,
     whiten_batch: Annotated[bool, Field(description="Normalise the sum over the batch.")] = True,
 ) -> BatchAdvantages:
