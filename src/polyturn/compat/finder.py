@@ -63,7 +63,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
 
     def install(self) -> bool:
         """Start answering imports; if the library itself is installed, do nothing and return False."""
-        if self._is_there_really():
+        if self._is_installed():
             return False
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -90,7 +90,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
         """Return the spec of a module under the root, or None for other modules.
 
         Raises:
-            ModuleNotFoundError: the module is under the root but is not offered; the message lists what is.
+            ModuleNotFoundError: the module is under the root but is not offered; the message names alternatives.
         """
         root = self.namespace.root
         if fullname != root and not fullname.startswith(f"{root}."):
@@ -131,7 +131,7 @@ class AliasFinder(importlib.abc.MetaPathFinder):
             f"{next(instead, hint)}"
         )
 
-    def _is_there_really(self) -> bool:
+    def _is_installed(self) -> bool:
         root = self.namespace.root
         if (loaded := sys.modules.get(root)) is not None:
             return not (isinstance(loaded, AliasPackage) or _is_folder(loaded) or _is_ours(loaded.__spec__))
