@@ -167,8 +167,8 @@ class GroupBuffer:
         """Return the groups of the next step: those that must be trained now, then the first to finish; None while it must
         wait.
 
-        For each j, count the groups that must be trained in this step or the j steps after it. Those j steps can train only
-        j * groups_per_step of them, so this step must train the others.
+        For each j, count the groups that must be trained in this step or the j steps after it. The j later steps can train
+        only j * groups_per_step of them, so this step must train the others.
         """
         slots = sorted(self._slots.values(), key=lambda slot: (slot.group is None, slot.finished))
         done = [slot for slot in slots if slot.group is not None]
