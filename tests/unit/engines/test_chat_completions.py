@@ -218,8 +218,8 @@ def test_hanging_server_is_left_at_the_deadline(serve: Any):
         (429, {"error": {"message": "quota is used up"}}, "429: quota is used up"),
         (200, "no json", "did not answer with JSON"),
         (200, "[" * 100_000, "did not answer with JSON"),
-        (200, {"choices": []}, "no chat completion"),
-        (200, {"object": "list"}, "no chat completion"),
+        (200, {"choices": []}, "did not answer with a chat completion"),
+        (200, {"object": "list"}, "did not answer with a chat completion"),
     ],
     ids=["busy", "text", "nested", "empty", "other"],
 )
