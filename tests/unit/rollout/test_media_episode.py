@@ -271,7 +271,7 @@ async def test_sampled_media_token_fails_the_trajectory() -> None:
     made.engine = Careless(model(), media=MEDIA)
     trajectory = await run_episode(made, task(), id="e0", seed=1)
     assert trajectory.stop_reason is StopReason.ERROR
-    assert "sampled a token" in (trajectory.error or "")
+    assert "sampled a banned token" in (trajectory.error or "")
 
 
 async def test_image_tools_shows_tool_images_in_a_user_message() -> None:
