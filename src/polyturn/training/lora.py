@@ -74,7 +74,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | Sequence[str]:
     """Return the modules to adapt. For a model with experts, name each linear layer except its feed-forward layers: peft's
-    "all-linear" would include the experts, which are stacks of matrices, and the routers, which must choose like the engine's."""
+    "all-linear" would include the experts, which are stacks of matrices, and the routers, which must choose like the
+    engine's."""
     beside = [beside_experts(layer) for layer in model.modules()]
     if settings.target_modules != "all-linear" or not any(count for count, _ in beside):
         return settings.target_modules
