@@ -285,7 +285,7 @@ def _worker_of_actors(
 def _worker(source: ConfigSource, journal: WorkerJournal, engine: Engine | None = None, *, follows: int = 0) -> RolloutPool:
     """Build the pool of a rollout worker, in its process; without `engine`, it calls the controller's servers directly."""
     parts = build_parts(source, engine=engine, has_weights=False, follows=follows)
-    # Requests to the leader's engine wait at the leader's gate; others at a gate of this process.
+    # Requests to the controller's engine wait at the controller's gate; others at a gate of this process.
     engine = parts.context.engine if isinstance(parts.engine, FollowingPool) else parts.engine
     # `owns_process`, because an actor's event loop does not run in the main thread, and the process has no other work.
     config = source.config

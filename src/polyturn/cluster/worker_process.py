@@ -5,8 +5,8 @@
     embedded engine  <---------------------- generate, abort, end_session   CalledEngine
     EnginePool.on_change  --- PoolView ---->   FollowingPool  ---- HTTP ---->   servers (vLLM, SGLang)
 
-One socket carries calls in both directions. An embedded engine, the order of its requests and its load stay in the controller;
-workers send requests to servers directly (`engines/following.py`).
+One socket carries calls in both directions. An embedded engine, the order of its requests and its load stay in the
+controller; workers send requests to servers directly (`engines/following.py`).
 """
 
 from __future__ import annotations
