@@ -153,20 +153,20 @@ class EpisodeEngine(SchedulerEngine):
             SchedulerError: none of the ids was sampled in this turn although some are trained, or an id does not exist.
         """
         own_ids = self._step_ids = _StepIds(ids, mask)
-        turn = self.asked[-1].turn
+        turn = self.calls[-1].turn
         if ids is None:
             return
         kept = own_ids.kept(turn)
         if not kept and (mask is None or any(mask)):
             raise SchedulerError(
-                f"response_token_ids of turn {len(self.asked)} of trajectory {self._episode.id!r} begin with {ids[0]}, but "
+                f"response_token_ids of turn {len(self.calls)} of trajectory {self._episode.id!r} begin with {ids[0]}, but "
                 f"{turn.completion.token_ids[:1].tolist()} was sampled; return the choice's token_ids, with your own ids "
                 "after them, or mask your ids with zeros"
             )
         size = len(self.tokenizer)
         if odd := [i for i in ids[kept:] if not isinstance(i, SampledId) and not 0 <= i < size]:
             raise SchedulerError(
-                f"response_token_ids of turn {len(self.asked)} of trajectory {self._episode.id!r} hold {odd[0]}; the "
+                f"response_token_ids of turn {len(self.calls)} of trajectory {self._episode.id!r} hold {odd[0]}; the "
                 f"tokenizer has {size} ids"
             )
 
