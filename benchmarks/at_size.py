@@ -35,7 +35,7 @@ from polyturn.engines import serve_commands
 from polyturn.engines.launcher import Server
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transport import first_names
+from polyturn.engines.weight_transport import streamed
 from polyturn.training.hf import build_model, load_model, save_model
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
@@ -189,8 +189,8 @@ def of_trainer(folder: Path, scratch: Path, *, tokens: int, repeats: int) -> tup
 
 async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) -> tuple[Part, Part]:
     """Measure writing new weights to shared memory, and the server's loading of them."""
-    weights = policy.weights()
-    size = sum(weights[name].nbytes for name in set(first_names(weights).values()))
+    weights = streamed(policy.weights())
+    size = sum(kind.nbytes for kind in weights.kinds.values())
     written, loaded = Part(size), Part(size)
     spec = getattr(serve_commands, f"{kind}_command")(
         python=str(python_of(kind)), model=folder, max_context=512, device="cpu", args=("--dtype", "float32")
@@ -203,7 +203,7 @@ async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) 
             for repeat in range(repeats + 1):
                 for part in (written, loaded):
                     with part.timed(part.plain if repeat else []):
-                        _ = [weights[name].clone() for name in set(first_names(weights).values())]
+                        _ = [tensor.clone() for tensor in weights.values()]
                 with written.timed(written.ours if repeat else []):
                     checkpoint = files.write(weights)
                 with loaded.timed(loaded.ours if repeat else []):

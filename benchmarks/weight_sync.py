@@ -36,7 +36,7 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import BUCKET_BYTES, untied
+from polyturn.engines.weight_transport import BUCKET_BYTES, streamed
 
 CORES, CONTEXT = (0, 1), 256
 
@@ -139,8 +139,8 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything and return the line."""
     folder = options.model or models.smollm2()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    weights = untied(model.state_dict())
-    size = sum(tensor.nbytes for tensor in weights.values())
+    weights = streamed(model.state_dict())
+    size = sum(kind.nbytes for kind in weights.kinds.values())
     line: dict[str, Any] = {"benchmark": "weight_sync", "engine": options.engine, "bytes": size}
     rounds = [median(plain(list(weights.values()), options.repeats))]
     for transport in options.transports:

@@ -16,7 +16,7 @@ from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transport import untied
+from polyturn.engines.weight_transport import streamed
 from polyturn.infra.process import signal_session
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings
@@ -133,7 +133,7 @@ async def test_adapter_is_proved_and_returns_after_a_kill(kind, model_folder, tm
         assert report.num_groups == 14, "A and B of seven layers"
         draw_adapter(model, 1)
         assert await sync.publish(1) < 3 * report.noise
-        sent, merged = bytes_of_latest(tmp_path), sum(tensor.nbytes for tensor in untied(trainer.weights()).values())
+        sent, merged = bytes_of_latest(tmp_path), sum(kind.nbytes for kind in streamed(trainer.weights()).kinds.values())
         assert sent < merged / 6, f"{sent} bytes of the adapter, {merged} of the merged model"
 
         signal_session(replica.engine.process.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_servers import CLIENTS, on_servers
-from transfer_checks import CHECKS, small_pieces
+from transfer_checks import CHECKS, in_small_buckets
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.request_limits import ServedModel
@@ -32,7 +32,7 @@ def client(address, model_folder):
 @pytest.mark.parametrize("check", CHECKS)
 async def test_transfer_of_tensors(address, check, model_folder, monkeypatch):
     kind, url = address
-    monkeypatch.setattr("polyturn.engines.weight_group.pieces_of", small_pieces)
+    monkeypatch.setattr("polyturn.engines.weight_group.streamed", in_small_buckets)
     await CHECKS[check](kind, url, model_folder)
 
 

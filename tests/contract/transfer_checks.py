@@ -5,12 +5,12 @@ import asyncio
 import torch
 
 from polyturn.core.errors import EngineError, EngineLostError
-from polyturn.engines import weight_transport
 from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weight_transport import streamed
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
@@ -90,5 +90,5 @@ async def second_client(kind, url, folder):
 CHECKS = {check.__name__: check for check in (arrives, breaks_off, second_client)}
 
 
-def small_pieces(weights):
-    return weight_transport.pieces_of(weights, limit=20_000)
+def in_small_buckets(weights):
+    return streamed(dict(weights), limit=20_000)

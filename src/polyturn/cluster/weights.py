@@ -20,7 +20,7 @@ from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_transport import StreamedTensors, buckets, first_names
+from polyturn.engines.weight_transport import streamed
 from polyturn.infra.array_socket import tensor_as_array, tensor_over
 
 if TYPE_CHECKING:
@@ -30,27 +30,21 @@ if TYPE_CHECKING:
 class StoredWeights(Mapping[str, Any]):
     """Weights in the object store: name -> tensor, backed by the store's memory on the node that reads them."""
 
-    def __init__(self, refs: tuple[Any, ...], tied: Mapping[str, str]) -> None:
+    def __init__(self, refs: tuple[Any, ...]) -> None:
         self.refs = refs
-        self._tied = tied
-        """Name of a tied tensor -> the name under which the same tensor is stored."""
 
     @classmethod
     def put(cls, weights: Mapping[str, Tensor]) -> StoredWeights:
         """Put weights into the object store, tied tensors only once. If the weights are spread over ranks, rank 0 stores
         them instead of this process."""
-        if isinstance(weights, StreamedTensors):
-            return cls(weights.over(store), {})
-        tied = {name: of for name, of in first_names(weights).items() if name != of}
-        return cls(store(buckets({name: t.detach() for name, t in weights.items() if name not in tied})), tied)
+        return cls(streamed(weights).over(store))
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {name: tensor_over(*stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
-        return tensors | {name: tensors[of] for name, of in self._tied.items()}
+        return {name: tensor_over(*stored) for piece in ray.get(list(self.refs)) for name, stored in piece.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"refs": self.refs, "_tied": self._tied}
+        return {"refs": self.refs}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]

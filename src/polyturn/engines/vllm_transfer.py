@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.weight_group import GroupLink, WeightGroup
 from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import BUCKET_BYTES, kinds_of, untied
+from polyturn.engines.weight_transport import BUCKET_BYTES, streamed
 from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class VllmMemoryLink:
             EngineLostError: a server did not answer.
             EngineError: a server refused.
         """
-        self._source.weights = untied(weights)
+        self._source.weights = streamed(weights)
         try:
             await self._thread.submit(self._engine.send_weights)
         except (EngineError, RuntimeError, ValueError) as problem:
@@ -124,7 +124,7 @@ class VllmMemoryLink:
                 raise
             raise EngineLostError(f"the ipc transfer to the servers broke ({one_line(problem)})") from problem
         finally:
-            self._source.weights = {}
+            self._source.weights = streamed({})
 
     async def close(self) -> None:
         """End the transfer."""
@@ -144,13 +144,13 @@ class _Source:
     """The weights as vLLM's `WeightSource`."""
 
     def __init__(self) -> None:
-        self.weights: Mapping[str, Tensor] = {}
+        self.weights = streamed({})
 
     def metadata(self) -> list[Any]:
         """Return name, type and shape of each tensor, without fetching it."""
         from vllm.distributed.weight_transfer import ParamMeta
 
-        return [ParamMeta(name, kind.dtype, kind.shape) for name, kind in kinds_of(self.weights).items()]
+        return [ParamMeta(name, kind.dtype, kind.shape) for name, kind in self.weights.kinds.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.weights.items():

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
-from polyturn.engines.weight_transport import StreamedTensors, first_names
+from polyturn.engines.weight_transport import streamed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,8 +140,7 @@ def fold_all(weights: Mapping[str, Tensor], wanted: Iterable[tuple[str, str]]) -
         dtypes.setdefault(name, []).append(dtype)
     if not dtypes:
         return {}
-    fold_pieces = functools.partial(_fold_pieces, dtypes)
-    return weights.over(fold_pieces) if isinstance(weights, StreamedTensors) else fold_pieces([weights])
+    return streamed(weights).over(functools.partial(_fold_pieces, dtypes))
 
 
 def _fold_pieces(dtypes: Mapping[str, Sequence[str]], pieces: Iterable[Mapping[str, Tensor]]) -> dict[tuple[str, str], int]:
@@ -158,10 +157,8 @@ def _fold_pieces(dtypes: Mapping[str, Sequence[str]], pieces: Iterable[Mapping[s
 
 def floating_names(weights: Mapping[str, Tensor]) -> list[str]:
     """Return the names of floating-point tensors; tied tensors have the first name."""
-    names = dict.fromkeys(first_names(weights).values())
-    if isinstance(weights, StreamedTensors):
-        return [name for name in names if weights.kinds[name].dtype.is_floating_point and weights.kinds[name].nbytes]
-    return [name for name in names if weights[name].is_floating_point() and weights[name].numel()]
+    kinds = streamed(weights).kinds
+    return [name for name, kind in kinds.items() if kind.dtype.is_floating_point and kind.nbytes]
 
 
 def _sums(names: Sequence[str], num_workers: int) -> Iterator[tuple[tuple[int, str], ...]]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from polyturn.engines.launcher import RunningServer
-from polyturn.engines.weight_transport import StreamedTensors, buckets, untied
+from polyturn.engines.weight_transport import streamed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,10 +206,10 @@ class WeightFolder:
         if self.adapter is None:
             shutil.copy(self._config, folder / "config.json")
             write = partial(write_safetensors, folder=folder)
-            if isinstance(weights, StreamedTensors) and not self._is_remote:
-                weights.over(write)
+            if self._is_remote:
+                write(streamed(weights).buckets())
             else:
-                write(buckets(untied(weights)))
+                streamed(weights).over(write)
         else:
             (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
             write_safetensors([dict(weights)], folder, name="adapter_model")

@@ -36,9 +36,7 @@ from polyturn.engines.weight_transport import (
     Transport,
     UseThere,
     address_towards,
-    kinds_of,
-    pieces_of,
-    untied,
+    streamed,
 )
 from polyturn.infra.aio import first_error
 
@@ -263,7 +261,7 @@ class GroupLink(ABC):
             offsets[server] = size
             size += server.num_workers
         link = cls(transport, servers)
-        link._find_trainer(weights)
+        link._find_trainer(streamed(weights))
         spec = WeightGroupSpec(link.group_kind, [server.url for server in servers], link._group_name, transport, size)
         host, port = await link._call_trainer("open", spec)
         link._meeting = {"master_address": host, "master_port": port, "world_size": size}
@@ -287,14 +285,13 @@ class GroupLink(ABC):
             EngineError: a server refused.
             RankLostError: a rank is gone.
         """
-        self._find_trainer(weights)
-        self._weights = untied(weights)
-        kinds = kinds_of(self._weights)
+        self._weights = stream = streamed(weights)
+        self._find_trainer(stream)
         try:
             await self._begin()
             try:
-                for names in pieces_of(self._weights):
-                    await self._give(names, kinds)
+                for names in stream.pieces:
+                    await self._give(names, stream.kinds)
             except BaseException:
                 # First the own end: a server that waits for a tensor answers no call.
                 await self._clean_up(self._call_trainer("close"))
@@ -335,10 +332,9 @@ class GroupLink(ABC):
         use = functools.partial(_call_end, method, arguments)
         return await asyncio.to_thread(self._use_there, [names] if names else [], use)
 
-    def _find_trainer(self, weights: Mapping[str, Tensor]) -> None:
+    def _find_trainer(self, weights: StreamedTensors) -> None:
         """Choose the process of the trainer's end."""
-        there = weights.use_there if isinstance(weights, StreamedTensors) else None
-        self._use_there = self._use_here if there is None else there
+        self._use_there = weights.use_there or self._use_here
 
     def _use_here(self, pieces: Sequence[Sequence[str]], use: Callable[..., Any]) -> Any:
         return use(({name: self._weights[name] for name in names} for names in pieces), self._end_here)

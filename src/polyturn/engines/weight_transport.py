@@ -113,7 +113,7 @@ class UseThere(Protocol):
 
 
 class StreamedTensors(Mapping[str, "Tensor"]):
-    """Tensors on ranks or in files, fetched lazily in buckets.
+    """Tensors on ranks, in files or in this process, fetched lazily in buckets.
 
     Iterating in order keeps at most two buckets in memory.
     """
@@ -129,7 +129,7 @@ class StreamedTensors(Mapping[str, "Tensor"]):
     ) -> None:
         """Fetch name -> tensor with `bring`, at most `limit` bytes at once; names of a group are always fetched together.
 
-        `use_there` is None if the tensors are in files of this process.
+        `use_there` is None if this process fetches the tensors itself.
         """
         self.kinds = dict(kinds)
         self.use_there = use_there
@@ -187,37 +187,20 @@ def names_of_buckets(
     return pieces
 
 
-def untied(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return each tensor once, under its first name; streamed tensors are returned unchanged."""
+def streamed(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> StreamedTensors:
+    """Return a stream unchanged, and tensors of this process as a stream: each once, under the first of its tied names.
+
+    Names with the same memory are tied.
+    """
     if isinstance(weights, StreamedTensors):
         return weights
-    return {name: weights[name].detach() for name in dict.fromkeys(first_names(weights).values())}
-
-
-def kinds_of(weights: Mapping[str, Tensor]) -> Mapping[str, TensorKind]:
-    """Return name -> shape and type, without fetching tensors."""
-    if isinstance(weights, StreamedTensors):
-        return weights.kinds
-    return {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-
-
-def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return each name -> the first name of the same tensor; names with the same memory are tied."""
-    if isinstance(weights, StreamedTensors):
-        return {name: name for name in weights}
     first: dict[tuple[int, tuple[int, ...]], str] = {}
-    return {name: first.setdefault((t.data_ptr(), tuple(t.shape)), name) for name, t in weights.items()}
+    for name, tensor in weights.items():
+        first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+    own = {name: weights[name].detach() for name in first.values()}
+    kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+    return StreamedTensors(kinds, functools.partial(_chosen, own), limit=limit)
 
 
-def buckets(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> Iterator[Mapping[str, Tensor]]:
-    """Yield `weights` in order in buckets of at most `limit` bytes; streamed tensors come in their own buckets."""
-    if isinstance(weights, StreamedTensors):
-        yield from weights.buckets()
-        return
-    for names in pieces_of(weights, limit=limit):
-        yield {name: weights[name] for name in names}
-
-
-def pieces_of(weights: Mapping[str, Tensor], *, limit: int = BUCKET_BYTES) -> list[list[str]]:
-    """Return the names in each of the `buckets` of `weights`, without fetching tensors."""
-    return weights.pieces if isinstance(weights, StreamedTensors) else names_of_buckets(kinds_of(weights), limit=limit)
+def _chosen(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names}

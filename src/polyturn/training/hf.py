@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
 from polyturn.engines.onednn import use_onednn
 from polyturn.engines.weight_files import write_safetensors
-from polyturn.engines.weight_transport import StreamedTensors, TensorKind, buckets, first_names
+from polyturn.engines.weight_transport import StreamedTensors, TensorKind, streamed
 from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
 from polyturn.training.part_loading import weight_files
@@ -234,16 +234,14 @@ def takes_media(model: PreTrainedModel) -> bool:
     return model.config.get_text_config() is not model.config
 
 
-def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def as_checkpoint(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> StreamedTensors:
     """Return weights of `model` with the names and shapes of its published checkpoint, tied tensors once.
 
     A transformers class may use the name `model.visual.blocks.0…` for the published `visual.blocks.0…`, or one tensor for
-    all experts of a layer; servers read the published form. If nothing differs, the same mapping is returned. From streamed
-    weights, such a layer is read as a whole, and converted by the process that has its tensors.
+    all experts of a layer; servers read the published form. Such a layer is read as a whole, and converted by the process
+    that has its tensors.
     """
-    if not isinstance(weights, StreamedTensors):
-        first = dict.fromkeys(first_names(weights).values())
-        return dict(revert_weight_conversion(model, {name: weights[name] for name in first}))
+    weights = streamed(weights)
     layers: dict[str, list[str]] = {}
     for name in weights.kinds:
         layer = _LAYER.match(name)
@@ -343,7 +341,7 @@ def save_model(
             _save_config(model, fresh)
             if tensors is None:
                 tensors = plain_weights(model) if merged else lora.base_weights(model)
-            write_safetensors(buckets(as_checkpoint(model, tensors)), fresh)
+            write_safetensors(as_checkpoint(model, tensors).buckets(), fresh)
         if processor is not None:
             processor.save_pretrained(fresh)
         if tokenizer is not None:

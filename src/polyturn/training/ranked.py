@@ -28,7 +28,7 @@ from polyturn.core.errors import CheckpointError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
-from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, buckets
+from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, streamed
 from polyturn.infra.aio import OneThread
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
@@ -71,7 +71,7 @@ class RankedBackend:
         """The folder of the latest checkpoint."""
         self._all("make", spec)
         if start is not None:
-            for piece in buckets(start):
+            for piece in streamed(start).buckets():
                 self._all("take", piece)
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:

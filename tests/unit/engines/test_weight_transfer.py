@@ -20,7 +20,7 @@ from polyturn.engines.vllm_transfer import VllmLink
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_group import GroupEnd, WeightGroup, WeightGroupSpec
 from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
-from polyturn.engines.weight_transport import Transport, address_towards, buckets, choose_transport, is_here
+from polyturn.engines.weight_transport import Transport, address_towards, choose_transport, is_here, streamed
 from support.forked import run_program
 from support.parts import virtual
 from support.refusals import refuses, refuses_later
@@ -282,8 +282,8 @@ def test_server_on_this_machine_uses_loopback():
 
 def test_tensor_larger_than_a_bucket_goes_alone():
     weights = {name: torch.zeros(size) for name, size in [("a", 10), ("b", 10), ("big", 100), ("c", 10)]}
-    assert [list(bucket) for bucket in buckets(weights, limit=80)] == [["a", "b"], ["big"], ["c"]]
-    assert list(buckets({}, limit=80)) == []
+    assert [list(bucket) for bucket in streamed(weights, limit=80).buckets()] == [["a", "b"], ["big"], ["c"]]
+    assert list(streamed({}, limit=80).buckets()) == []
 
 
 def test_config_offers_every_transport():
