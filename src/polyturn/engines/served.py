@@ -111,7 +111,6 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
             root=None if root is None else root.resolve(),
             owns_model=folder.is_temporary,
             adapter=setup.adapter,
-            is_remote=places is not None and root is None,
         )
     return EnginePool(clients, files=files, **limits)
 

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
+from polyturn.core.errors import EngineError
 from polyturn.engines.launcher import RunningServer
 from polyturn.engines.weight_transport import streamed
 
@@ -138,6 +139,15 @@ def let_others_read(file: Path) -> None:
         file.chmod(file.parent.stat().st_mode & 0o666)
 
 
+def _write_checkpoint(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> None:
+    if not folder.is_dir():
+        raise EngineError(
+            f"new weights go to {folder}, which the machine of rank 0 does not see; set engine.weights_folder to a folder "
+            "that all machines see, or engine.weights to gloo or nccl"
+        )
+    write_safetensors(pieces, folder)
+
+
 class WeightStore(Protocol):
     """Sends a pool's weights to all of its servers."""
 
@@ -165,7 +175,6 @@ class WeightFolder:
         root: Path | None = None,
         owns_model: bool = False,
         adapter: Mapping[str, Any] | None = None,
-        is_remote: bool = False,
     ) -> None:
         """Make a folder for checkpoints.
 
@@ -174,8 +183,6 @@ class WeightFolder:
             root: Parent folder; None takes shared memory.
             owns_model: Whether `close` also removes `model`.
             adapter: peft's settings of the adapter, if only adapters are written.
-            is_remote: Whether ranks may be on other machines, which do not see the folder: weights are then brought to this
-                process, which writes them.
         """
         if root is None and _IN_MEMORY.is_dir():
             root = _IN_MEMORY
@@ -188,7 +195,6 @@ class WeightFolder:
         self.adapter = adapter
         """peft's settings, which `write` writes with an adapter's weights."""
         self._own = model if owns_model else None
-        self._is_remote = is_remote
         self._number = 0
         self._written: list[Path] = []
         """The existing folders of weights, the latest last."""
@@ -199,17 +205,17 @@ class WeightFolder:
         return self._written[-1] if self._written else None
 
     def write(self, weights: Mapping[str, Tensor]) -> WrittenWeights:
-        """Write `weights` as a checkpoint, one file per bucket; a tied tensor is written once, under its first name."""
+        """Write `weights` as a checkpoint, one file per bucket; a tied tensor is written once, under its first name.
+
+        Raises:
+            EngineError: the process that has the tensors does not see the folder.
+        """
         folder = self._root / f"{self._number:08d}"
         self._number += 1
         folder.mkdir()
         if self.adapter is None:
             shutil.copy(self._config, folder / "config.json")
-            write = partial(write_safetensors, folder=folder)
-            if self._is_remote:
-                write(streamed(weights).buckets())
-            else:
-                streamed(weights).over(write)
+            streamed(weights).over(partial(_write_checkpoint, folder=folder))
         else:
             (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
             write_safetensors([dict(weights)], folder, name="adapter_model")

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from streaming_ranks import BUCKET
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from polyturn.core.errors import EngineError
 from polyturn.engines.weight_files import WeightFolder
 from polyturn.engines.weight_transport import StreamedTensors, TensorKind
 from polyturn.training.hf import as_checkpoint, save_model
+from support.refusals import refuses
 
 WORKER = Path(__file__).with_name("streaming_ranks.py")
 SLACK = 12 * 2**20
@@ -53,6 +55,19 @@ def test_stream_is_written_in_shards(tmp_path):
         ]
         again = {name: t for path in written.folder.glob("*.safetensors") for name, t in load_file(path).items()}
         assert again.keys() == weights.keys() and all(torch.equal(again[name], t) for name, t in weights.items())
+
+
+def test_folder_that_rank_0_does_not_see_is_refused(tmp_path):
+    def use_there(pieces, use):
+        (tmp_path / "seen").rename(tmp_path / "elsewhere")  # to rank 0, on another machine, it does not exist
+        return use(iter([]), None)
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "seen").mkdir()
+    kinds = {"w": TensorKind((2,), torch.float32)}
+    with WeightFolder(tmp_path, root=tmp_path / "seen") as files:
+        far = StreamedTensors(kinds, bring=pytest.fail, use_there=use_there)
+        refuses(lambda: files.write(far), EngineError, "the machine of rank 0 does not see", "engine.weights_folder")
 
 
 def test_function_is_sent_to_the_process_that_has_the_tensors():
