@@ -13,18 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import ray
 from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
-from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weight_files import ServerWeights, WrittenWeights
 from polyturn.engines.weight_transport import streamed
 from polyturn.infra.array_socket import tensor_as_array, tensor_over
-
-if TYPE_CHECKING:
-    from polyturn.engines.launcher import RunningServer
 
 
 class StoredWeights(Mapping[str, Any]):
@@ -71,22 +68,21 @@ class WeightHolder(Protocol):
         ...
 
 
-class NodeWeights(WrittenWeights):
+class NodeWeights(ServerWeights):
     """Weights with one checkpoint per node, in memory, written when the node's first server requests it."""
 
     def __init__(self, stored: StoredWeights, adapter: Mapping[str, Any] | None) -> None:
-        super().__init__(Path("on its node"), is_adapter=adapter is not None)
         self._stored = stored
         self._adapter = adapter
         self._at: dict[str, Path] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def folder_at(self, server: RunningServer | None) -> Path:
-        """Return the checkpoint on the server's node."""
-        holder: WeightHolder = server  # type: ignore[assignment]  # `NodePlaces` starts only such servers
+    async def load(self, server: Any) -> None:
+        """Make a server, which `NodePlaces` started, read the checkpoint on its node."""
+        holder: WeightHolder = server.process
         async with self._locks.setdefault(holder.node, asyncio.Lock()):
             self._at[holder.node] = await holder.hold(self._stored, self._at.get(holder.node), self._adapter)
-        return self._at[holder.node]
+        await WrittenWeights(self._at[holder.node], is_adapter=self._adapter is not None).load(server)
 
 
 class NodeStore:

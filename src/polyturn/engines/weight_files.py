@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from polyturn.core.errors import EngineError
-from polyturn.engines.launcher import RunningServer
 from polyturn.engines.weight_transport import streamed
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ adapter until the next update. That update writes another adapter before it ends
 
 class FolderServer(Protocol):
     """A server that loads weights from a folder."""
-
-    @property
-    def process(self) -> RunningServer | None:
-        """The server's process, if its client started it."""
-        ...
 
     async def load_folder(self, folder: Path) -> None:
         """Make the server load the checkpoint in `folder`.
@@ -96,14 +90,9 @@ class WrittenWeights(ServerWeights):
         self.folder = folder
         self._is_adapter = is_adapter
 
-    async def folder_at(self, server: RunningServer | None) -> Path:
-        """Return the folder as seen by `server`; None is a server that its client did not start."""
-        return self.folder
-
     async def load(self, server: FolderServer) -> None:
         """Make a server read the weights."""
-        folder = await self.folder_at(server.process)
-        await (server.load_adapter(folder) if self._is_adapter else server.load_folder(folder))
+        await (server.load_adapter(self.folder) if self._is_adapter else server.load_folder(self.folder))
 
 
 def write_safetensors(pieces: Iterable[Mapping[str, Tensor]], folder: Path, *, name: str = "model") -> None:
