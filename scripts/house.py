@@ -127,10 +127,8 @@ def imports_point_down(tree: Tree) -> Iterator[Violation]:
                 f"{package} imports {imported}, which lies above it",
             ),
             (
-                package == "core"
-                and imported != "core"
-                and root not in {*sys.stdlib_module_names, "numpy", "pydantic_core"},
-                f"core imports {one.target}; it needs the standard library, NumPy and pydantic_core only",
+                package == "core" and imported != "core" and root not in {*sys.stdlib_module_names, "numpy"},
+                f"core imports {one.target}; it needs the standard library and NumPy only",
             ),
             (package == "rollout" and imported == "engines", "rollout imports engines; use core.protocols"),
             (imported == "compat" and package != "compat", "compat is reached by entry points only"),

@@ -134,6 +134,8 @@ def test_several_environments_make_one_run(tmp_path: Path) -> None:
         ("{name: 'textarena:Nim-v0', kwargs: {num_players: 5}}", (), "does not start with 5 players"),
         ("{name: 'textarena:Nim-v0', seats: [policy]}", (), "has 2 seats, but env.seats names 1"),
         ("textarena:Nim-v0", ("data.train.files=tasks.jsonl",), "has its own tasks, and data.train is set as well"),
+        ("[textarena:Nim-v0, 'plugins.py:Longer']", ("data.train.files=tasks.jsonl",), "can go to only one environment"),
+        ("{name: 'plugins.py:Longer', eval_seats: [policy]}", (), "has one player and env.eval_seats is"),
         ("textarena:Nim-v0", ("rollout.scheduler=gym",), "env has its own scheduler and rollout.scheduler is 'gym'"),
         ("['textarena:Nim-v0', 'textarena:Nim-v0']", (), "env names 'textarena:Nim-v0' twice"),
     ],

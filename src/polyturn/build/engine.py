@@ -45,9 +45,10 @@ def build_engine(
     places: Callable[[ModelFolder], ServerPlaces] | None = None,
     follows: int = 0,
 ) -> Engine:
-    """Make the engine `engine.kind`. Its servers start at its first call.
+    """Make the engine `engine.kind`. A server starts at the first call to it.
 
-    `places` returns where servers run on other machines, given the folder that they load. For `follows` see `EngineSetup`.
+    `places` makes, from the model's folder, the object that starts servers on other machines; None starts them on this
+    machine. For `follows` see `EngineSetup`.
 
     Raises:
         ConfigError: the engine does not exist, is not installed, or lacks a capability that the run needs.
@@ -122,14 +123,14 @@ def _adapter_problem(engine: ServerOptions, model: PreTrainedModel) -> str | Non
         return problem
     inside = {module for encoder in encoders_of(model) for module in encoder.modules()}
     if not inside.isdisjoint(layers.values()):
-        return "SGLang adapts the language model, and model.lora also adapts an encoder of images or sound"
+        return "SGLang adapts only the language model, and model.lora also adapts an encoder of images or sound"
     if any(name.endswith(_FEED_FORWARD) for name in layers) and any(beside_experts(layer)[0] for layer in model.modules()):
         return "SGLang adapts only attention in a model with experts, and model.lora also adapts feed-forward layers"
     return None
 
 
 def _module_problem(engine: ServerOptions, names: Iterable[str]) -> str | None:
-    """Return why servers cannot serve an adapter of modules whose names end like `names`; None if they can."""
+    """Return why SGLang servers cannot serve an adapter of these modules, judged by the last part of each name, or None."""
     from polyturn.engines.sglang import SglangEngine
 
     return None if engine.kind != "sglang" else SglangEngine.adapter_problem({name.rpartition(".")[2] for name in names})
@@ -159,7 +160,7 @@ def _foreign(build: Callable[..., Any], setup: EngineSetup, options: OwnEngineOp
     """Make a user's engine, wrapped to contain its failures; a pool is returned as it is."""
     with plugin_errors_as(f"engine.kind: {options.kind!r} cannot be made; it", ConfigError):
         engine = build(setup, **options.kwargs)
-        # Also in this block, because `isinstance` evaluates the protocol's properties, which are the user's code.
+        # `isinstance` evaluates the protocol's properties, which are the user's code and may raise.
         is_engine, is_pool = isinstance(engine, Engine), isinstance(engine, EnginePool)
     if not is_engine:
         needs = "a function that returns an engine with all members of polyturn.core.protocols.Engine"
@@ -190,7 +191,7 @@ def route_shape(source: ConfigSource, model: PreTrainedModel) -> RouteShape | No
 
 
 def check_engine(source: ConfigSource) -> None:
-    """Check the engine before weights are loaded: that it exists, and that its logs can be written.
+    """Check before weights are loaded that the engine exists, can be sent an adapter if it must, and can write its logs.
 
     Raises:
         ConfigError: the first problem.
@@ -204,7 +205,7 @@ def check_engine(source: ConfigSource) -> None:
                 "engine.weights is adapter, and model.lora is not set, so there is no adapter to send; set model.lora, or "
                 "remove engine.weights"
             )
-        if not isinstance(lora.target_modules, str):  # the others are known only with the model
+        if not isinstance(lora.target_modules, str):  # a text such as all-linear selects modules only once there is a model
             _explain_merged(options, _module_problem(options, lora.target_modules))
     if isinstance(options, ServerOptions) and options.launch is not None:
         for number in range(options.launch.replicas):

@@ -35,7 +35,7 @@ def env_configs(source: ConfigSource) -> list[EnvConfig]:
         raise ConfigError("env is an empty list; name an environment, or remove env")
     if len(set(names)) < len(names):
         twice = next(n for n in names if names.count(n) > 1)
-        raise ConfigError(f"env names {twice!r} twice; list each environment once, with more tasks")
+        raise ConfigError(f"env names {twice!r} twice; list it once, and raise its `tasks`")
     return configs
 
 
@@ -48,8 +48,8 @@ def build_env_scheduler(source: ConfigSource, policies: FurtherPolicies) -> Mult
     config = source.config
     if config.rollout.scheduler is not None:
         raise ConfigError(
-            f"env has its own scheduler and rollout.scheduler is {config.rollout.scheduler!r}; remove one of them "
-            "(rollout.scheduler: gym runs rows with env_config)"
+            f"env has its own scheduler and rollout.scheduler is {config.rollout.scheduler!r}; remove rollout.scheduler, "
+            "or, if rows have env_config, remove env and write rollout.scheduler: gym"
         )
     if config.rollout.interactions is not None:
         raise ConfigError("env answers every turn, so rollout.interactions would never be used; remove one of them")
@@ -81,7 +81,7 @@ def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
     """
     parts: list[Sequence[Task]] = []
     for one in env_configs(source):
-        # After the seeds of training, so that no task is in both splits.
+        # The evaluation's seeds follow those of training, so that no task is in both splits.
         first = one.seed + (one.tasks if split == "eval" else 0)
         count = one.eval_tasks if split == "eval" else one.tasks
         adapter = _adapter(one, source)
@@ -94,17 +94,21 @@ def build_env_tasks(source: ConfigSource, *, split: str) -> Sequence[Task]:
 
 
 def rows_for_env(source: ConfigSource, tasks: Sequence[Task], *, key: str) -> Sequence[Task]:
-    """Return the user's rows as tasks of the run's environment, if the environment is made from rows.
+    """Return the user's rows as tasks of the run's only environment.
 
     Raises:
-        ConfigError: the environment has its own tasks.
+        ConfigError: the environment has its own tasks, or there are several.
     """
     configs = env_configs(source)
     adapters = [_adapter(one, source) for one in configs]
-    if len(adapters) > 1 or not adapters[0].takes_rows:
+    if len(adapters) > 1:
         names = ", ".join(repr(one.name) for one in configs)
         raise ConfigError(
-            f"env names {names}, which has its own tasks, and {key} is set as well; remove one of them (for rows with "
+            f"env names {names}, and the rows of {key} can go to only one environment; remove {key} or the others"
+        )
+    if not adapters[0].takes_rows:
+        raise ConfigError(
+            f"env {configs[0].name!r} has its own tasks, and {key} is set as well; remove one of them (for rows with "
             "env_config use rollout.scheduler: gym)"
         )
     split = "eval" if key.startswith("eval") else "train"
@@ -121,9 +125,8 @@ def _adapter(one: EnvConfig, source: ConfigSource) -> Adapter:
 
 def _stage(one: EnvConfig, adapter: Adapter, source: ConfigSource, policies: FurtherPolicies) -> Stage:
     if adapter.num_seats == 1 and (one.seats or one.eval_seats):
-        raise ConfigError(
-            f"env {one.name!r} has one player and env.seats is {one.seats or one.eval_seats!r:.200}; remove env.seats"
-        )
+        key, seats_set = ("seats", one.seats) if one.seats else ("eval_seats", one.eval_seats)
+        raise ConfigError(f"env {one.name!r} has one player and env.{key} is {seats_set!r:.200}; remove env.{key}")
     seats, eval_seats = (
         seat_players(
             seat_options, num_seats=adapter.num_seats, name=str(one.name), base=source.base, policies=policies.by_name

@@ -29,12 +29,16 @@ _KEYS = {
     "float32 masters": "set model.lora",
     "gradients": "set model.lora",
     "moments of AdamW": "set model.lora",
+    "whole gradient until the last micro-batch": "set model.lora",
+    "gathered blocks": "use a smaller model (model.path)",
+    "buffer of the largest gradient": "use a smaller model (model.path)",
     "frozen models": "remove the reference or teacher (algorithm.kl, algorithm.loss.distill)",
     "KV cache of the engine": "lower engine.num_slots or rollout.limits.max_context",
     "KV cache of the servers": "lower rollout.limits.max_context",
 }
-"""Largest part -> advice; all other parts grow with train.max_tokens_per_batch."""
+"""Largest part -> advice."""
 _OF_A_BATCH = "lower train.max_tokens_per_batch, or set model.gradient_checkpointing"
+"""Advice for all other parts."""
 _CERTAIN = ("parameters", "float32 masters", "gradients", "moments of AdamW")
 
 
@@ -67,7 +71,8 @@ class MemoryVerdict(NamedTuple):
 def verdict_of(
     config: RunConfig, size: ModelSize, bytes_by_part: Mapping[str, int], *, layout: GpuLayout, max_context: int
 ) -> MemoryVerdict | None:
-    """Return the verdict for this machine; None if the run uses other machines, or GPUs that this machine lacks.
+    """Return the verdict for this machine; None if the run uses other machines, GPUs that this machine
+    lacks, or GPUs that ranks share with servers.
 
     Args:
         config: The run's configuration.
@@ -95,7 +100,7 @@ def verdict_of(
 
 
 def require_memory(source: ConfigSource) -> None:
-    """Raise if weights, gradients and optimizer alone exceed the memory, without reading weights.
+    """Raise if weights, gradients and optimizer alone exceed the memory. This reads no weights.
 
     Raises:
         ConfigError: they exceed it, so the system would kill the run.

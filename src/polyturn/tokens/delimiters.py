@@ -1,7 +1,8 @@
 """Delimiters: finds the control tokens that open or close turns, roles and media, by rendering sample conversations.
 
-By default, texts of the owner may become any control token except delimiters. A system prompt that explains <think> or
-<tool_call> needs the tokens with which the model was trained, but it must not end its own turn.
+By default, if the text of a control token occurs in a prompt of the run's owner, it is encoded as that token, except for
+delimiters (`trust.py`). A system prompt that explains <think> or <tool_call> needs the tokens with which the model was
+trained, but it must not end its own turn.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class _ControlRenderer(Renderer, Protocol):
 
 
 def find_delimiters(codec: _ControlRenderer) -> frozenset[int]:
-    """Find the tokens that the template writes around messages and media, except pairs of tags such as <think>, </think>."""
+    """Find stop tokens, special tokens, and the tokens that the template writes around messages and media.
+
+    Pairs of tags around messages, such as <think> and </think>, are not delimiters.
+    """
     known = set(codec.control_tokens.values())
     user, system = Message(role="user", content="Hi"), Message(role="system", content="Be brief.")
     delimiters = {*codec.turn_ends.stops, *codec.turn_ends.past, *codec.special_ids}

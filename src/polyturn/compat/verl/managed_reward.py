@@ -6,10 +6,11 @@
     reward_manager.source: importlib, .module.path: managers.py, .name: Mine
       ->  reward.function {name: "polyturn.compat.verl.managed_reward:score", manager: "managers.py:Mine", …}
 
-A manager gets the same columns as from verl's trainer: the row's, the episode's scores, and the agent loop's `extra_fields`.
-Trajectories are scored one at a time and do not wait for each other, so a manager cannot compare rows across a batch. Batch
-managers, and sync functions of row managers, run in the main thread of a process, where timeouts based on signals work.
-Row managers (`run_single`) run in an event loop of this process.
+A manager gets the same columns as from verl's trainer: those of the row, the scores of the episode, and the agent loop's
+`extra_fields`. Each trajectory is scored by itself as soon as it ends, so a manager cannot compare the rows of a batch.
+Batch managers, and a project's sync functions for row managers, run in the main thread of a separate process, where timeouts
+based on signals work. Row managers (`run_single`) run in an event loop of this process, and verl's own function in a thread
+of it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _MAKING = threading.Lock()
 
 @functools.cache
 def _judge(described: str) -> Callable[..., dict[str, Any]]:
-    """Return a function that calls the manager for `score`'s arguments (as JSON); one per run."""
+    """Return a function that scores a trajectory with the manager of `described`, the other arguments of `score` as JSON."""
     name, function, model, config, kwargs, function_kwargs = json.loads(described)
     cls, compute_score = _imported(name, function, function_kwargs)
     if not isinstance(cls, type) or not (issubclass(cls, RewardManagerBase) or _is_called(cls)):
