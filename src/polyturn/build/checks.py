@@ -289,7 +289,7 @@ def _too_long(parts: Parts, task: Task, *, name: str) -> int | None:
     except UnicodeEncodeError as problem:
         raise DataError(
             f"{name}, task {task.id!r}: the prompt has half of a surrogate pair, {text[problem.start]!a}, which is not a "
-            "character; remove it, or read the text with errors='replace'"
+            "character; remove it"
         ) from problem
     # A token has at least one byte, so a text with at most as many bytes as the limit need not be encoded.
     if num_bytes <= limit:
