@@ -3,8 +3,8 @@
     step 12/100  success 0.52  reward 0.61  turns 2.3  cut 4 %  8,120 tokens/s  loss 0.0123  3.1 s  eta 4m32s
     rollout: 120 of 256 (47 %), 33.1/s, eta 4s; 90 generate, 12 call tools
 
-Lines go through `logging`. In a terminal rich draws a progress bar; elsewhere progress is logged as plain lines, which come
-less and less often.
+Lines go through `logging`. In a terminal rich draws a progress bar; elsewhere progress is logged as plain lines, which
+become rarer in work that takes long.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from polyturn.infra.console import stderr_console
 logger = logging.getLogger(__name__)
 
 _SHOWN = (("rollout/success", "success", ".3f"), ("reward/mean", "reward", ".3f"), ("rollout/turns", "turns", ".2f"))
-BAR_S = 1.5
-"""Seconds before a bar appears, so that short work shows none."""
-FIRST_PAUSE_S, LAST_PAUSE_S = 3.0, 60.0
-"""Without a terminal, seconds before the first line, and the longest pause between two lines."""
+PAUSE_S, LONGEST_PAUSE_S = 1.5, 60.0
+"""Seconds before a bar appears, so that short work shows none; without a terminal, the pauses between lines."""
+
+
+def pause_after(seconds: float, *, least: float = PAUSE_S) -> float:
+    """Return the pause between lines without a terminal, after `seconds` of work: a sixtieth of them, within bounds."""
+    return min(max(least, seconds / 60), LONGEST_PAUSE_S)
+
+
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -109,7 +114,7 @@ class Progress:
         total: int | None = None,
         *,
         console: Console | None = None,
-        pause_s: float | None = None,
+        pause_s: float = PAUSE_S,
         running: Mapping[EpisodeState, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,8 +124,7 @@ class Progress:
             title: The name of the work, for instance "rollout".
             total: Number of items; None if unknown.
             console: The console for the bar; by default the console of log lines, so that log lines do not break the bar.
-            pause_s: Seconds before the bar or the first line; None is `BAR_S` in a terminal, `FIRST_PAUSE_S` elsewhere. Each
-                later pause between lines is twice as long as the one before it, up to `LAST_PAUSE_S`.
+            pause_s: Seconds before the bar; without a terminal, the shortest pause between two lines (`pause_after`).
             running: The number of episodes in each state, for the end of the line.
             clock: Returns the time in seconds.
         """
@@ -128,7 +132,7 @@ class Progress:
         self.total = total
         self.done = 0
         self._console = console or stderr_console()
-        self._pause_s = (BAR_S if self._console.is_terminal else FIRST_PAUSE_S) if pause_s is None else pause_s
+        self._pause_s = pause_s
         self._running = running or {}
         self._clock = clock
         self._start = clock()
@@ -172,9 +176,7 @@ class Progress:
         return f"{counted}{', ' if pace > 0 else ''}{pace_of(pace)}{left}"
 
     def _show(self) -> None:
-        pause_s = self._pause_s
-        while not self._is_over.wait(pause_s):
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        while not self._is_over.wait(pause_after(self._clock() - self._start, least=self._pause_s)):
             with self._lock:
                 if self._is_over.is_set():
                     return

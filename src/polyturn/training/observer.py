@@ -30,7 +30,7 @@ from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
 from polyturn.tracking.alarms import Alarm, Alarms
 from polyturn.tracking.base import RunInfo
-from polyturn.tracking.console import FIRST_PAUSE_S, LAST_PAUSE_S, ConsoleTracker, Progress, duration, stops
+from polyturn.tracking.console import PAUSE_S, ConsoleTracker, Progress, duration, pause_after, stops
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import JsonlTracker, read_metrics
 from polyturn.tracking.live import LiveStatus
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _LONG_S = 60.0
 """Seconds of a step's episodes above which the expected duration is logged."""
+_WATCHED_S = 360.0
+"""Seconds at the start of a run in which lines of progress come as often without a terminal as a bar is drawn in one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +288,9 @@ class RunObserver(Observer):
 
     def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
-        pause_s = None
-        if self._bars is None or not self._bars.is_terminal:  # in a log, lines become rarer with the run's time
-            pause_s = min(max(FIRST_PAUSE_S, (time.monotonic() - self._began) / 20), LAST_PAUSE_S)
+        age_s = time.monotonic() - self._began
+        is_watched = age_s < _WATCHED_S or (self._bars is not None and self._bars.is_terminal)
+        pause_s = PAUSE_S if is_watched else pause_after(age_s)
         self._progress = Progress(phase, total, console=self._bars, pause_s=pause_s, running=self._running)
         if self._live is not None:
             self._live.show(self._progress)

@@ -180,7 +180,7 @@ def test_long_first_step_is_announced_once(
     assert "32" in line and "5m20s" in line and "train.groups_per_step" in line
 
 
-@pytest.mark.parametrize(("age_s", "pause_s"), [(0.0, 3.0), (200.0, 10.0), (9000.0, 60.0)])
+@pytest.mark.parametrize(("age_s", "pause_s"), [(0.0, 1.5), (300.0, 1.5), (600.0, 10.0), (9000.0, 60.0)])
 def test_progress_in_a_log_becomes_rarer_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, pause_s: float
 ):
