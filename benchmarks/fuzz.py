@@ -499,8 +499,8 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
         def __init__(self) -> None:
             pass
 
-        async def run(self, asked: dict[str, Any]) -> RunResult:
-            json.dumps(asked)
+        async def run(self, request: sandbox_app.Program) -> RunResult:
+            request.model_dump_json()
             return RunResult(status="ok", exit_code=0, is_alive=True)
 
     rules = ServerRules(max_body_bytes=1 << 20)
