@@ -41,13 +41,15 @@ def test_product_takes_transposed_matrices():
 
 
 MANY_LENGTHS = """
-import ctypes, torch
+import ctypes, os, sys, torch
 from polyturn.engines.onednn import product
 
 def megabytes():
     ctypes.CDLL(None).malloc_trim(0)
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
 
+if size := sys.argv[1]:
+    os.environ.update(LRU_CACHE_CAPACITY=size, ONEDNN_PRIMITIVE_CACHE_CAPACITY=size)
 torch.set_num_threads(1)
 x, weight = torch.randn(1000, 32), torch.randn(64, 32)
 product(x, weight)
@@ -60,8 +62,9 @@ print(megabytes() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_products_of_many_lengths_take_little_memory():
-    """Each length has code of its own, half a megabyte, of which torch keeps 1024 by default."""
-    assert float(run_program(MANY_LENGTHS).out) < 220
+    """Each length has its own code, and torch keeps that of 1024 by default; its size depends on the processor."""
+    ours, torchs = (float(run_program(MANY_LENGTHS, size).out) for size in ("", "1024"))
+    assert ours < 0.6 * torchs
 
 
 def test_frozen_layer_keeps_only_its_weight_for_the_backward_pass():
