@@ -1,10 +1,9 @@
 """Steps per second with staleness 1 compared to staleness 0, when rollout and training take about equally long.
 
-Engine and trainer are two processes in both settings, each with one thread and pinned to another core; the settings differ
-only in whether they work at the same time. The event loop shares a core and the interpreter's lock with the training thread,
-so its delay is reported too (99th percentile). The number of trajectories is chosen first, so that a step's rollout takes as
-long as its training. Every run uses a fresh process, and the settings alternate. Prints one JSON line (target 1.7), with and
-without pinning.
+The embedded engine samples on the event loop in both settings, with one thread; with staleness 1 the trainer computes in a
+second thread at the same time, so the two share the interpreter's lock. The delay of the event loop is reported too (99th
+percentile). The number of trajectories is chosen first, so that rollout and training take equally long. Every run uses
+a fresh process, and the settings alternate. Prints one JSON line (target 1.7).
 
     python benchmarks/async_speedup.py
     python benchmarks/async_speedup.py --steps 6 --repeats 1        a quick look
@@ -26,13 +25,11 @@ from typing import Any
 
 from polyturn import build
 from polyturn.api.folders import open_source
-from polyturn.engines.process import ProcessEngine
 from polyturn.training.observer_base import Observer
 from support.runs import write_tiny_run
 
 TARGET = 1.7
 WARM_STEPS = 2
-TRAINER_CORE, ENGINE_CORE = 0, 1
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 SETTINGS = [
     "num_threads=1",
@@ -44,7 +41,6 @@ SETTINGS = [
     "model.init.intermediate_size=384",
     "rollout.limits.max_tokens_per_turn=96",
     "rollout.sanity_every=0",
-    "engine.process=own",
     "engine.num_slots=256",
     "evaluation.data=null",
     "evaluation.before=false",
@@ -61,18 +57,9 @@ SETTINGS = [
 class Times(Observer):
     """An observer that records the end and the duration of each step."""
 
-    def __init__(self, engine: ProcessEngine, *, pins: bool) -> None:
+    def __init__(self) -> None:
         self.ends: list[float] = []
         self.metrics: list[dict[str, float]] = []
-        self._engine = engine
-        self._pins = pins
-
-    def on_group(self, group: Any, *, phase: str, total: int) -> None:
-        """Pin the engine's process as soon as it exists."""
-        if self._pins and self._engine.pid is not None:
-            for thread in Path(f"/proc/{self._engine.pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), {ENGINE_CORE})
-            self._pins = False
 
     def on_step(self, step: int, metrics: Any, groups: Any, trained: Any = None) -> None:
         """Record the end of a step."""
@@ -80,10 +67,8 @@ class Times(Observer):
         self.metrics.append(dict(metrics))
 
 
-def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
+def run_once(*, staleness: int, size: int, steps: int) -> dict[str, float]:
     """Train in this process; return the seconds of a step and of its parts."""
-    if pins:
-        os.sched_setaffinity(0, {TRAINER_CORE})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = [
@@ -94,8 +79,7 @@ def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, 
         ]
         place, _ = open_source(write_tiny_run(folder), overrides)
         parts, tasks = build.settle(build.build_parts(place), build.build_run_tasks(place))
-        assert isinstance(parts.engine, ProcessEngine)
-        times = Times(parts.engine, pins=pins)
+        times = Times()
         trainer = build.build_trainer(parts, tasks, folder=folder / "run", observer=times)
 
         lags: list[float] = []
@@ -123,9 +107,9 @@ def run_once(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, 
     }
 
 
-def run_apart(*, staleness: int, size: int, steps: int, pins: bool) -> dict[str, float]:
+def run_apart(*, staleness: int, size: int, steps: int) -> dict[str, float]:
     """Do the same in another process."""
-    options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}", *(["--pins"] if pins else [])]
+    options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}"]
     done = subprocess.run(
         [sys.executable, __file__, *options],
         check=True,
@@ -141,7 +125,7 @@ def balanced_size() -> int:
     """Return the group size at which the times of a step's rollout and training are closest."""
     found = {}
     for size in SIZES:
-        one = run_apart(staleness=0, size=size, steps=2, pins=True)
+        one = run_apart(staleness=0, size=size, steps=2)
         found[size] = one["train_s"] / one["generate_s"]
         if found[size] > 1:
             break
@@ -155,29 +139,28 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--size", type=int, default=0, help="trajectories of a group; 0 looks for the balanced number")
     parser.add_argument("--staleness", type=int, default=0)
-    parser.add_argument("--pins", action="store_true")
     parser.add_argument("--one", action="store_true")
     options = parser.parse_args()
     if options.one:
-        one = run_once(staleness=options.staleness, size=options.size, steps=options.steps, pins=options.pins)
+        one = run_once(staleness=options.staleness, size=options.size, steps=options.steps)
         print(json.dumps(one))
         return
     size = options.size or balanced_size()
-    result: dict[str, Any] = {"benchmark": "async_speedup", "target": TARGET, "group_size": size}
-    for pins in (True, False):
-        runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
-        for _ in range(options.repeats):
-            for staleness in runs:
-                runs[staleness].append(run_apart(staleness=staleness, size=size, steps=options.steps, pins=pins))
-        ratios = [a["step_s"] / b["step_s"] for a, b in zip(runs[0], runs[1], strict=True)]
-        result["pinned" if pins else "unpinned"] = {
-            "speedup": round(median(ratios), 2),
-            "step_s": {f"staleness_{k}": round(median(r["step_s"] for r in found), 3) for k, found in runs.items()},
-            "generate_s": round(median(r["generate_s"] for r in runs[0]), 3),
-            "train_s": round(median(r["train_s"] for r in runs[0]), 3),
-            "staleness": max(r["staleness"] for r in runs[1]),
-            "loop_lag_ms_p99": round(median(r["loop_lag_ms"] for r in runs[1]), 1),
-        }
+    runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    for _ in range(options.repeats):
+        for staleness in runs:
+            runs[staleness].append(run_apart(staleness=staleness, size=size, steps=options.steps))
+    result = {
+        "benchmark": "async_speedup",
+        "target": TARGET,
+        "group_size": size,
+        "speedup": round(median(a["step_s"] / b["step_s"] for a, b in zip(runs[0], runs[1], strict=True)), 2),
+        "step_s": {f"staleness_{k}": round(median(r["step_s"] for r in each), 3) for k, each in runs.items()},
+        "generate_s": round(median(r["generate_s"] for r in runs[0]), 3),
+        "train_s": round(median(r["train_s"] for r in runs[0]), 3),
+        "staleness": max(r["staleness"] for r in runs[1]),
+        "loop_lag_ms_p99": round(median(r["loop_lag_ms"] for r in runs[1]), 1),
+    }
     print(json.dumps(result))
 
 

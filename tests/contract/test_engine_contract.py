@@ -1,7 +1,7 @@
 """One suite for every engine: what `core.protocols.Engine` promises to the loop, on real vLLM and SGLang servers too."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,21 +14,20 @@ from polyturn.core.generation import FinishReason
 from polyturn.core.protocols import Engine
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.process import ProcessEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.scripted import ScriptedEngine
 from polyturn.engines.update_gate import UpdateGate
 from support.refusals import refuses_later
 from support.served_model import VOCAB, ask, changed_model, logprob_gaps, small_model
 
-SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", "process", *on_servers()]
+SAMPLING_ENGINES = ["embedded", "embedded_deterministic", "pool", "gate", *on_servers()]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def make(kind, source, model_folder):
-    if kind in CLIENTS or kind == "process":
+    if kind in CLIENTS:
         served = ServedModel(vocab_size=VOCAB, max_context=2048, folder=model_folder)
-        engine = source if kind == "process" else CLIENTS[kind](source, served)
+        engine = CLIENTS[kind](source, served)
         await engine.update_weights(0, weights=small_model().state_dict())
         return engine
     if kind == "scripted":
@@ -48,21 +47,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def process_engine() -> AsyncIterator[ProcessEngine]:
-    """One process for all tests: its start takes seconds."""
-    engine = ProcessEngine(small_model(), num_slots=8)
-    yield engine
-    await engine.close()
-
-
 def kind_and_source(request, server_of):
-    """Return a kind of engine, and the server's address or the engine in a process.
-
-    Both are made outside of the event loop of the test: the start of a server takes a minute.
-    """
-    if request.param == "process":
-        return request.param, request.getfixturevalue("process_engine")
+    """Return a kind of engine, and the server's address, outside of the test's event loop: a start takes a minute."""
     return request.param, server_of(request.param) if request.param in CLIENTS else ""
 
 
@@ -210,6 +196,5 @@ async def test_late_request_returns_the_tokens_so_far(sampling_engine):
 
 
 async def test_closed_engine_refuses_requests(engine):
-    """The last test, because it closes the process of all tests."""
     await engine.close()
     await refuses_later(lambda: engine.generate(ask()), EngineError, "closed")

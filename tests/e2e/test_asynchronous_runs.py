@@ -1,4 +1,4 @@
-"""Asynchronous runs through the command line: the engine in a process of its own, with every way to be asynchronous."""
+"""Asynchronous runs through the command line, with each kind of buffer."""
 
 from __future__ import annotations
 

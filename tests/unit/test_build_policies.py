@@ -15,7 +15,6 @@ from polyturn.config.models import RunConfig
 from polyturn.core.errors import ConfigError, PolyturnError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.process import ProcessEngine
 from polyturn.testing.tiny_models import tiny_tokenizer
 from support.example_schedulers import FOLDER
 from support.models import tiny_model
@@ -58,15 +57,13 @@ def test_settings_are_checked_before_a_policy_is_loaded(tmp_path: Path) -> None:
 
 
 def test_copy_of_the_policy_has_memory_of_its_own(tmp_path: Path) -> None:
-    parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}, "engine.process=own"))
+    parts = build.build_parts(place(tmp_path, {"past": {"model": "self", "refresh_every": 2}}))
     one: Any = parts.policies.by_name["past"]
-    engine: Any = one.engine
     assert one.codec is parts.context.codec
     (snapshot,) = parts.policies.snapshots
     own, copied = dict(parts.model.named_parameters()), dict(snapshot.model.named_parameters())
     assert all(torch.equal(own[name], copied[name]) and own[name].data_ptr() != copied[name].data_ptr() for name in own)
     assert snapshot.refresh_every == 2 and snapshot.engine is one.engine
-    assert isinstance(engine, ProcessEngine), "an engine that nobody describes is as the run's own"
 
 
 def test_checkpoint_may_be_named_by_its_run(tmp_path: Path, model: Path) -> None:
@@ -96,11 +93,11 @@ def test_adapter_checkpoint_is_put_on_the_model(tmp_path: Path) -> None:
 def test_policy_engines_have_their_own_settings(tmp_path: Path, model: Path) -> None:
     policies = {
         "served": {"model": "opponent", "engine": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]}},
-        "apart": {"model": "opponent", "engine": {"process": "own"}},
+        "small": {"model": "opponent", "engine": {"num_slots": 3}},
         "sampled": {"model": "opponent", "sampling": {"temperature": 0.3, "top_p": 0.9}},
     }
     found: Any = build.build_parts(place(tmp_path, policies)).policies.by_name
-    assert isinstance(found["served"].engine, EnginePool) and isinstance(found["apart"].engine, ProcessEngine)
+    assert isinstance(found["served"].engine, EnginePool) and found["small"].engine.stats is not None
     assert (found["sampled"].sampling.temperature, found["sampled"].sampling.top_p) == (0.3, 0.9)
 
 

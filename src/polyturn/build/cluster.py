@@ -22,7 +22,7 @@ from polyturn.config.schema import dotted
 from polyturn.config.sources import leaves
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.engines.following import FollowingPool
-from polyturn.engines.options import EmbeddedOptions, ServerOptions
+from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.remote import RemoteEngine
 from polyturn.infra.live import LiveObject
@@ -46,8 +46,6 @@ def check_cluster(config: RunConfig) -> None:
     """
     check_ranks(config, config.train.distributed.ranks)
     engine = config.engine
-    if isinstance(engine, EmbeddedOptions) and engine.process == "own":
-        raise ConfigError("engine.process is own; on a cluster every replica has its own process, so leave it at auto")
     if engine.update == "sleep":
         _check_shared(config)
     check_workers(config)

@@ -71,7 +71,6 @@ def build_engine(
         media=media,
         max_context=max_context,
         sampling=SamplingParams.of(config.rollout.sampling),
-        trains_meanwhile=config.train.max_staleness > 0,
         base=source.base,
         model_folder=lambda: folder() if own_places is None else own_places.config,
         routes=routes,

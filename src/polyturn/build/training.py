@@ -86,10 +86,7 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
     optim = train.optim.over(max(1, train.steps - config.algorithm.critic.warmup), updates=train.updates_per_step)
     policy = build_policy(parts, optim, max_tokens_per_batch=train.max_tokens_per_batch)
     update = build_update(parts, policy)
-    # An engine that samples from the trained parameters on the event loop must not see half an update, so the update then
-    # runs on the event loop, too.
-    computes_here = parts.rank_group is None or not parts.rank_group.is_elsewhere
-    thread = None if parts.engine.capabilities.shares_loop and computes_here else OneThread("polyturn-update")
+    thread = _thread_of_updates(parts, policy)
     channel, gate = _channel(parts, policy, thread), parts.context.engine
     restarts = "engine.deterministic restarts every conversation" if is_deterministic(config.engine) else None
     journal = JournalFile(folder / FOLDER, why_not=restarts)
@@ -124,6 +121,25 @@ def build_trainer(parts: Parts, tasks: RunTasks, *, folder: Path, observer: Obse
         ),
         observer=observer,
     )
+
+
+def _thread_of_updates(parts: Parts, policy: ModelPolicy) -> OneThread | None:
+    """Return a thread for updates, or None to compute them on the event loop, in turns with the engine.
+
+    An engine that samples from the trained parameters must not see half an update. In an asynchronous run the embedded
+    engine therefore waits while they change; another engine that computes on the event loop takes turns with the trainer.
+    """
+    from polyturn.engines.embedded import EmbeddedEngine
+    from polyturn.training.model_backend import ModelBackend
+
+    backend, engine = policy.backend, parts.engine
+    is_elsewhere = parts.rank_group is not None and parts.rank_group.is_elsewhere
+    if engine.capabilities.shares_loop and not is_elsewhere:
+        if parts.source.config.train.max_staleness == 0 or not isinstance(engine, EmbeddedEngine):
+            return None
+        if isinstance(backend, ModelBackend):  # otherwise the engine samples from a copy
+            backend.optimizer.before_step(engine.freeze)
+    return OneThread("polyturn-update")
 
 
 def build_update(parts: Parts, policy: ModelPolicy) -> Update:
@@ -174,9 +190,7 @@ def _channel(parts: Parts, policy: ModelPolicy, thread: OneThread | None) -> Wei
         return PushedWeights(parts.engine, backend.trained)
     if parts.engine.capabilities.shares_weights:
         shared = SharedWeights(parts.engine)
-        if not isinstance(backend, RankedBackend):
-            return shared
-        return GatheredWeights(backend, shared, thread=None if parts.engine.capabilities.shares_loop else thread)
+        return GatheredWeights(backend, shared) if isinstance(backend, RankedBackend) else shared
     vocab_size = int(parts.model.config.get_text_config().vocab_size)
     alone = sends_adapter(parts.source, parts.model)
     sync = WeightSync(

@@ -21,7 +21,6 @@ from polyturn.config.models.rollout import RolloutConfig
 from polyturn.config.parts import OwnPart
 from polyturn.config.schema import KeyPath, is_model, keys_of
 from polyturn.core.generation import Sampling
-from polyturn.engines.options import EmbeddedOptions
 from polyturn.rewards.options import CallRate, SandboxOptions
 from polyturn.rewards.overlong import Overlong
 from polyturn.tools.breaker import BreakerSettings
@@ -41,7 +40,6 @@ READ_WITH: Mapping[type, Mapping[str, tuple[str, Sequence[Any]]]] = {
         "critic": ("advantage.name", ("gae", "turn_gae", "bilevel_gae")),
         "entropy_step": ("entropy_target", SOME),
     },
-    EmbeddedOptions: {"num_threads": ("process", ("auto", "own"))},
     EvalConfig: dict.fromkeys(("limit_during", "stop_at", "patience"), ("every", SOME)),
     KlOptions: {"place": ("coef", SOME), "estimator": ("coef", SOME), "horizon": ("target", SOME)},
     AnyModelConfig: {"revision": ("path", SOME)},

@@ -86,8 +86,6 @@ class EngineSetup:
     """Largest length of prompt plus completion, in tokens."""
     sampling: SamplingParams
     """The sampling parameters of most completions of the run."""
-    trains_meanwhile: bool
-    """Whether sampling continues during training."""
     base: Path
     """The folder of the configuration, to which relative paths refer."""
     model_folder: Callable[[], ModelFolder]

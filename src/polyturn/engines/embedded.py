@@ -9,6 +9,9 @@ slot of the KV cache and keeps it between turns.
 
 So prefill never samples. A decoding step feeds the last known token of every ready slot and samples the next one. Weight
 updates fall between steps, because a step never awaits.
+
+In an asynchronous run the trainer computes gradients in another thread while the engine samples from the same parameters.
+Before it changes them it calls `freeze`, and the engine waits until `update_weights` names their new version.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import asyncio
 import copy
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -125,6 +129,9 @@ class EmbeddedEngine:
         self._pump_task: asyncio.Task[None] | None = None
         self._arrival: asyncio.Future[None] | None = None
         self.follow_up_share = FOLLOW_UP_SHARE
+        self._computing = threading.Lock()
+        self._is_frozen = False
+        self._thawed: asyncio.Future[None] | None = None
         self._is_closed = False
 
     @property
@@ -194,6 +201,13 @@ class EmbeddedEngine:
         """Release the session's slot. Unknown ids are fine."""
         self._allocator.end_session(session_id)
 
+    def freeze(self) -> None:
+        """Sample nothing until the next `update_weights`; returns after the current decoding step. For the thread that is
+        about to change the shared parameters."""
+        self._is_frozen = True
+        with self._computing:
+            pass
+
     async def update_weights(self, version: int, *, weights: Mapping[str, Any] | None = None, keep_kv: bool = False) -> None:
         """Serve `version` from the next decoding step on; a completion that spans the update records where.
 
@@ -210,6 +224,9 @@ class EmbeddedEngine:
         if weights is not None:
             self._load(weights)
         self.version = version
+        self._is_frozen = False
+        if self._thawed is not None and not self._thawed.done():
+            self._thawed.set_result(None)
         for running in self._requests.values():
             start = 0 if running.slot < 0 else int(self._slots.known[running.slot] - self._slots.prompt[running.slot])
             if running.versions[-1][0] == start:  # the previous version sampled no token
@@ -242,15 +259,23 @@ class EmbeddedEngine:
         """Run the model while there are requests; yield to the event loop between bursts."""
         try:
             while self._requests:
+                if self._is_frozen:
+                    self._thawed = asyncio.get_running_loop().create_future()
+                    await self._thawed
+                    continue
                 start = time.perf_counter()
                 # Decoding gets three quarters of the time if the rest of the loop is busy, in bursts of bounded length.
-                budget = min(3 * self._others_s, self.max_burst_s)
+                budget, elapsed = min(3 * self._others_s, self.max_burst_s), 0.0
                 while True:
                     if self._waiting:
                         self._drop_late()
                         self._waiting, copies = self._allocator.admit(self._waiting)
                         self._steps.copy(copies)
-                    for running, reason in self._steps.run():
+                    with self._computing:
+                        if self._is_frozen:
+                            break
+                        ended = self._steps.run()
+                    for running, reason in ended:
                         self._finish(running, reason)
                     elapsed = time.perf_counter() - start
                     if elapsed >= budget or not self._requests:
@@ -351,29 +376,16 @@ def share_parameters(model: _Module) -> _Module:
 
 
 def build(setup: EngineSetup) -> Engine:
-    """Make the engine in this process, or in another process with shared memory.
-
-    Raises:
-        ConfigError: `num_threads` is set for an engine in this process.
-    """
+    """Make the engine."""
     options = setup.options
     if torch.cuda.is_available():
         setup.model.to("cuda")  # type: ignore[arg-type]  # a mixin of transformers hides the signature
-    common: dict[str, Any] = {
-        "media": setup.media,
-        "num_slots": options.num_slots,
-        "max_context": setup.max_context,
-        "prefill_chunk": options.prefill_chunk,
-        "deterministic": options.deterministic,
-        "routes": setup.routes is not None,
-    }
-    if options.process == "own" or (options.process == "auto" and setup.trains_meanwhile):
-        from polyturn.engines.process import ProcessEngine
-
-        return ProcessEngine(setup.model, num_threads=options.num_threads, **common)
-    if options.num_threads is not None:
-        raise ConfigError(
-            f"engine.num_threads is {options.num_threads} and the embedded engine shares the trainer's process; set "
-            "engine.process: own, or num_threads for both"
-        )
-    return EmbeddedEngine(setup.model, **common)
+    return EmbeddedEngine(
+        setup.model,
+        num_slots=options.num_slots,
+        max_context=setup.max_context,
+        prefill_chunk=options.prefill_chunk,
+        deterministic=options.deterministic,
+        media=setup.media,
+        routes=setup.routes is not None,
+    )

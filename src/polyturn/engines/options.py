@@ -51,11 +51,6 @@ class EmbeddedOptions(EngineOptions):
     """Largest number of tokens of one prompt in one forward pass."""
     deterministic: bool = False
     """Use batches of constant shape and prefill prompts one by one, so that bits do not depend on other requests; slower."""
-    process: Literal["auto", "shared", "own"] = "auto"
-    """shared: sample from the trainer's parameters, in turns with training. own: sample in a separate process during
-    training. auto: own if train.max_staleness is above 0, else shared."""
-    num_threads: Annotated[int, Field(ge=1)] | None = None
-    """Number of torch threads of the separate process; null takes the trainer's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

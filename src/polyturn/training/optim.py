@@ -81,6 +81,10 @@ class Optimizer:
             fused=True,
         )
 
+    def before_step(self, hook: Callable[[], None]) -> None:
+        """Call `hook` before every change of the parameters."""
+        self._adamw.register_step_pre_hook(lambda *_: hook())
+
     def step(self) -> Metrics:
         """Clip the gradient, update the parameters, clear the gradient; skip a gradient that is not finite.
 

@@ -29,7 +29,6 @@ from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, streamed
-from polyturn.infra.aio import OneThread
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA
@@ -213,32 +212,23 @@ class RankedBackend:
 class GatheredWeights:
     """The weight channel from the ranks to an engine that samples from a model in this process."""
 
-    def __init__(self, backend: RankedBackend, channel: WeightChannel, *, thread: OneThread | None = None) -> None:
+    def __init__(self, backend: RankedBackend, channel: WeightChannel) -> None:
         """Gather the weights before `channel` publishes.
 
-        `thread` is the trainer's thread, for an engine that keeps sampling from a copy of the model. None is for an engine
-        that samples from the model itself: gathering then blocks the event loop, so that no token comes from half of the
-        weights.
+        Gathering blocks the event loop, on which the engine samples, so that no token comes from half of the weights.
         """
         self._backend = backend
         self._channel = channel
-        self._thread = thread
 
     async def start(self, version: int) -> object:
         """Gather and publish the first weights as `version`."""
-        await self._gather()
+        self._backend.gather()
         return await self._channel.start(version)
 
     async def publish(self, version: int) -> object:
         """Gather and publish the current weights as `version`."""
-        await self._gather()
+        self._backend.gather()
         return await self._channel.publish(version)
-
-    async def _gather(self) -> None:
-        if self._thread is None:
-            self._backend.gather()
-        else:
-            await self._thread.run(self._backend.gather)
 
 
 def merge_ranks(parts: Sequence[Metrics]) -> Metrics:

@@ -88,7 +88,7 @@ class EngineLink:
     sleep: Callable[[], Awaitable[object]] | None = None
     """Frees the GPUs that the engine shares with the trainer until weights are published; None if it shares none."""
     thread: OneThread | None = None
-    """The trainer's thread, if the engine has separate weights and so can sample during an update; None otherwise."""
+    """The trainer's thread; None if updates run on the event loop, in turns with an engine that samples there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

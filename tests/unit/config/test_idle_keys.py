@@ -20,7 +20,6 @@ ONE_FOR_EACH_SECTION = [
     (["algorithm.loss.correction={weight: none, cap: 3}"], "algorithm.loss.correction.weight=token"),
     (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=gae"),
     (["algorithm.critic.optim.lr=1e-3"], "algorithm.advantage=mine.py:values"),
-    (["engine.process=shared", "engine.num_threads=2"], "engine.process=own"),
     (["evaluation.patience=3"], "evaluation.every=5"),
     (["algorithm.kl=[{horizon: 5, coef: 0.1}]"], "algorithm.kl.0.target=0.1"),
     (["policies={a: {model: {init: {}, tokenizer: x, revision: b}}}"], "policies.a.model={path: x, init: null}"),

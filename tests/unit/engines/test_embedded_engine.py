@@ -202,6 +202,51 @@ async def test_completion_across_an_update_says_where_it_changed(keep_kv):
     assert exact is not keep_kv  # without the old cache, what follows is exactly the new policy's
 
 
+async def test_tokens_beside_a_training_thread_come_from_whole_versions():
+    model = make_model()
+    engine = EmbeddedEngine(model, num_slots=4)
+    engine.max_burst_s = 0.0
+    versions = [copy.deepcopy(model)]
+
+    def change() -> None:
+        full = torch.tensor([prompt(12)])
+        gradient = torch.autograd.grad(model(full, labels=full).loss, [model.model.norm.weight])[0]
+        engine.freeze()
+        with torch.no_grad():
+            for parameter in (model.model.norm.weight, model.model.layers[0].self_attn.v_proj.weight):
+                parameter.mul_(1.2 + 0 * gradient.sum())
+                time.sleep(0.01)  # a token that is sampled here would come from half of an update
+        versions.append(copy.deepcopy(model))
+
+    ids = [prompt(10, seed) for seed in range(3)]
+    running = [asyncio.create_task(engine.generate(ask(own, max_tokens=80, seed=1))) for own in ids]
+    for _ in range(12):
+        await asyncio.sleep(0)
+    engine.freeze()  # so that no answer ends before the first change
+    while not all(task.done() for task in running):
+        await asyncio.to_thread(change)
+        await engine.update_weights(len(versions) - 1)
+    answers = [await task for task in running]
+    assert all(len(answer.token_ids) == 80 for answer in answers) and max(len(a.policy_versions) for a in answers) > 1
+    for own, answer in zip(ids, answers, strict=True):
+        ends = [*(start for start, _ in answer.policy_versions[1:]), 80]
+        for (start, version), end in zip(answer.policy_versions, ends, strict=True):
+            expected = reference_logprobs(versions[version], own, answer)[start:end]
+            np.testing.assert_allclose(answer.logprobs[start:end], expected, atol=1e-4)
+
+
+async def test_frozen_engine_aborts_and_closes():
+    engine = EmbeddedEngine(make_model(), num_slots=4)
+    engine.freeze()
+    aborted, waiting = (asyncio.create_task(engine.generate(ask(prompt(8, i), name=f"r{i}"))) for i in range(2))
+    await asyncio.sleep(0.02)
+    await engine.abort("r0")
+    assert len((await aborted).token_ids) == 0
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await waiting
+
+
 # -- the cache between turns -----------------------------------------------------------------------------------------
 
 

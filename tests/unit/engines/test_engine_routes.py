@@ -16,12 +16,9 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.routing import has_route
 from polyturn.engines.embedded import EmbeddedEngine
-from polyturn.engines.process import ProcessEngine
 from polyturn.engines.routers import Routers, RoutingPass
 from support.models import tiny_model
 from support.refusals import refuses
-
-pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
 VOCAB = 96
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
@@ -138,18 +135,6 @@ async def test_request_aborted_in_its_prompt_has_no_routes() -> None:
     await until(lambda: engine.stats.prefill_steps > 0)
     await engine.abort(request.request_id)
     assert (await running).routed_experts is None
-
-
-async def test_process_engine_returns_routes_from_where_asked() -> None:
-    model = make()
-    engine = ProcessEngine(model, num_slots=2, routes=True)
-    try:
-        request = ask(np.arange(10), routed_from=4)
-        answer = await engine.generate(request)
-    finally:
-        await engine.close()
-    assert engine.capabilities.routes
-    assert same_sets(answer.routed_experts, live_routes(model, whole(request, answer))[4:-1])
 
 
 async def test_engine_gives_no_routes_unasked_or_without_experts() -> None:

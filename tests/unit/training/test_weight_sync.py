@@ -186,22 +186,19 @@ async def test_episodes_go_on_while_the_trainer_scores():
     assert await publishing <= 3 * sync.noise
 
 
-@pytest.mark.parametrize("has_thread", [True, False])
-async def test_weights_are_gathered_beside_an_engine_of_its_own(has_thread):
-    """An engine that samples in turns with the event loop would see half of them."""
-    threads = []
+async def test_weights_are_gathered_before_their_version_is_published():
+    calls = []
 
     class Ranks:
         def gather(self):
-            threads.append(threading.current_thread() is threading.main_thread())
+            calls.append("gather")
 
     class Channel:
         async def publish(self, version):
-            threads.append(version)
+            calls.append(version)
 
-    thread = OneThread("trainer") if has_thread else None
-    await GatheredWeights(Ranks(), Channel(), thread=thread).publish(3)
-    assert threads == [not has_thread, 3]
+    await GatheredWeights(Ranks(), Channel()).publish(3)
+    assert calls == ["gather", 3]
 
 
 async def test_each_server_of_a_pool_is_held_to_the_weights():
