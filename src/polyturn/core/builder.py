@@ -67,7 +67,7 @@ class _Open:
     def route(self, routes: Any, *, first: int) -> None:
         """Record the experts of the tokens from `first` on that have none yet; earlier spans do not change."""
         if first < 0:
-            raise AlignmentError(f"{len(routes)} tokens came with routes where {first + len(routes)} are known")
+            raise AlignmentError(f"the engine returned routes of {len(routes)} tokens, but was fed {first + len(routes)}")
         end = self.length
         for index in reversed(range(len(self.spans))):
             span = self.spans[index]
@@ -271,7 +271,7 @@ class TrajectoryBuilder:
         spans = [self.span(ref) for ref in refs]
         total = sum(map(len, spans))
         if any(r.segment != self._current for r in refs) or any(s.source is not SpanSource.SAMPLED for s in spans):
-            raise AlignmentError("only a completion that was sampled into the segment that grows now can be cut")
+            raise AlignmentError("only sampled tokens of the current segment can be cut")
         if not 0 <= keep <= total:
             raise AlignmentError(f"a completion of {total} tokens cannot keep {keep}")
         if keep == total:
@@ -282,7 +282,7 @@ class TrajectoryBuilder:
             self._length = start + keep
             return 0
         if not is_last:
-            raise AlignmentError("a completion that something follows cannot be cut any more; rewrite the history instead")
+            raise AlignmentError("only the last completion of a segment can be cut; rewrite the history instead")
         left = keep
         for ref, span in zip(refs, spans, strict=True):
             size = min(left, len(span))
@@ -307,7 +307,7 @@ class TrajectoryBuilder:
         """
         chosen = float_array(weights)
         if len(odd := chosen[~np.isfinite(chosen)]):
-            raise AlignmentError(f"a sampled token was given the loss weight {odd[0]}; give finite ones")
+            raise AlignmentError(f"the loss weight of a sampled token is {odd[0]}; give finite weights")
         spans = [self.span(ref) for ref in refs]
         for span in spans:
             if span.source is not SpanSource.SAMPLED:

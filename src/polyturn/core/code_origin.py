@@ -52,7 +52,7 @@ def defined_at(code: Any) -> str:
         if file is None or not is_an_authors(file):
             return ""
         line = inspect.getsourcelines(code)[1] if isinstance(code, type) else code.__code__.co_firstlineno
-    except Exception:  # no source, as in an interactive session, or a changed one; `__getattr__` is an author's code
+    except Exception:  # there is no source, or a changed one; an author's `__getattr__` may raise anything
         return ""
     return line_of(file, line)
 

@@ -98,7 +98,7 @@ class RewardError(PolyturnError, RuntimeError):
 
 
 class RolloutError(PolyturnError, RuntimeError):
-    """Too large a share of trajectories failed for the run to go on."""
+    """The run cannot continue: too many trajectories failed or plug-in calls hang, or a plug-in stopped the event loop."""
 
 
 class TrainingError(PolyturnError, RuntimeError):

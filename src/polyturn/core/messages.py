@@ -176,7 +176,7 @@ def _call_from_openai(data: Mapping[str, Any], index: int) -> ToolCall:
         except json.JSONDecodeError as problem:
             arguments, error = {}, f"arguments are not valid JSON ({problem.msg} at position {problem.pos})"
         except (ValueError, RecursionError) as problem:  # too many digits, or too many nested brackets
-            arguments, error = {}, f"arguments are not JSON that is read here ({one_line(problem):.200})"
+            arguments, error = {}, f"arguments cannot be read as JSON ({one_line(problem):.200})"
     if not isinstance(arguments, Mapping):
         arguments, error = {}, f"arguments must be a JSON object, not {type(arguments).__name__}"
     return ToolCall(

@@ -1,9 +1,9 @@
 """Metrics: values with their reduction (mean, sum or maximum), so that the metrics of many episodes merge into one.
 
-    merge([{"rollout/turns": Mean(2.0)}, {"rollout/turns": Mean(4.0)}])  ->  {"rollout/turns": Mean(3.0, count 2)}
+    merge([{"rollout/turns": Mean(2.0)}, {"rollout/turns": Mean(4.0)}])  ->  {"rollout/turns": Mean(6.0, 2.0)}
     reduce(...)                                                          ->  {"rollout/turns": 3.0}
 
-Names are under rollout/ reward/ tokens/ policy/ critic/ loss/ buffer/ engine/ time/ eval/ tool/ and system/.
+Names are under rollout/ reward/ tokens/ policy/ critic/ loss/ buffer/ engine/ time/ eval/ tool/ policies/ and system/.
 """
 
 from __future__ import annotations

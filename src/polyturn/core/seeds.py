@@ -1,4 +1,4 @@
-"""Seeds: each random choice has its own seed, a hash of its purpose and the run's seed; their order does not matter."""
+"""Seeds: each random choice has its own seed, a hash of its purpose and the run's seed, so their order does not matter."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def select_tools(task: Task, configured: Collection[str]) -> ToolChoice:
     names = tuple(name for name in tool_names if name in configured)
     if task.needs_tools and not names:
         raise DataError(
-            f"the row needs tools (need_tools_kwargs) and names {list(tool_names)}, but configured are "
-            f"{sorted(configured)}; configure the row's tools in rollout.tools.file or rollout.tools.functions.{hint}"
+            f"the row needs tools (need_tools_kwargs) and names {list(tool_names)}, but the configured tools "
+            f"are {sorted(configured)}; configure the row's tools in rollout.tools.file or rollout.tools.functions.{hint}"
         )
     return ToolChoice(names, skipped)

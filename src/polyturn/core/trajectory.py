@@ -79,7 +79,7 @@ class Span(Record):
             )
         if self.logprobs is not None or self.support is not None:
             kind = "logprobs" if self.logprobs is not None else "a support"
-            raise AlignmentError(f"this {self.source.value} span has {kind}; only sampled tokens have one")
+            raise AlignmentError(f"this {self.source.value} span has {kind}; only sampled tokens have {kind}")
         if self.weights is not None and np.any(self.weights):
             raise AlignmentError(
                 f"this {self.source.value} span has a weight other than 0; only sampled tokens can be trained"

@@ -146,4 +146,4 @@ def test_routes_of_another_model_are_refused_in_a_sentence() -> None:
     )
     builder = TrajectoryBuilder()
     builder.open([1])
-    refuses(lambda: builder.sample(answer([1, 2, 3], [4]), turn=0), AlignmentError, "came with routes where")
+    refuses(lambda: builder.sample(answer([1, 2, 3], [4]), turn=0), AlignmentError, "the engine returned routes of")
