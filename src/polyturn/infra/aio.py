@@ -166,7 +166,7 @@ class OneThread:
 
 
 class Finished(NamedTuple, Generic[T]):
-    """The result or error of awaited work."""
+    """The result of awaited work, and the cancellation of its caller."""
 
     result: T
     cancelled: asyncio.CancelledError | None

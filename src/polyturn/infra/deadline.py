@@ -137,8 +137,8 @@ class CallWithDeadline:
         """
         if self.num_abandoned > self.max_abandoned:
             raise RolloutError(
-                f"{self.num_abandoned} calls of {what} still run past their deadline; give what it waits for a time-out of "
-                "its own"
+                f"{self.num_abandoned} calls of {what} still run past their deadline; set a timeout on the requests that "
+                "they wait for"
             )
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class CallWithDeadline:
             await self._stop(task)
             raise
         if task.cancelled():
-            raise RuntimeError("CancelledError: it was cancelled from within")
+            raise RuntimeError("CancelledError: the code cancelled itself")
         problem = task.exception()
         if problem is not None and not isinstance(problem, Exception):  # raised as it is, it would end the run
             raise RuntimeError(one_line(problem)) from problem

@@ -50,12 +50,12 @@ def hold_folder(folder: Path) -> Iterator[None]:
         except BlockingIOError as problem:
             who = (read_contained(folder, NAME, max_bytes=_MAX_BYTES) or "another process").partition("\n")[0]
             raise ConfigError(
-                f"{who} trains into {folder} at this moment; wait for its end, or start a run of another name (name=NAME)"
+                f"{who} trains into {folder}; wait until it ends, or start a run with another name (name=NAME)"
             ) from problem
         except OSError as problem:
             if problem.errno == errno.ELOOP:
                 raise ConfigError(
-                    f"{folder / NAME} is a symbolic link, which would be written through; remove it"
+                    f"{folder / NAME} is a symbolic link, so writing to it would change another file; remove it"
                 ) from problem
             file = None
             logger.warning(

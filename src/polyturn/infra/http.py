@@ -55,7 +55,7 @@ class HttpReply:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds in the Retry-After header; None without the header."""
+        """Seconds in the Retry-After header, at most `MAX_RETRY_AFTER_S`; None without a number there."""
         try:
             return min(MAX_RETRY_AFTER_S, max(0.0, float(self.headers["retry-after"])))
         except (KeyError, ValueError):

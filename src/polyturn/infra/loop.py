@@ -1,11 +1,11 @@
 """Runs the event loop so that it ends even if plug-ins leave tasks behind, and logs code that blocks it.
 
     run_loop(work)    work ends -> remaining tasks are cancelled -> GRACE_S -> the result; tasks that still run are logged
-    LoopMonitor       the loop of this run has stood still for 1.2 s in Slow.execute (tools.py:41, now at tools.py:43)
+    LoopMonitor       the event loop of this run has been blocked for 1.2 s in Slow.execute (tools.py:41, now at tools.py:43)
 
 `run_loop` replaces `asyncio.run`, which waits without a limit for tasks that ignore their cancellation, for asynchronous
 generators and for the threads of the default executor. An async plug-in that computes or sleeps without awaiting stops
-every episode and every deadline; a thread that misses the loop's heartbeat looks at the loop's stack and logs where it is.
+every episode and every deadline. If the loop's heartbeat is late, a thread logs the code that blocks it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HELD_S = 240.0
 """Seconds for which a plug-in may block the loop beyond its deadline before the process ends."""
 
 _MEDDLED = (
-    "a plug-in (a tool, a reward, an interaction, a scheduler) {}, in which everything runs; let it end its own tasks only"
+    "a plug-in (a tool, a reward, an interaction, a scheduler) {}, which runs all episodes; let it end only its own tasks"
 )
 
 _ABANDONED: list[object] = []
@@ -212,7 +212,7 @@ class LoopMonitor:
         self._beat_at = now
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, ended: threading.Event, owns_process: bool) -> None:
-        """Look at the loop's stack, in a thread, while the heartbeat is late."""
+        """Read the loop's stack, in a thread, while the heartbeat is late."""
         held_at: float | None = None
         while not ended.wait(self._period_s) and not loop.is_closed():
             beat_at, now = self._beat_at, time.monotonic()
@@ -234,8 +234,8 @@ class LoopMonitor:
             return
         self._logged.add(location)
         logger.warning(
-            "the event loop of this run has stood still for %.1f s in %s, episode %s: the function is async and does not "
-            "await, so no other episode can go on; write a plain function, which runs in a thread, or await what takes long",
+            "the event loop of this run has been blocked for %.1f s in %s, episode %s: the function is async and does not "
+            "await, so no other episode continues; write a plain function, which runs in a thread, or await the slow part",
             seconds,
             where,
             "unknown" if task is None else task.get_name().partition("#")[0],
@@ -266,14 +266,12 @@ def _blocking(stack: list[FrameType]) -> str:
 
 def _end_process(location: str, seconds: float, *, owns_process: bool) -> None:
     """Write the location and all stacks and end the process; without `owns_process`, only log an error."""
-    sentence = (
-        f"for {seconds:.3g} s a plug-in has held the event loop: {location}; it neither returns nor awaits, so that no "
-    )
+    sentence = f"for {seconds:.3g} s a plug-in has held the event loop: {location}; it neither returns nor awaits, so no "
     sentence += "deadline can end it."
     if not owns_process:
-        logger.error("%s Interrupt twice to leave the run", sentence)
+        logger.error("%s Interrupt twice to end the run", sentence)
         return
-    sentence += " The process ends; its records are complete, and --resume goes on from the latest checkpoint"
+    sentence += " The process ends; its records are complete, and --resume continues from the latest checkpoint"
     os.write(2, f"{sentence}\n".encode())  # the code may hold the lock of the log or of a stream
     faulthandler.dump_traceback(2)
     flush = threading.Thread(target=_flush, daemon=True)

@@ -23,7 +23,7 @@ MOVED = {
     "polyturn.tools.a2a.A2ATool": "a2a_agents.py:A2ATool",
     "polyturn.interactions.a2a.A2AInteraction": "a2a_agents.py:A2AInteraction",
 }
-"""Path of a class that was renamed -> what to write instead."""
+"""Path of a class that became an example -> its path in the copied example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def read_plugin_file(
         origin, data = str(path), read_resolved(path)
         base = path.parent
     if key not in data:
-        hint = did_you_mean(key, map(str, data)) if data else " The file is empty."
+        hint = did_you_mean(key, map(str, data)) if data else " It is empty."
         keys = ", ".join(map(repr, sorted(allowed)))
         raise ConfigError(f"{origin}: there is no top-level list {key!r}, whose items have the keys {keys}.{hint}")
     items = data[key] if data[key] is not None else []

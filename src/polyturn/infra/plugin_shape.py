@@ -141,7 +141,7 @@ def refuse_generator(function: Callable[..., Any], *, where: str) -> None:
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
-            f"{where} has `yield` in it, so that a call of it gives nothing; write `return`{defined_at(function)}"
+            f"{where} contains `yield`, so a call returns a generator and not a value; write `return`{defined_at(function)}"
         )
 
 

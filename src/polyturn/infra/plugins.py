@@ -321,7 +321,7 @@ def _import_once(path: str) -> ModuleType:
     name = f"polyturn_plugin_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle find it by name
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up by name
     try:
         _with_stand_in(spec.loader.exec_module, module)
     except PLUGIN_RAISES as problem:

@@ -3,7 +3,7 @@
     in_own_loop(fetch_schemas)                          in a new loop, which ends with the call
     in_background(session.close(), thread="openenv")    in the loop of a named thread, for objects that outlive the call
 
-Tools ask a server for their schemas while they are built, and rewards a sandbox for a score: neither is async code.
+Tools fetch their schemas from a server while they are built, and rewards call a sandbox. Neither is async code.
 """
 
 from __future__ import annotations

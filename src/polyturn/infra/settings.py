@@ -51,8 +51,8 @@ class Settings(BaseModel):
         for name in () if ignores_others else config:
             if name in ("api_key", "key", "token") and name not in fields:
                 raise ConfigError(
-                    f"{who}: {name} would stand in the run's records; put the key into an environment variable, and name "
-                    f"that in {'token_env' if 'token_env' in fields else 'api_key_env'}"
+                    f"{who}: {name} would be written to the run's records; put the key into an environment variable, and "
+                    f"name the variable in {'token_env' if 'token_env' in fields else 'api_key_env'}"
                 )
             if name not in fields:
                 raise ConfigError(f"{who}: there is no setting {name!r}.{did_you_mean(str(name), fields)}")

@@ -23,7 +23,7 @@ def check_writable(folder: Path, *, instead: str = "name another") -> None:
         instead: What to do instead, for the message.
 
     Raises:
-        ConfigError: the folder cannot be created, or not written.
+        ConfigError: the folder cannot be created or written.
     """
     try:
         above = next(one for one in (folder.absolute(), *folder.absolute().parents) if _is_there(one))
@@ -40,13 +40,13 @@ def check_file_writable(file: Path, *, instead: str = "name another") -> None:
             cannot be created or written.
     """
     try:
-        kind = "a folder" if file.is_dir() else "no regular file" if file.exists() and not file.is_file() else ""
+        kind = "a folder" if file.is_dir() else "a device or pipe" if file.exists() and not file.is_file() else ""
         if file.is_file():
             file.open("ab").close()
     except OSError as problem:
         raise ConfigError(f"the file {str(file)!r:.200} cannot be written ({problem.strerror}); {instead}") from problem
     if kind:
-        raise ConfigError(f"{str(file)!r} is {kind}, where a file is written; {instead}")
+        raise ConfigError(f"{str(file)!r} is {kind}, not a regular file; {instead}")
     check_writable(file.parent, instead=instead)
 
 

@@ -27,7 +27,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False) if num <= MAX_VALUES else None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        what = "a tab indents it; YAML takes spaces alone" if _is_tab(error, path) else f"{error.problem}; correct it"
+        what = "it is indented with a tab; use spaces" if _is_tab(error, path) else f"{error.problem}; correct it"
         raise ConfigError(f"{path}{line}: this is not YAML ({what})") from error
     except AssertionError as error:  # OmegaConf raises this for a file with just a number
         raise ConfigError(f"{path} holds one value; write keys with values") from error

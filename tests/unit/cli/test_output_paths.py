@@ -66,7 +66,7 @@ def test_pipe_or_device_is_never_written_nor_replaced(here: Path, words: str) ->
         os.mkfifo(out) if kind == "pipe" else out.symlink_to("/dev/null")
         before = out.lstat()[:7]  # all but when it was looked at
         called = call(*words.split(), out)
-        assert called.code == 2 and re.search("no regular file|cannot be written|cannot be made", called.err), called
+        assert called.code == 2 and re.search("not a regular file|cannot be written|cannot be made", called.err), called
         assert out.lstat()[:7] == before
 
 
