@@ -141,9 +141,7 @@ class JsonClient:
             raise NotReachedError(hide(one_line(problem), *secrets)) from problem
         except TimeoutError:
             raise
-        except (aiohttp.ClientError, ConnectionError, ValueError) as problem:
-            if isinstance(problem, ValueError) and not isinstance(problem, aiohttp.ClientError):
-                raise  # the answer is too large, or `url` is not an address
+        except (aiohttp.ClientError, ConnectionError) as problem:
             raise BrokenOffError(hide(one_line(problem), *secrets)) from problem
 
     async def close(self) -> None:
