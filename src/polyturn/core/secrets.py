@@ -155,7 +155,7 @@ class HideSecrets(logging.Filter):
         """Hide secrets in the record, and keep it."""
         try:
             message = record.getMessage()
-        except (TypeError, ValueError):
+        except Exception:  # a wrong format, or an argument whose `__str__` raises
             return True  # the handler reports the formatting error
         hidden = hide(message, *self._secrets)
         if hidden != message:

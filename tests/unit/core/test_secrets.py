@@ -134,8 +134,17 @@ def test_log_record_is_kept_without_secrets(caplog: pytest.LogCaptureFixture) ->
     assert "s3cr3t-token" not in caplog.text
     assert "asked with *** at /root" in caplog.text
     assert "ValueError: the server said ***" in caplog.text
-    record = logging.LogRecord("polyturn.test", logging.WARNING, __file__, 1, "%d of %d", ("one",), None)
-    assert HideSecrets({}).filter(record), "logging itself reports a record that cannot be formatted"
+
+
+class _Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(("text", "args"), [("%d of %d", ("one",)), ("%(step)d", ({"a": 1},)), ("%s", (_Unprintable(),))])
+def test_record_that_cannot_be_formatted_is_kept(text: str, args: tuple[object, ...]) -> None:
+    record = logging.LogRecord("polyturn.test", logging.WARNING, __file__, 1, text, args, None)
+    assert HideSecrets({}).filter(record), "the handler reports the error"
 
 
 # --- Secrets in texts that are shown: values of YAML, and what a server echoes of our own URL
