@@ -13,7 +13,11 @@ from polyturn.infra.console import stderr_console
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log records as plain lines."""
+    """Prints log records as plain lines, without secrets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(HideSecrets(os.environ))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
@@ -27,9 +31,7 @@ def log_to_console(level: str) -> None:
     """Send polyturn's log records of at least `level`, and warnings of other libraries, to the console."""
     root = logging.getLogger()
     if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
-        handler = ConsoleHandler()
-        handler.addFilter(HideSecrets(os.environ))
-        root.addHandler(handler)
+        root.addHandler(ConsoleHandler())
     logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
 
 

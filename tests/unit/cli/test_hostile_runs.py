@@ -239,6 +239,14 @@ def test_log_and_results_have_no_markup_or_control_codes(capsys: pytest.CaptureF
     console_module.stderr_console.cache_clear()
 
 
+def test_console_hides_secrets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    console_module.stderr_console.cache_clear()
+    monkeypatch.setenv("MY_TOKEN", "s3cr3t-token")
+    console_module.ConsoleHandler().handle(logging.LogRecord("polyturn", logging.INFO, "", 0, "s3cr3t-token", None, None))
+    assert capsys.readouterr().err == "***\n"
+    console_module.stderr_console.cache_clear()
+
+
 def test_part_with_odd_digits_in_its_name_is_ignored(run: Path) -> None:
     (run / "trajectories" / "part-²³.parquet").write_bytes(b"")
     assert len(StoredRun(run)) == 2
