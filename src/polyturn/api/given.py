@@ -324,8 +324,11 @@ class _Reader:
         refuse_coroutine(value, "interaction")
         if isinstance(value, Mapping):
             entry = self.plain(value)
-            cls_name = entry["class_name"].name if isinstance(entry["class_name"], LiveObject) else str(entry["class_name"])
-            return {"name": default_name(cls_name.rpartition(":")[2]), **entry}
+            written = entry.get("class_name")
+            if not isinstance(written, str | LiveObject):
+                raise ConfigError(f"interaction has {brief(value)} without class_name; give the class: interaction=Customer")
+            cls_name = written.name if isinstance(written, LiveObject) else written
+            return {"name": name or default_name(cls_name.replace(".", ":").rpartition(":")[2]), **entry}
         if isinstance(value, str):
             _path_of_code(value, "interaction", "interaction=Customer")
             return {"name": name or default_name(value.replace(".", ":").rpartition(":")[2]), "class_name": value}

@@ -170,6 +170,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "scheduler for a tool": ({"tools": [polyturn.MultiTurnScheduler()]}, ["not a tool", "scheduler=MultiTurnScheduler"]),
     "function for an interaction": ({"interaction": undescribed}, ["interaction is <function", "interaction=Customer"]),
     "interaction with arguments": ({"interaction": Priced}, ["(prices)", "interaction=Priced(…)"]),
+    "entry without a class": ({"interaction": [{"name": "shop"}]}, ["'name': 'shop'", "class_name", "interaction=Customer"]),
     "class without a base": ({"interaction": Alone}, ["`start_interaction`", "polyturn.BaseInteraction"]),
     "function for a scheduler": ({"scheduler": undescribed}, ["scheduler", "scheduler=MyScheduler"]),
     "object for an environment": ({"env": Game()}, ["object of Game"]),
@@ -339,6 +340,13 @@ def test_interaction_needs_no_config() -> None:
     assert Customer().config == {}
     source, _ = read(GivenArguments(model="tiny", tasks=ROWS, interaction=Customer()))
     assert source.config.rollout.interactions
+
+
+@pytest.mark.parametrize("key", [None, "alice"])
+def test_section_of_an_interaction_gets_its_name(key: str | None) -> None:
+    section = {"class_name": "shop.sales.Customer"}
+    source, _ = read(GivenArguments(model="tiny", tasks=ROWS, interaction=section if key is None else {key: section}))
+    assert source.config.data.train.interaction == (key or "customer")
 
 
 def test_number_of_numpy_is_the_number() -> None:
