@@ -58,10 +58,10 @@ class RouteShape(NamedTuple):
             )
         if array.size and array.dtype.kind not in "iu":
             raise AlignmentError(f"the engine returned routes of type {array.dtype}, and an expert is a whole number")
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < self.num_experts:
+        if array.size and not 0 <= (low := int(array.min())) <= (high := int(array.max())) < self.num_experts:
             raise AlignmentError(
-                f"the engine routed a token to expert {int(array.max())}, and this model has {self.num_experts}; engine and "
-                "trainer must hold the same model"
+                f"the engine routed a token to expert {low if low < 0 else high}, and this model has {self.num_experts}; "
+                "engine and trainer must hold the same model"
             )
         return routes_array(array.astype(self.dtype))
 

@@ -129,6 +129,8 @@ def test_token_keeps_the_route_that_it_has() -> None:
 def test_routes_of_another_model_are_refused_in_a_sentence() -> None:
     refuses(lambda: SHAPE.read(np.zeros((4, 3, 2), np.uint8)), AlignmentError, "2 layers with experts")
     refuses(lambda: SHAPE.read(np.full((4, 2, 2), 8, np.uint8)), AlignmentError, "expert 8, and this model has 8")
+    refuses(lambda: SHAPE.read(np.full((4, 2, 2), -1)), AlignmentError, "expert -1, and this model has 8")
+    refuses(lambda: SHAPE.read([[[0, 7], [-2, 1]]]), AlignmentError, "expert -2, and this model has 8")
     refuses(
         lambda: SHAPE.read(np.full((4, 2, 2), 0.5)),
         AlignmentError,
