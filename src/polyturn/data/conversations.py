@@ -16,6 +16,7 @@ from typing import Any
 
 from polyturn.core.errors import ConfigError, DataError, one_line
 from polyturn.core.messages import Message
+from polyturn.core.reward import as_score, brief
 from polyturn.core.task import as_rows
 from polyturn.data.dataset import JsonlRows
 from polyturn.data.media import with_media
@@ -58,10 +59,17 @@ class Conversation:
             return cls(
                 messages=as_rows(Message.from_openai(m) for m in with_media(messages, row, base=base or Path())),
                 tools=None if tools is None else tuple(str(t) for t in tools),
-                weights=tuple(float(m.get("loss", 1.0)) for m in messages if m.get("role") == "assistant"),
+                weights=tuple(_weight(m) for m in messages if m.get("role") == "assistant"),
             )
         except (DataError, TypeError, AttributeError) as problem:
             raise DataError(f"{where}: {problem}") from problem
+
+
+def _weight(message: Mapping[str, Any]) -> float:
+    weight = as_score(message.get("loss", 1.0))
+    if weight is None:
+        raise DataError(f"the `loss` of a message is {brief(message['loss'])}; give false or a number")
+    return weight
 
 
 def read_conversations(path: Path) -> list[Conversation]:

@@ -76,6 +76,17 @@ def test_weights_choose_the_learnt_turns():
     assert sorted(set(sample.turn_ids.tolist())) == [-1, 0, 1]
 
 
+def test_weight_that_is_no_number_is_refused_with_its_row():
+    for loss in ("high", float("nan"), None):
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "loss": loss}]
+        refuses(
+            lambda row={"messages": messages}: Conversation.from_row(row, where="said.jsonl, line 7"),
+            DataError,
+            "said.jsonl, line 7: the `loss` of a message",
+            repr(loss),
+        )
+
+
 def test_conversation_ends_with_its_last_assistant_turn():
     assert learnt(encode([*TWO_TURNS, say("user", "thanks")])) == ["5<|im_end|>", "4<|im_end|>"]
     refuses(lambda: encode([say("user", "?"), say("assistant", "a"), say("assistant", "b")]), DataError, "conversation c")
