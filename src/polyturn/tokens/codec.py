@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -209,8 +210,8 @@ class Codec:
             return ids
         # Some vocabularies (Gemma's) contain control text as a normal token too, so the encoder can still return a control
         # token. Cut each control text after its first character: a token cannot span the cut.
-        cut = self._control_text.sub(lambda m: m[0][0] + "\x00" + m[0][1:], text)
-        parts = self._encode_parts(cut.split("\x00"))
+        cuts = [0, *(m.start() + 1 for m in self._control_text.finditer(text)), len(text)]
+        parts = self._encode_parts([text[start:end] for start, end in itertools.pairwise(cuts)])
         if any(self._is_control[p].any() for p in parts):
             parts = self._encode_parts(list(text))
         return _join(parts)

@@ -51,12 +51,14 @@ def test_control_text_in_the_models_vocabulary_is_cut_apart() -> None:
 
     words = [*pre_tokenizers.ByteLevel.alphabet(), "<end>"]
     backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], ignore_merges=True))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split("<end>", "isolated"), letters])
     backend.decoder = decoders.ByteLevel()
     codec = Codec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>"))
     assert codec.encode("<end>").tolist() == [256]
-    assert 256 not in codec.encode_plain("<end>")
-    assert codec.decode(codec.encode_plain("<end>")) == "<end>"
+    for text in ("<end>", "a\x00b<end>", "<end><end>x"):
+        assert 256 not in codec.encode_plain(text)
+        assert codec.decode(codec.encode_plain(text)) == text
 
 
 def test_repeated_text_is_remembered_up_to_a_bound() -> None:
