@@ -392,7 +392,7 @@ def former_settings(path: Path) -> dict[str, Any]:
     """Return the settings in the file `path` of a run's folder; if it cannot be read, warn and return {}."""
     try:
         former = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, yaml.YAMLError) as problem:
         logger.warning("the former settings of this run cannot be read, so changes are not listed (%s)", problem)
         return {}
     return former if isinstance(former, dict) else {}

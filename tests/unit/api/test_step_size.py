@@ -9,6 +9,7 @@ import pytest
 
 import polyturn.api.step_size as step_size
 from polyturn.api.given import GivenArguments, read
+from polyturn.api.training import former_settings
 from polyturn.config.load import Loaded, load_config, write_resolved
 from polyturn.config.models import RunConfig
 
@@ -90,3 +91,10 @@ def test_evaluation_keeps_its_length_on_a_cpu() -> None:
     given = GivenArguments(model="none", eval_tasks=["What is 2 + 2?"], evaluates=True)
     assert size_of(read(given)[0].config) == ON_GPU
     assert size_of(read(given, resume=False)[0].config) == ON_CPU
+
+
+@pytest.mark.parametrize("data", [b"name: \xff\xfe", b"name: [", b"name: \x00"])
+def test_damaged_settings_of_a_run_are_a_warning(data: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.yaml").write_bytes(data)
+    assert former_settings(tmp_path / "config.yaml") == {}
+    assert "the former settings of this run cannot be read" in caplog.text
