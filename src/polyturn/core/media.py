@@ -79,7 +79,7 @@ def to_source(kind: str, value: Any, *, base: Path | None = None) -> Source:
     Args:
         kind: One of `KINDS`.
         value: A source; bytes of a file; a mapping with "bytes", "path" or "url", as datasets have them; a Pillow image;
-            an array of an image [H, W, 3] or of a mono sound [T]; for a video, a list or an array of frames.
+            an array of an image [H, W, 3] from 0 to 255, or of a mono sound [T]; for a video, a list or an array of frames.
         base: The folder that relative paths start from; None keeps them relative.
 
     Raises:
@@ -167,12 +167,15 @@ def _array(kind: str, value: np.ndarray[Any, Any]) -> str:
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> str:
-    """Encode an image, [height, width, 3] or [height, width] of bytes, as a PNG data URI."""
+    """Encode an image, [height, width, 3] or [height, width] of values from 0 to 255, as a PNG data URI."""
     if pixels.ndim == 2:
         pixels = np.repeat(pixels[:, :, None], 3, axis=2)
     height, width, channels = pixels.shape
     if channels != 3:
         raise DataError(f"an image given as an array must have the shape [height, width, 3], not {list(pixels.shape)}")
+    low, high = (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
+    if not 0 <= low <= high <= 255 or (pixels.dtype.kind == "f" and 0 < high <= 1):
+        raise DataError(f"an image given as an array must have values from 0 to 255, not {low:g} to {high:g}; scale them")
     # PNG puts the number of a filter before each line of pixels; 0 means none.
     lines = np.concatenate([np.zeros((height, 1), np.uint8), pixels.astype(np.uint8).reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)

@@ -116,5 +116,10 @@ def test_array_of_pixels_becomes_a_picture(shape: tuple[int, ...]):
     assert np.array_equal(seen[..., 1], pixels[..., 1] if pixels.ndim == 3 else pixels)
 
 
+@pytest.mark.parametrize("values", [[0.0, 0.5], [0.0, 1.0], [-1, 255], [0, 256], [0.0, np.nan]])
+def test_array_whose_values_are_no_pixels_is_refused(values: list[float]):
+    refuses(lambda: to_source("image", np.array([values])), DataError, "from 0 to 255", f"{values[1]:g}")
+
+
 def test_array_of_another_shape_is_refused():
     refuses(lambda: to_source("image", np.zeros((2, 4, 4, 3), np.uint8)), DataError, "[2, 4, 4, 3]")
