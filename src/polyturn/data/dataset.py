@@ -176,7 +176,7 @@ class TaskDataset(TaskSequence):
 
         Args:
             files: One path or several; `~` and globs are expanded, with matches in sorted order.
-            split: "train" or the name of an evaluation; prefix of the ids of tasks without an id.
+            split: "train" or "eval"; prefix of the ids of tasks without an id.
             base: The folder that relative paths are resolved against.
             columns: Task column -> its name in the files, if different: `{"prompt": "question"}`.
 
@@ -201,7 +201,7 @@ class TaskDataset(TaskSequence):
 
         Args:
             rows: The rows: a list, or another object with a length and rows by index.
-            split: "train" or the name of an evaluation.
+            split: "train" or "eval".
             name: The rows' name in messages.
             columns: Task column -> its name in the rows, if different.
 
@@ -235,7 +235,7 @@ def generate_tasks(
     Args:
         path: `package.module:function` or `file.py:function`; the function returns a sequence of tasks or rows.
         kwargs: The generator's arguments.
-        split: "train" or the name of an evaluation; prefix of the ids of rows without an id.
+        split: "train" or "eval"; prefix of the ids of rows without an id.
         base: The folder that a relative file path is resolved against.
 
     Raises:

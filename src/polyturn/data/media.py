@@ -66,7 +66,7 @@ def _items(row: Mapping[str, Any], column: str, kind: str, base: Path) -> list[S
 
 
 def _with_base(message: Any, base: Path) -> Any:
-    """Return a message with absolute paths in its parts."""
+    """Return a message with the media of its parts as sources, whose relative paths start from `base`."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list):
         return message

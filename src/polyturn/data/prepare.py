@@ -27,7 +27,7 @@ from polyturn.tokens.hub import unreachable
 GSM8K = "openai/gsm8k"
 """The rows' data source, and the data set's name on the hub."""
 GEO3K = "hiyouga/geometry3k"
-"""The data source of the rows, and the dataset's name on the hub."""
+"""The rows' data source, and the data set's name on the hub."""
 SEARCH = "PeterJinGo/nq_hotpotqa_train"
 """The data set's name on the hub."""
 

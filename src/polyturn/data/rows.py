@@ -60,7 +60,7 @@ def task_from_row(row: Mapping[str, Any], *, index: int, split: str, source: str
     Args:
         row: The row; None counts as absent, and NumPy values are converted to Python values.
         index: The position in the dataset; the task's id is "<split>-<index>" unless the row has an `id`.
-        split: "train" or the name of an evaluation.
+        split: "train", "eval" or "serve".
         source: The file, for error messages.
         row_number: The row's position in that file, counted from 0; None uses `index`.
 
@@ -165,7 +165,7 @@ class _RowReader:
         }
 
     def schema_names(self, value: Any) -> tuple[str, ...] | None:
-        """Return the names of a row's tools, given as schemas, as JSON or as names; they must be configured."""
+        """Return the names in the column `tools`, a list of names or schemas, or that as JSON; they must be configured."""
         try:
             names = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):

@@ -68,7 +68,7 @@ class TaskSampler:
         return self.next()
 
     def instead(self, visit: Visit, *, number: int, attempt: int) -> int:
-        """Return a replacement for the task of visit `number`, from the same epoch; it depends on `attempt`."""
+        """Return a replacement for the task of visit `number`, from the same epoch; each `attempt` draws another one."""
         # Depends on the visit's number only, so that the order in which groups finish does not matter.
         choice = self.choose(visit.epoch)
         return int(choice[random.Random(f"{self._seed}/{number}/{attempt}").randrange(len(choice))])
