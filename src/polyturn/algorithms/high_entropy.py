@@ -1,6 +1,6 @@
 """Restrict the policy loss to the tokens of highest entropy.
 
-    threshold = the lowest entropy among the `share` of all trained tokens of an optimizer step with the highest entropy
+    threshold = the lowest entropy in the `share` of an optimizer step's trained tokens that have the highest entropy
     factor_t  = 1 if entropy_t >= threshold, else 0; it multiplies the policy loss of token t
 
 The mean of the loss still counts the other tokens, so a selected token has the same weight as without the selection. Source:

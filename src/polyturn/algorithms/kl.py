@@ -48,7 +48,7 @@ def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 @kl_estimators.register("k3")
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """Return [T] (r - 1) - log r with r = ref probability / probability."""
-    # Only above: a token that the reference finds far less likely is the one to pull back, and exp(-x) is 0 at most.
+    # Not clamped below: there exp cannot overflow, and the gradient must move the policy back towards the reference.
     log_r_T = (ref_logprobs_T - logprobs_T).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_r_T) - log_r_T
 

@@ -235,7 +235,7 @@ class ServedTeachersOptions(TeacherAdvantageOptions):
         named = [source for one in self.teachers for source in one.data_sources or ("",)]
         if twice := next((source for source in named if named.count(source) > 1), None):
             raise ConfigError(
-                f"algorithm.served_teachers: two teachers have the data source {twice!r}; give it to one of them"
+                f"algorithm.served_teachers: two teachers have the data source {twice!r}; leave it out of one of them"
             )
         if named.count("") > 1:
             raise ConfigError(

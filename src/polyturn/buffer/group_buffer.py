@@ -164,8 +164,8 @@ class GroupBuffer:
         return sorted(done, key=lambda slot: slot.finished)[: self.groups_per_step]
 
     def _due(self) -> list[Slot] | None:
-        """Return the groups of the next step: those that must be trained now, then the first to finish; None while it must
-        wait.
+        """Return the groups of the next step: those that must be trained now, then the first to finish; None while the
+        step must wait.
 
         For each j, count the groups that must be trained in this step or the j steps after it. The j later steps can train
         only j * groups_per_step of them, so this step must train the others.

@@ -47,19 +47,19 @@ class Replay:
     def __init__(self, *, max_staleness: int, seed: int = 0) -> None:
         self._max_staleness = max_staleness
         self._seed = seed
-        self._held: list[TrajectoryGroup] = []
+        self._groups: list[TrajectoryGroup] = []
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._groups)
 
     def add(self, groups: Sequence[TrajectoryGroup]) -> None:
         """Keep groups that were trained on for the first time. Each is replayed at most once."""
-        self._held += groups
+        self._groups += groups
 
     def draw(self, count: int, *, step: int) -> list[TrajectoryGroup]:
         """Return up to `count` random groups among those that are new enough for `step`. They are no longer kept, and
         neither are the groups that are too old."""
-        fresh = [g for g in self._held if oldest_version(g) >= step - self._max_staleness]
+        fresh = [g for g in self._groups if oldest_version(g) >= step - self._max_staleness]
         chosen = set(random.Random(f"{self._seed}/{step}").sample(range(len(fresh)), min(count, len(fresh))))
-        self._held = [g for i, g in enumerate(fresh) if i not in chosen]
+        self._groups = [g for i, g in enumerate(fresh) if i not in chosen]
         return [fresh[i] for i in sorted(chosen)]

@@ -56,8 +56,8 @@ def gae(
     def one(member: MemberView, at: Stream, values_N: Numbers) -> _Estimates:
         rewards_N = at.gather([s.rewards for s in member.samples])
         rewards_N[at.ends] += rewards_at_ends(member, at, outcome)
-        found_N = _gae(rewards_N, values_N, gamma, lam)
-        return _Estimates(found_N, found_N + values_N)
+        advantages_N = _gae(rewards_N, values_N, gamma, lam)
+        return _Estimates(advantages_N, advantages_N + values_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 
@@ -84,10 +84,10 @@ def turn_gae(
         rewards_U = rewards_at_ends(member, at, outcome)
         if len(ends):
             rewards_U = rewards_U + np.add.reduceat(at.gather([s.rewards for s in member.samples]), starts)
-        found_U = _gae(rewards_U, values_N[starts], gamma, lam)
+        advantages_U = _gae(rewards_U, values_N[starts], gamma, lam)
         returns_N = np.full(len(values_N), np.nan)  # the critic is trained only where its value was read
-        returns_N[starts] = found_U + values_N[starts]
-        return _Estimates(np.repeat(found_U, ends - starts + 1), returns_N)
+        returns_N[starts] = advantages_U + values_N[starts]
+        return _Estimates(np.repeat(advantages_U, ends - starts + 1), returns_N)
 
     return _estimate(batch, one, outcome, whiten_batch)
 

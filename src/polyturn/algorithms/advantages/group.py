@@ -114,8 +114,8 @@ def grpo_passk(
     std = math.sqrt(float(share @ (sorted_G - mean) ** 2))
     holding = np.empty(n)
     for rank in range(n):
-        # Of the sets that contain this member, `with_it` counts the sets whose best is a given member above it, and `alone`
-        # the sets whose best is this member.
+        # Of the sets that contain this member, `with_it` counts those whose best is each member above it, and `alone` those
+        # whose best is this member.
         with_it = [math.comb(j - 1, k - 2) if k > 1 else 0 for j in range(rank + 1, n)]
         alone = math.comb(rank, k - 1)
         holding[rank] = (alone * sorted_G[rank] + np.dot(with_it, sorted_G[rank + 1 :])) / math.comb(n - 1, k - 1)
