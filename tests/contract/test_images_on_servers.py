@@ -62,7 +62,7 @@ def test_logprobs_behind_images_are_the_trainers(kind, tmp_path):
                 expected = trainer_logprobs(model, media, ids, shown, done, temperature=0.7)
                 assert np.abs(done.logprobs - expected).max() < 1e-4
             other = GenerateRequest(request_id="o", session_id="s", prompt_ids=ids[:8], sampling=sampling, media=shown)
-            await refuses_later(lambda: engine.generate(other), EngineError, "does not stand in the")
+            await refuses_later(lambda: engine.generate(other), EngineError, "do not contain the")
         finally:
             await engine.close()
             await server.stop()

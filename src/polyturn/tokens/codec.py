@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 LONG_CHARS = 1 << 16
 """Texts longer than this, in characters, are encoded without blocking other threads."""
 _BEFORE = "\u9f98"
-"""A letter that merges with no other text. To get the ids that a text has after other text, encode the text behind this
-letter and drop the letter's ids."""
+"""A letter that merges with no other text. To get the ids that a text has after other text, encode it after this letter
+and drop the letter's ids."""
 _REMEMBERED_TEXTS, _REMEMBERED_CHARS = 4096, 512
 """Maximum number of texts whose ids are cached, and maximum length of a cached text in characters; together a few MB."""
 
@@ -226,8 +226,8 @@ class Codec:
         if not self._adds_space:
             return [_encode(self._plain, part) for part in parts]
         num_before = len(_encode(self._plain, _BEFORE))
-        behind = [_encode(self._plain, _BEFORE + part)[num_before:] for part in parts[1:]]
-        return [_encode(self._plain, parts[0]), *behind]
+        later = [_encode(self._plain, _BEFORE + part)[num_before:] for part in parts[1:]]
+        return [_encode(self._plain, parts[0]), *later]
 
     def token_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the span (start, end) of each token of an environment text, in characters; tokens may share a character."""

@@ -156,8 +156,8 @@ class DeltaEncoder:
             whole = self.codec.template.render([_USER, self._rule.changed(message, change)], tools=self.tools)
             if not whole.startswith(opened):
                 raise TemplateError(
-                    "the chat template opens an assistant's turn in a history differently from its generation prompt, so no "
-                    "message can be turned into what a model would say; train on recorded trajectories instead"
+                    "the chat template opens an assistant's turn in a history differently from its generation prompt, so a "
+                    "message cannot be converted to the ids that a model samples; train on recorded trajectories instead"
                 )
             return whole[len(opened) :]
 
@@ -175,7 +175,7 @@ class DeltaEncoder:
         return self.codec.template.render([_USER], tools=self.tools, add_generation_prompt=True)
 
     def extend(self, new: Sequence[Message], *, last_id: int | None, history: Sequence[Message] = ()) -> Ids:
-        """Encode what follows a completion: the rest of its turn, the new messages, the generation prompt.
+        """Encode the text after a completion: the rest of its turn, the new messages, the generation prompt.
 
         Args:
             new: The messages that answer the completion, at least one.
@@ -283,7 +283,7 @@ class DeltaEncoder:
             other = [replace(m, content="Two words.") if i == index else m for i, m in enumerate(marked)]
             if self._render_delta(other, past) == text:
                 raise TemplateError(
-                    f"the chat template leaves out what a {message.role} message says, so the model would never read it; "
+                    f"the chat template leaves out the content of a {message.role} message, so the model never reads it; "
                     f"use a template that renders {message.role} messages"
                 )
         text_outline, frame = outline(new, text), None
@@ -332,9 +332,9 @@ class DeltaEncoder:
             behind = behind_anchor(text, anchor)
             if behind is None:
                 raise TemplateError(
-                    "the chat template leaves out what an assistant's turn says; use one that renders assistant messages"
+                    "the chat template leaves out the content of assistant messages; use one that renders them"
                 )
-            # A template may move the system message into the last user turn. The text behind the anchor then contains the
+            # A template may move the system message into the last user turn. The text after the anchor then contains the
             # base's own system message, so try the next base.
             moved = any(m.text in behind and not any(m.text in n.text for n in new) for m in (_SYSTEM, _USER))
             if not moved:
@@ -344,7 +344,7 @@ class DeltaEncoder:
                 base = next(self._bases(new, past, anchor))
                 template.render([*base, *new], tools=tools, add_generation_prompt=True)
             raise TemplateError(
-                "the chat template repeats earlier messages behind later ones, so new messages cannot be encoded alone; "
+                "the chat template repeats earlier messages after later ones, so new messages cannot be encoded alone; "
                 "sample from full renders (rollout.use_inference_chat_template: true)"
             )
         alone = behind_anchor(template.try_render(base, tools=tools), anchor)

@@ -38,15 +38,15 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
         paths = [try_to_load_from_cache(name, file, revision=revision) for file in _FILES]
     except HFValidationError as problem:
         raise ConfigError(
-            f"{name!r} is not a folder here, and no name on the hub either; give a folder, or owner/name"
+            f"{name!r} is neither a folder here nor a name on the hub; give a folder, or owner/name"
         ) from problem
     is_cached = any(isinstance(path, str) for path in paths)
     if constants.HF_HUB_OFFLINE:
         if is_cached:
             return True
         raise ConfigError(
-            f"{name!r} is not a folder here, the hub is not asked because HF_HUB_OFFLINE is set, and its cache does not "
-            "hold it; unset HF_HUB_OFFLINE to download it once, or name a folder"
+            f"{name!r} is not a folder here, HF_HUB_OFFLINE is set, so the hub is not used, and the cache does not have it; "
+            "unset HF_HUB_OFFLINE to download it once, or name a folder"
         )
     why = unreachable()
     if why is None:
@@ -55,7 +55,7 @@ def only_cached(name: str, *, revision: str | None = None) -> bool:
         logger.warning("the Hugging Face hub cannot be reached (%s); %r is taken from its cache", why, name)
         return True
     raise ConfigError(
-        f"{name!r} is not a folder here, and the Hugging Face hub cannot be reached ({why}), nor does its cache hold it; "
+        f"{name!r} is not a folder here, the Hugging Face hub cannot be reached ({why}), and its cache does not have it; "
         f"name the folder of a model, or one that needs no hub: {_without_hub()}; or try again where the hub can be reached"
     )
 

@@ -216,8 +216,8 @@ class MediaProcessor:
             at = _find(ids, wanted, start)
             if at is None:
                 raise TemplateError(
-                    f"{a_kind(medium.kind)} (number {number} of {len(media)}) does not stand in the {len(ids)} tokens as "
-                    f"the {len(wanted)} tokens that the processor {self._name} makes of it"
+                    f"the {len(ids)} tokens do not contain the {len(wanted)} that the processor {self._name} makes of "
+                    f"{a_kind(medium.kind)} (number {number} of {len(media)})"
                 )
             pieces += [ids[start:at], ids_array([self.placeholders[medium.kind].id])]
             start = at + len(wanted)
@@ -239,8 +239,8 @@ class MediaProcessor:
             return {name: torch.cat(values) for name, values in columns.items()}
         except RuntimeError as problem:
             raise DataError(
-                f"the processor {self._name} makes inputs of different shapes ({one_line(problem)}), which cannot stand in "
-                "one batch; resize the media to one size"
+                f"the processor {self._name} makes inputs of different shapes ({one_line(problem)}), which cannot be "
+                "joined; resize the media to one size"
             ) from problem
 
     def types(self, ids: Ids) -> NDArray[np.int8]:
@@ -264,7 +264,7 @@ class MediaProcessor:
         if any(left.values()):
             raise TemplateError(
                 f"{len(ids)} tokens hold features for other media than the {len(media)} that belong to them ({left}); a "
-                "token that stands for media was written by a text or sampled, or the tokens were cut inside one"
+                "media token was sampled or written as text, or the tokens were cut inside a medium"
             )
         return count
 

@@ -125,7 +125,7 @@ def probe_template(codec: Codec, *, tools: Sequence[Mapping[str, Any]] = ()) -> 
     elif unequal:
         strategy = "segment"
         reason = (
-            "new messages are not written the same way behind every history, so each turn is sampled from a full render "
+            "new messages are not written alike after every history, so each turn is sampled from a full render "
             f"and a history that changes opens a new segment ({unequal[0]})"
         )
     refused = (f"{kind}: {why}" for kind, why in unrendered.items() if kind not in rendered)
@@ -205,7 +205,7 @@ def _differences(dialogue: Dialogue, encoder: DeltaEncoder, rendered: set[str]) 
         rendered.add(kind)
         if full is not None and not full.endswith(written):
             tail = full[-len(written) :]
-            yield f"{kind}: behind this history the template writes a reply as {tail[:60]!r}, alone as {written[:60]!r}"
+            yield f"{kind}: after this history the template writes a reply as {tail[:60]!r}, alone as {written[:60]!r}"
         if not any(codec.has_control(m.text) for m in answer):
             text, alone = codec.decode(ids), codec.encode_pieces([(written, False)], last_id=encoder.inside_text)
             if text != codec.decode(alone):
@@ -245,7 +245,7 @@ def _problem(codec: Codec, num_tools: int, *, renders_tools: bool, renders_resul
     except TemplateError as problem:
         return str(problem)
     if "Zq0answerZ" not in text:
-        return "the chat template leaves out what an assistant message says; use the template that belongs to the model"
+        return "the chat template leaves out the content of an assistant message; use the template that belongs to the model"
     if num_tools and not renders_tools:
         return (
             f"the run has {num_tools} tool(s), and {NO_TOOLS}, or use a scheduler that writes the tools into the prompt, "
@@ -254,6 +254,6 @@ def _problem(codec: Codec, num_tools: int, *, renders_tools: bool, renders_resul
     if num_tools and not renders_results:
         return (
             f"the run has {num_tools} tool(s) and the chat template renders no tool results; use a template that renders "
-            "what a tool message says, or no tools"
+            "the content of tool messages, or no tools"
         )
     return None

@@ -97,7 +97,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         form: _Form | None = None,
     ) -> str | None:
-        """Render `messages` in the form `form`, by default the one found for the template; None if rendering fails."""
+        """Render `messages` in the form `form`, by default the template's; None if rendering fails."""
         if self.source is None:
             return None
         try:
@@ -113,7 +113,6 @@ class ChatTemplate:
     @functools.cached_property
     def _takes_only_parts(self) -> bool:
         """Whether the template renders text in parts but ignores contents that are plain text."""
-
         messages = [Message(role="user", content="Zq0textZ")]
         plain, parts = (self.try_render(messages, form=_Form(only_parts=only)) or "" for only in (False, True))
         return "Zq0textZ" not in plain and "Zq0textZ" in parts
@@ -140,17 +139,17 @@ class ChatTemplate:
             turn = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=(call,))
             return self.try_render([_USER, turn, *after], form=form._replace(only_parts=self._takes_only_parts))
 
-        form_found = _Form()
+        chosen = _Form()
         # First try turns followed by a tool result, as in a history; then turns alone, because some templates render no
         # results.
         for after, form in itertools.product(((result,), ()), _FORMS):
             written = text(form, "", None, *after)
             if written is not None and "'key'" not in written:  # single quotes are Python's `repr` of a dict, not JSON
-                form_found = form
+                chosen = form
                 break
         both = ("Zq0textZ", "Zq0thoughtZ", result)
-        joined = form_found._replace(joined_reasoning=True)
-        return joined if text(form_found, *both) is None and text(joined, *both) is not None else form_found
+        joined = chosen._replace(joined_reasoning=True)
+        return joined if text(chosen, *both) is None and text(joined, *both) is not None else chosen
 
     def _form_of(self, messages: Sequence[Message]) -> _Form:
         """Return the form in which this template renders these messages."""

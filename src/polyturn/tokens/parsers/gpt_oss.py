@@ -95,5 +95,5 @@ def _read_call(recipient: str, part: _Part) -> ToolCall:
     if not name:
         return broken(part.raw, "a tool call needs a name; write to=functions.NAME")
     if part.body is None:
-        return broken(part.raw, "the tool call ends before its arguments; write them behind <|message|>", name=name)
+        return broken(part.raw, "the tool call ends before its arguments; write them after <|message|>", name=name)
     return with_arguments(name, part.body, part.raw.strip())

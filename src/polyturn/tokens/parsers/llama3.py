@@ -1,4 +1,4 @@
-"""Calls as bare JSON, or behind <|python_tag|>: Llama 3.1, 3.2 and 3.3.
+"""Calls as bare JSON, or after <|python_tag|>: Llama 3.1, 3.2 and 3.3.
 
 {"name": "add", "parameters": {"a": 2}}; {"name": "now", "parameters": {}}
 <|python_tag|>{"name": "add", "parameters": {"a": 2}}

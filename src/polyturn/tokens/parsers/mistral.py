@@ -1,4 +1,4 @@
-"""Calls behind [TOOL_CALLS]: Mistral, in its older form (a JSON list) and its newer one (name and arguments).
+"""Calls after [TOOL_CALLS]: Mistral, in its older form (a JSON list) and its newer one (name and arguments).
 
 [TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "VvvODy9mT"}]
 [TOOL_CALLS]add[ARGS]{"a": 2}[TOOL_CALLS]mul[CALL_ID]VvvODy9mT[ARGS]{"a": 2}
@@ -77,7 +77,7 @@ def _read_objects(text: str) -> tuple[list[ToolCall], str]:
             return calls, text[position:]
         elif text.startswith("]", position):
             if not calls:
-                calls.append(broken(_OPEN + text[: position + 1], f"the list behind {_OPEN} is empty"))
+                calls.append(broken(_OPEN + text[: position + 1], f"the list after {_OPEN} is empty"))
             return calls, text[position + 1 :]
         elif position >= len(text) and calls:
             return calls, ""

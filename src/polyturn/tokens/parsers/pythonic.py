@@ -51,7 +51,7 @@ class PythonicParser(TurnParser):
     """See the head of the file."""
 
     def read(self, text: str, tools: Tools) -> ParsedText:
-        """Read the list behind a tag, or the first line that is one."""
+        """Read the list after a tag, or the first line that is a list."""
         tag = _OPEN.search(text)
         if tag is not None:
             calls = read_python_calls(text[tag.end() :], tag=tag[0])
@@ -112,7 +112,7 @@ class _TokenReader:
             if not is_list:
                 return
             has_comma = self._take(",")
-            if self._take("]") or not (has_comma or self._rest()):  # cut behind a whole call
+            if self._take("]") or not (has_comma or self._rest()):  # cut after a whole call
                 return
             if not has_comma:
                 raise BadPythonError(f"expected , or ] at {self._here()}")
@@ -129,7 +129,7 @@ class _TokenReader:
             key = self._next("name", "KEY=VALUE")
             self._expect("=")
             if key in arguments:
-                raise BadPythonError(f"the argument {key!r} is there twice")
+                raise BadPythonError(f"the argument {key!r} occurs twice")
             arguments[key] = self._read_value(1)
             if not self._take(","):
                 self._expect(")")

@@ -52,7 +52,7 @@ def read_values(text: str, head: re.Pattern[str], end: re.Pattern[str], form: st
         if closed is None:
             raise BadArgumentsError(f"the value of {name!r} is not closed; write {form}")
         if name in values:
-            raise BadArgumentsError(f"the parameter {name!r} is there twice")
+            raise BadArgumentsError(f"the parameter {name!r} occurs twice")
         values[name] = text[opened.end() : closed.start()]
         position = _skip_space(text, closed.end())
     return values
@@ -75,7 +75,7 @@ def check_name(name: str, raw: str, form: str) -> ToolCall | None:
     """Return a broken call if `name` cannot be the name of a tool, else None."""
     if _NAME.fullmatch(name):
         return None
-    what = f"{name[:40]!r} is none" if name else "and this call has none"
+    what = f"and {name[:40]!r} is not one" if name else "and this call has none"
     return broken(raw, f"a tool call needs a name, {what}; write {form}")
 
 
