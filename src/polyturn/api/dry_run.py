@@ -65,7 +65,7 @@ class DryRunReport:
     facts: tuple[str, ...]
     """Lines about the template's strategy, further policies, and the numbers of tasks."""
     estimates: Mapping[str, str]
-    """Name -> upper estimate of memory or time."""
+    """Name -> upper estimate of memory or time, or another fact about the size of the run."""
     verdict: MemoryVerdict | None
     """Whether the run fits into this machine's memory; None if it would run on other machines."""
     obstacles: tuple[str, ...] = ()

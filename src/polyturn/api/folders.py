@@ -68,7 +68,7 @@ def _numbered(wanted: Path) -> Iterator[Path]:
 
 
 def name_of(folder: Path, out: str) -> str:
-    """Return the setting `name` of the run in `folder`: the path from `out`, including the number if there is one."""
+    """Return the setting `name` of the run in `folder`: its path relative to `out`, including its number if it has one."""
     return os.path.relpath(folder, out)
 
 

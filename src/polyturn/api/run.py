@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Run(StoredRun):
     """A run's folder: metrics, trajectories, configuration and weights.
 
-    While the run goes on, `refresh` reads the trajectories that were recorded after the last reading.
+    While the run continues, `refresh` reads the trajectories that were recorded after the last reading.
     """
 
     def __init__(

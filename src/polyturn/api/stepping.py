@@ -86,7 +86,7 @@ class TrainingStep:
     def samples(self, samples: Sequence[TrainSample]) -> None:
         _check_list("step.samples", samples, TrainSample, write="step.samples = [s for s in step.samples if …]")
         if (bad := first_not_finite(samples)) is not None:
-            raise ConfigError(f"step {self.number} was given {bad}; give a finite number for each token")
+            raise ConfigError(f"step {self.number} has {bad}; give a finite number for each token")
         for sample in samples:
             self._check_ids(f"step.samples: {sample.id}", sample.token_ids)
         self._change("samples")
@@ -127,8 +127,8 @@ class TrainingStep:
             raise ConfigError(f"the update of step {self.number} has begun; set step.{what} before step.update()")
         if self._changed not in (None, what):
             raise ConfigError(
-                f"step {self.number} has new {self._changed} already, which new {what} would replace; samples are made "
-                "from groups, so set only one of the two"
+                f"step {self.number} already has new {self._changed}, which new {what} would replace; samples are made from "
+                "groups, so set only one of the two"
             )
         self._changed = what
 
@@ -167,7 +167,7 @@ class Steps:
 
         Raises:
             ConfigError: the steps were iterated over before.
-            PolyturnError: training cannot go on.
+            PolyturnError: training cannot continue.
         """
         if self._result is not None:
             raise ConfigError(
@@ -208,7 +208,7 @@ class StepHooks:
         self._is_over = False
 
     def signals(self) -> Signals:
-        """Make the run's `Signals`; when the caller leaves the loop, `stop` uses it to end the run."""
+        """Make the run's `Signals`, with which `stop` ends the run when the caller leaves the loop."""
         self._signals.append(Signals())
         return self._signals[-1]
 

@@ -457,7 +457,7 @@ async def _until_done(
     message: Callable[[], str],
     lost: Callable[[], str | None] = lambda: None,
 ) -> T:
-    """Await `work`. SIGINT and SIGTERM cancel it, log `message`, and exit with 128 + the signal's number.
+    """Await `work`. SIGINT, SIGTERM or SIGHUP cancels it; `message` is logged, and the exit status is 128 + the signal.
 
     A second signal of the same kind ends the process at once; the previous checkpoint stays intact.
 

@@ -1,7 +1,7 @@
 """Compares two evaluations on the same tasks with a paired test.
 
-    task      A     B     B - A          tasks with equal results carry no information;
-    gsm8k-0   1.0   1.0    0             does B win the others more often than by chance?
+    task      A     B     B - A          the test ignores tasks with equal results, and asks
+    gsm8k-0   1.0   1.0    0             whether B wins the others more often than by chance
     gsm8k-1   0.0   1.0   +1
 
 For success with one sample per task, the test is McNemar's exact test (McNemar 1947): the sign test on the tasks that

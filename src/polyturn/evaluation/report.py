@@ -52,7 +52,7 @@ def report(trajectories: Sequence[Trajectory], *, success_at: float = 1.0) -> Ev
     """Return the report of `trajectories`.
 
     Args:
-        trajectories: Finished trajectories; at least one.
+        trajectories: Finished trajectories.
         success_at: The smallest outcome that counts as success.
     """
     won = [is_success(t, at=success_at) for t in trajectories]

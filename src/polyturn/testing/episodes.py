@@ -1,4 +1,4 @@
-"""Episodes with a scripted model: the completions are given as text, everything else is real.
+"""Episodes with a scripted model: its completions are texts of the test; everything else is real.
 
     context = scripted_context(["<tool_call>…</tool_call>", "#### 4"], tools=[calculator])
     trajectory = await run_episode(context, task("What is 2+2?", ground_truth="4"), id="e0")

@@ -482,7 +482,7 @@ def test_refused_data_does_not_count_as_set() -> None:
     with pytest.raises(polyturn.ConfigError, match=r"step\.groups"):
         step.groups = [1]  # type: ignore[list-item]
     step.samples = []
-    with pytest.raises(polyturn.ConfigError, match="step 1 has new samples already"):
+    with pytest.raises(polyturn.ConfigError, match="step 1 already has new samples"):
         step.groups = []
 
 

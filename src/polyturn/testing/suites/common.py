@@ -1,7 +1,7 @@
 """Shared by the suites: one error for all problems, and checks for state that is not freed and calls that block.
 
-    async with Findings("interaction Tutor") as found:
-        found.expect(is_text, "start_interaction returned 3; return the id as text")
+    async with Findings("interaction Tutor") as findings:
+        findings.expect(is_text, "start_interaction returned 3; return the id as text")
     ->  ContractError: interaction Tutor breaks its contract:
           1. start_interaction returned 3; return the id as text
 
@@ -73,7 +73,7 @@ class Findings:
 
     def expect(self, is_kept: bool, problem: str) -> bool:
         """Record `problem` unless `is_kept`; return `is_kept`."""
-        if self._pulse.interrupted:  # its consequences are no problems of their own
+        if self._pulse.interrupted:  # problems that follow from the interrupt do not count
             self.stop()
         if not is_kept and problem not in self.problems:
             self.problems.append(problem)
@@ -120,7 +120,7 @@ class Stop(Exception):
 
 
 class Interrupted(BaseException):
-    """Raised in a plug-in's code that blocks the event loop; a BaseException, which the code hardly ever catches."""
+    """Raised in a plug-in's code that blocks the event loop; a BaseException, because plug-ins hardly ever catch one."""
 
 
 class Pulse:
@@ -138,7 +138,7 @@ class Pulse:
         self.num_wakes = 0
         """Number of wake-ups of the thread so far."""
         self.interrupted = ""
-        """The position of the interrupted code; "" without any."""
+        """The position of the interrupted code; "" if none was interrupted."""
         self._interrupt_s = interrupt_s
         self._last = (0, 0.0)
         self._end = threading.Event()

@@ -71,25 +71,25 @@ class _InteractionSuite:
 
     def __init__(self, interaction: Interaction, findings: Findings, *, prompt: str, kwargs: dict[str, Any]) -> None:
         self._interaction = interaction
-        self._found = findings
+        self._findings = findings
         self._prompt = {"role": "user", "content": prompt}
         self._kwargs = kwargs
 
     async def check_ids(self) -> None:
         """Check `start_interaction`, and an episode that ends before its first turn."""
         ids: list[Any] = []
-        async with self._found.calling("start_interaction", advice="it gets the row's kwargs, so accept **kwargs"):
+        async with self._findings.calling("start_interaction", advice="it gets the row's kwargs, so accept **kwargs"):
             ids = [
                 await self._interaction.start_interaction(requested, **self._kwargs) for requested in (None, None, "mine")
             ]
         if not ids:
-            self._found.stop()
-        self._found.expect(
+            self._findings.stop()
+        self._findings.expect(
             all(isinstance(i, str) and i for i in ids),
             f"start_interaction returned {ids!r:.200}; return the id as text: the one passed in, or a new one",
         )
-        self._found.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; return a new id each time")
-        async with self._found.calling(
+        self._findings.expect(ids[0] != ids[1], f"start_interaction(None) returned {ids[0]!r} twice; return new ids")
+        async with self._findings.calling(
             "finalize_interaction", advice="an episode may end before its first turn, and every id is finalized once"
         ):
             for instance_id in ids:
@@ -100,7 +100,7 @@ class _InteractionSuite:
         ref = InteractionRef(name=author.name, kwargs=self._kwargs)
         hooks = SnapshotHooks.of(author, label="it")
         why_not = hooks.why_not
-        self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
+        self._findings.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
             return
         for number in range(1, len(alone)):
@@ -108,7 +108,7 @@ class _InteractionSuite:
             first, then = InteractionSession(host, ref), InteractionSession(host, ref)
             played: list[Reply] = []
             messages: list[dict[str, Any]] = [dict(self._prompt)]
-            async with self._found.calling("continuing after a reply", advice="return JSON data from snapshot"):
+            async with self._findings.calling("continuing after a reply", advice="return JSON data from snapshot"):
                 await first.start("before")
                 for k, text in enumerate(says[: len(alone)]):
                     if k == number:
@@ -120,7 +120,7 @@ class _InteractionSuite:
                     messages.append({"role": "user", "content": reply.content})
                     played.append((reply.is_done, str(reply.content), reply.score))
                 same = [(bool(done), str(content or ""), score) for done, content, score in alone]
-                self._found.expect(
+                self._findings.expect(
                     played == same,
                     f"a conversation that continues in another process differs: {played!r:.200} instead of "
                     f"{same!r:.200}; put all state that replies change into snapshot, and do not set stateless",
@@ -132,7 +132,7 @@ class _InteractionSuite:
         """Play one episode and return the replies."""
         replies: list[Reply] = []
         started = False
-        async with self._found.calling(f"an episode{where}"):
+        async with self._findings.calling(f"an episode{where}"):
             instance_id = await self._interaction.start_interaction(instance_id, **self._kwargs)
             started = True
             messages: list[dict[str, Any]] = [dict(self._prompt)]
@@ -146,18 +146,18 @@ class _InteractionSuite:
                     break
                 messages.append({"role": "user", "content": reply[1]})
             score = await self._interaction.calculate_score(instance_id)
-            self._found.expect(
+            self._findings.expect(
                 score is None or _is_finite(score), f"calculate_score returned {score!r:.80}{where}; return a finite number"
             )
         if started:
-            async with self._found.calling("finalize_interaction"):
+            async with self._findings.calling("finalize_interaction"):
                 await self._interaction.finalize_interaction(instance_id)
         return replies
 
     async def _reply(self, instance_id: str, messages: list[dict[str, Any]], where: str) -> Reply | None:
         messages_copied = copy.deepcopy(messages)
         answer = await self._interaction.generate_response(instance_id, messages_copied, **self._kwargs)
-        expect = self._found.expect
+        expect = self._findings.expect
         expect(messages_copied == messages, "generate_response changed its argument messages; copy the list")
         if not expect(
             isinstance(answer, tuple | list) and len(answer) == 4,
@@ -187,7 +187,7 @@ class _InteractionSuite:
         """Play episodes concurrently, turn by turn; each must give the same results as alone."""
         histories: dict[str, list[dict[str, Any]]] = {}
         played: dict[str, list[Reply]] = {}
-        async with self._found.calling("episodes side by side"):
+        async with self._findings.calling("episodes side by side"):
             for number in range(3):
                 instance_id = await self._interaction.start_interaction(f"side-{number}", **self._kwargs)
                 histories[instance_id], played[instance_id] = [dict(self._prompt)], []
@@ -201,7 +201,7 @@ class _InteractionSuite:
             for instance_id in histories:
                 await self._interaction.finalize_interaction(instance_id)
         different = next((replies for replies in played.values() if replies != alone), None)
-        self._found.expect(
+        self._findings.expect(
             different is None,
             f"a concurrent episode differs: {different!r:.200} instead of {alone!r:.200}; keep the state of an episode "
             "under its instance id, not on the object (is_deterministic=False if replies are random)",
@@ -213,7 +213,7 @@ class _InteractionSuite:
         for number in range(NUM_EPISODES):
             await self.play(f"many-{number}", says[:1])
         for name in grown(before, holdings(interaction)):
-            self._found.expect(False, f"{name!r} keeps state of every ended episode; free it in finalize_interaction")
+            self._findings.expect(False, f"{name!r} keeps state of every ended episode; free it in finalize_interaction")
 
 
 async def _check_episode(

@@ -36,8 +36,7 @@ async def check_tool(
     """Check that a tool keeps its contract with the framework, and report all problems.
 
     The suite checks the schema, the given calls, the rewards, concurrent episodes, and episodes without a call. It also
-    checks that their state is freed, that the event loop is not blocked, and that a whole episode works in which a model
-    calls the tool.
+    checks that their state is freed, that the event loop is not blocked, and that the tool works in a whole episode.
 
     Args:
         tool: The tool to check; a function decorated with `polyturn.tool` is one.
@@ -100,23 +99,23 @@ class _ToolSuite:
     def __init__(self, box: Toolbox, tool: Tool, findings: Findings, kwargs: ToolKwargs) -> None:
         self._box = box
         self._tool = tool
-        self._found = findings
+        self._findings = findings
         self._task = dataclasses.replace(task(), tools=(tool.name,), tools_kwargs={tool.name: kwargs})
 
     async def play(self, id: str, calls: Sequence[Mapping[str, Any]], *, where: str = "") -> list[tuple[Any, float | None]]:
         """Play one episode, call by call, and return the observations and step rewards."""
         answers: list[tuple[Any, float | None]] = []
         session = EpisodeTools(self._box, id)
-        async with self._found.calling(f"an episode{where}"):
+        async with self._findings.calling(f"an episode{where}"):
             await session.start(self._task)
             for number, arguments in enumerate(calls):
                 (result,) = await session.call([self._call(number, arguments)])
                 self._expect_fine(result, arguments)
                 answers.append((result.content, result.reward))
             await session.finish()
-        async with self._found.calling("release"):
+        async with self._findings.calling("release"):
             for problem in await session.close():
-                self._found.expect(False, problem.replace(repr(id), "…"))
+                self._findings.expect(False, problem.replace(repr(id), "…"))
         return answers
 
     def _call(self, number: int, arguments: Mapping[str, Any]) -> ToolCall:
@@ -124,8 +123,8 @@ class _ToolSuite:
 
     def _expect_fine(self, result: ToolResult, arguments: Mapping[str, Any]) -> None:
         what = f"the call {dict(arguments)!r:.100}"
-        self._found.expect(result.error != ToolFailure.SCHEMA, f"{what} does not fit the schema: {result.content!r:.200}")
-        self._found.expect(
+        self._findings.expect(result.error != ToolFailure.SCHEMA, f"{what} does not fit the schema: {result.content!r:.200}")
+        self._findings.expect(
             result.error not in (*_BROKEN, ToolFailure.UNKNOWN_TOOL),
             f"{what} failed ({result.error}): {result.content!r:.200}; raise ToolError with a message for the model",
         )
@@ -134,7 +133,7 @@ class _ToolSuite:
         """Play episodes concurrently, call by call; each must give the same results as alone."""
         sessions = [EpisodeTools(self._box, f"side-{number}") for number in range(3)]
         played: list[list[tuple[Any, float | None]]] = [[] for _ in sessions]
-        async with self._found.calling("episodes side by side"):
+        async with self._findings.calling("episodes side by side"):
             for session in sessions:
                 await session.start(self._task)
             for number, arguments in enumerate(calls):
@@ -144,7 +143,7 @@ class _ToolSuite:
         for session in sessions:
             await session.close()
         different = next((answers for answers in played if answers != alone), None)
-        self._found.expect(
+        self._findings.expect(
             different is None,
             f"a concurrent episode differs: {different!r:.200} instead of {alone!r:.200}; keep the state of an episode "
             "under its instance id, not on the object (is_deterministic=False if answers are random)",
@@ -153,13 +152,13 @@ class _ToolSuite:
     async def check_going_on(self, calls: Sequence[Mapping[str, Any]], alone: list[tuple[Any, float | None]]) -> None:
         """If the tool supports snapshots, continue from one in a new episode after each call."""
         why_not = self._box.hooks[self._tool.name].why_not
-        self._found.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
+        self._findings.expect(why_not is None or " without " not in why_not, f"{why_not}; offer both, or neither")
         if why_not is not None:
             return
         for number in range(1, len(calls)):
             played: list[tuple[Any, float | None]] = []
             first, then = EpisodeTools(self._box, "before"), EpisodeTools(self._box, "after")
-            async with self._found.calling("continuing after a call", advice="return JSON data from snapshot"):
+            async with self._findings.calling("continuing after a call", advice="return JSON data from snapshot"):
                 await first.start(self._task)
                 for k, arguments in enumerate(calls[:number]):
                     await first.call([self._call(k, arguments)])
@@ -169,7 +168,7 @@ class _ToolSuite:
                 for k, arguments in enumerate(calls[number:], start=number):
                     (result,) = await then.call([self._call(k, arguments)])
                     played.append((result.content, result.reward))
-                self._found.expect(
+                self._findings.expect(
                     played == alone[number:],
                     f"an episode that continues in another process differs: {played!r:.200} instead of "
                     f"{alone[number:]!r:.200}; put all state that calls change into snapshot, and do not set stateless",
@@ -182,11 +181,11 @@ class _ToolSuite:
         wrong: list[Mapping[str, Any]] = [{}, {**call, "no_such_argument": 1}, dict.fromkeys(call, None)]
         wrong.append({name: {"not": [name]} for name in call})
         session = EpisodeTools(self._box, "wrong")
-        async with self._found.calling("a call with wrong arguments"):
+        async with self._findings.calling("a call with wrong arguments"):
             await session.start(self._task)
             for number, arguments in enumerate(wrong):
                 (result,) = await session.call([self._call(number, arguments)])
-                self._found.expect(
+                self._findings.expect(
                     result.error not in _BROKEN,
                     f"the call {dict(arguments)!r:.100} failed ({result.error}): {result.content!r:.100}; restrict the "
                     "schema, or raise ToolError with a message for the model",
