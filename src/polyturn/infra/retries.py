@@ -34,7 +34,7 @@ async def retried(
     try:
         return await call()  # nearly always enough, and stamina's own work costs 80 µs a call
     except Exception as problem:
-        if tries == 1 or not again(problem):
+        if tries == 1 or again(problem) is False:  # 0 is a wait of 0 seconds
             raise
         failed = [problem]
     import stamina

@@ -66,3 +66,14 @@ async def test_refused_connection_is_retried_where_asked() -> None:
         await retried(ask, again=lambda problem: False, tries=3, wait_s=0.001)
     assert num_tries == 4
     await client.close()
+
+
+async def test_wait_of_zero_seconds_is_a_retry() -> None:
+    failures = [OSError("busy"), OSError("busy")]
+
+    async def ask() -> str:
+        if failures:
+            raise failures.pop()
+        return "answer"
+
+    assert await retried(ask, again=lambda problem: 0.0, tries=3, wait_s=0.0) == "answer"
