@@ -153,8 +153,13 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
             if not left:
                 raise
             logger.warning(
-                "%s\nThe run restarts from its latest checkpoint; restarts left after this one: %d", problem, left - 1
+                "%s\nThe run restarts, from its latest checkpoint if any; restarts left after this one: %d",
+                problem,
+                left - 1,
             )
+            if not attempt.name:  # the attempt ended before it chose a folder, so it left nothing to resume
+                attempt = _Attempt(source=attempt.source, resume=attempt.resume)
+                continue
             named = config.model_copy(update={"name": attempt.name})
             attempt = _Attempt(source=replace(source, config=named), resume="auto")
     raise AssertionError("the last attempt returns or raises")
