@@ -153,7 +153,7 @@ class TrajectoryBuilder:
         Args:
             agent: None continues from here. Another name starts with an empty context; the parent of its first segment is
                 this position.
-            at: An earlier position of this builder to continue from; no token before it may have been cut since.
+            at: An earlier position of this builder to fork at; no token before it may have been cut since.
         """
         self._open_segment()
         here = at or self.place
@@ -164,7 +164,7 @@ class TrajectoryBuilder:
         if agent is None:
             other._current, other._length, other._num_media = here
         else:
-            other._origin = Branch(self._current, self._length)
+            other._origin = Branch(here.segment, here.length)
         return other
 
     def rename(self, agent: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from polyturn.core.builder import TrajectoryBuilder
 from polyturn.core.errors import AlignmentError
 from polyturn.core.generation import Completion, FinishReason, GenerateRequest
-from polyturn.core.trajectory import SpanRef, SpanSource
+from polyturn.core.trajectory import Branch, SpanRef, SpanSource
 from support.refusals import refuses
 
 
@@ -100,6 +100,17 @@ def test_segment_of_another_agent_is_left_alone() -> None:
     critic, solver = builder.build()
     assert critic.token_ids.tolist() == [1, 2, 3]
     assert (solver.agent, solver.parent) == ("solver", None)
+
+
+def test_agent_branches_at_the_earlier_position_of_its_fork() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1, 2])
+    earlier = builder.place
+    builder.observe([3], turn=0)
+    for at, parent in ((earlier, Branch(0, 2)), (None, Branch(0, 3))):
+        judge = builder.fork(agent=f"judge of {parent.length}", at=at)
+        judge.set_prompt([1, 2, 3, 4], turn=1)
+        assert judge.build()[-1].parent == parent
 
 
 def test_media_belong_to_the_growing_segment() -> None:
