@@ -72,7 +72,7 @@ class MicroBatch:
     num_tokens: int
     """Number of entries of `input_ids_BT` that are not padding."""
     flat_S: Tensor
-    """[S] int64: b * T + t of the position that predicts the target, the one before it."""
+    """[S] int64: b * T + t of the position before the target, which predicts it."""
     host_flat_S: NDArray[np.int64]
     """`flat_S` in the machine's memory, to look something up by it without waiting for the device."""
     targets_S: Tensor

@@ -65,7 +65,7 @@ def line_of(file: str, line: int) -> str:
 def describe_position(frames: list[FrameType]) -> str:
     """Describe the outermost function of a plug-in author in a stack; "" if only polyturn and Python are in it.
 
-    A function of an installed package is described if the stack has none of an author: the plug-in may be installed.
+    If no author's function is in it, a function of an installed package is described: the plug-in may be installed.
     `frames` begins with the outermost frame. "now at" is the line of the innermost frame outside the standard library.
     """
     outside = [frame for frame in frames if not is_stdlib(frame.f_code.co_filename)]

@@ -96,7 +96,7 @@ class TrainSample(Record):
         if not 0 < self.temperature < math.inf:
             raise ConfigError(
                 f"sample {self.id}: its temperature is {self.temperature}, and log-probabilities are log_softmax(logits / "
-                "temperature); give a number above 0, and 1 for greedy decoding, whose log-probabilities engines give at 1"
+                "temperature); give a number above 0, or 1 for greedy decoding, which engines report at temperature 1"
             )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

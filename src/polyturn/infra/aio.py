@@ -25,7 +25,7 @@ def loop_clock() -> Callable[[], float]:
 def first_error() -> Iterator[None]:
     """Raise the first real error of an exception group instead of the group, which becomes its cause.
 
-    A `TaskGroup` wraps what its tasks raise; callers of the library expect the error itself.
+    A `TaskGroup` wraps the errors of its tasks in a group; callers of the library expect the error itself.
     """
     try:
         yield

@@ -35,7 +35,7 @@ advantages: Registry[Estimator] = Registry("estimators")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """The inputs that an estimator needs, and what the trainer may skip for it."""
+    """The inputs that an estimator needs, and the work that the trainer may skip for it."""
 
     scope: Literal["group", "batch"] = "group"
     min_group: int = 1
