@@ -33,12 +33,16 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
     if not _loop_runs():
         return work(Signals)
     notes: list[Signals] = []
+    is_interrupted = threading.Event()
 
     def signals() -> Signals:
         notes.append(Signals())
+        if is_interrupted.is_set():  # for example while the model was loaded
+            notes[-1].note(signal.SIGINT)
         return notes[-1]
 
     def interrupt() -> None:
+        is_interrupted.set()
         for latest in notes[-1:]:
             latest.note(signal.SIGINT)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import OWN, path_of
 from polyturn.api.ranks import this_rank
+from polyturn.api.signals import Signals
 from polyturn.api.stepping import TrainingStep
 from polyturn.build import build_eval_sets, build_train_tasks
 from polyturn.config.models import RunConfig
@@ -484,6 +489,30 @@ def test_refused_data_does_not_count_as_set() -> None:
     step.samples = []
     with pytest.raises(polyturn.ConfigError, match="step 1 already has new samples"):
         step.groups = []
+
+
+async def test_interrupt_of_a_notebook_reaches_a_run_that_still_loads() -> None:
+    came = threading.Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        is_waiting = any(each.f_code.co_name == "wait_for" for each, _ in traceback.walk_stack(frame))
+        if is_waiting and not came.is_set():
+            came.set()
+            raise KeyboardInterrupt
+
+    def work(signals: Callable[[], Signals]) -> set[int]:
+        while not came.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        run, noted = signals(), threading.Event()
+        run.on_signal = noted.set
+        assert run.received or noted.wait(30)
+        return set(run.received)
+
+    former = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        assert run_beside(work) == {signal.SIGINT}
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_error_in_a_script_has_no_context_of_event_loops() -> None:
