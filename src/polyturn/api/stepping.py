@@ -210,6 +210,8 @@ class StepHooks:
     def signals(self) -> Signals:
         """Make the run's `Signals`, with which `stop` ends the run when the caller leaves the loop."""
         self._signals.append(Signals())
+        if self._is_over:  # the caller left while the run was loading
+            self._signals[-1].note(signal.SIGTERM)
         return self._signals[-1]
 
     def revise(self, vocab_size: int) -> Revise:

@@ -22,7 +22,7 @@ from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import OWN, path_of
 from polyturn.api.ranks import this_rank
 from polyturn.api.signals import Signals
-from polyturn.api.stepping import TrainingStep
+from polyturn.api.stepping import StepHooks, TrainingStep
 from polyturn.build import build_eval_sets, build_train_tasks
 from polyturn.config.models import RunConfig
 from polyturn.config.schema import schema_table
@@ -491,7 +491,7 @@ def test_refused_data_does_not_count_as_set() -> None:
         step.groups = []
 
 
-async def test_interrupt_of_a_notebook_reaches_a_run_that_still_loads() -> None:
+async def test_interrupt_reaches_a_run_that_still_loads() -> None:
     came = threading.Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -513,6 +513,12 @@ async def test_interrupt_of_a_notebook_reaches_a_run_that_still_loads() -> None:
         assert run_beside(work) == {signal.SIGINT}
     finally:
         signal.signal(signal.SIGINT, former)
+
+
+def test_steps_that_are_left_end_a_run_that_still_loads() -> None:
+    hooks = StepHooks()
+    hooks.stop()
+    assert hooks.signals().received == [signal.SIGTERM]
 
 
 def test_error_in_a_script_has_no_context_of_event_loops() -> None:
