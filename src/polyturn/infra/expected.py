@@ -30,9 +30,9 @@ _LIMITS = {
     "less_than_equal": ("le", "at most {}"),
     "less_than": ("lt", "less than {}"),
     "too_short": ("min_length", "a list of {} or more items"),
-    "too_long": ("max_length", "a list of at most {} items"),
-    "string_too_short": ("min_length", "a text of at least {} characters"),
-    "string_too_long": ("max_length", "a text of at most {} characters"),
+    "too_long": ("max_length", "a list of {} or fewer items"),
+    "string_too_short": ("min_length", "a text of {} or more characters"),
+    "string_too_long": ("max_length", "a text of {} or fewer characters"),
     "string_pattern_mismatch": ("pattern", "a text that matches {}"),
 }
 """Type of an error -> the name of its limit, and the sentence."""
