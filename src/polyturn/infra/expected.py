@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from polyturn.core.secrets import is_secret_name
+from polyturn.core.secrets import is_secret_name, masked
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -62,6 +62,6 @@ def sentences(problem: ValidationError, *, shows_values: bool = True) -> list[st
             sentences.append(f"{name} is missing")
         else:
             is_shown = shows_values and not is_secret_name(name)
-            sentence = f"{name} is {one['input']!r:.100}; {message}" if is_shown else f"{name}: {message}"
+            sentence = f"{name} is {masked(one['input'])!r:.100}; {message}" if is_shown else f"{name}: {message}"
             sentences.append(sentence if name else message)
     return sentences

@@ -32,6 +32,7 @@ def test_null_is_none_or_the_default() -> None:
         ({"score": 1e16}, "score", "1e+16"),
         ({"score": "1"}, "score", "'1'"),
         ({"siz": 1}, "'siz'", "'size'"),
+        ({"name": {"api_key": "sk"}}, "name", "{'api_key': '***'}"),
         ({"api_key": "sk"}, "api_key", "api_key_env"),
     ],
 )
