@@ -1,8 +1,8 @@
 """Runs an author's code with a deadline that holds even if the code ignores its cancellation.
 
-    its task ──▶ code runs ──▶ it ends without waiting: there is no further cost
-                          └──▶ it waits, until the deadline or the caller cancels it; it has a short grace period to clean
-                               up, and code that still runs then is abandoned and counted
+    its task ──▶ code runs ──▶ ends without waiting: there is no further cost
+                          └──▶ waits, until the deadline or the caller cancels it; then it has a short grace period to clean
+                               up, and is abandoned and counted if it still runs after that
 
 Each call is a separate task, started at once if Python can (3.12). Plain functions run in daemon threads instead of on the
 event loop, and their deadline begins when they start. Code that may wait for an engine for minutes has a deadline for each
