@@ -45,9 +45,9 @@ KILLED_CODES, KILLED_LOOKS, LOOK_AGAIN_S = frozenset({137, -9}), 3, 0.1
 machine the first process of a killed namespace ended at most 5 ms after the commands in it."""
 _LOOP = """trap 'exec sh -c "$LOOP"' EXIT; while :; do kill -CHLD $$; jobs; sleep 3600 & wait $!; done > /dev/null 2>&1"""
 SLEEP = f'export LOOP={shlex.quote(_LOOP)}; exec sh -c "$LOOP"'
-"""The first process of a sandbox: it reaps orphaned processes, and survives when all others are killed. A shell ends if it
-cannot fork, because the sandbox is at its limit of processes; this one then begins again, as the same process. `jobs` reaps
-the processes that have ended, once a signal has reminded the shell of them."""
+"""The first process of a sandbox: it reaps orphaned processes, and survives when all others are killed. A shell exits if it
+cannot fork, which happens at the limit of processes; this one then restarts itself as the same process. The signal makes the
+shell notice the processes that have ended, and `jobs` reaps them."""
 
 Backend = Literal["bubblewrap", "podman", "docker", "apptainer", "e2b"]
 
@@ -324,7 +324,7 @@ class BaseSandbox:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        # What does not end in time is removed when the process ends; the slot of `max_alive` is free at once.
+        # A sandbox that does not end in time is removed when this process ends; its slot of `max_alive` is released now.
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 if self._is_begun:

@@ -3,8 +3,8 @@
     run_bounded(["podman", "ps"], timeout_s=30)  ->  ProgramEnd(exit_code=0, stdout=b"…", stderr=b"", …)
 
 `run_bounded` blocks, so callers use a thread. It waits only for the program itself, and not for children that still hold its
-pipes open; asyncio always waits for both. The end of the program ends its children, too, unless the caller lets them stay: a
-server that a command starts inside a sandbox, or the monitor of a container, which ends with its sandbox.
+pipes open; asyncio always waits for both. The end of the program ends its children, too, unless `keeps_children` is set,
+for children that end with the sandbox: a server that a command starts in it, or the monitor of a container.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _building(pid: int) -> PerLoop[dict[str, asyncio.Lock]]:
 
 
 def _digest(folder: Path, arguments: Sequence[str]) -> str:
-    """Return a digest of a folder: of its files' contents, names and executable bits."""
+    """Return a digest of a folder's files (contents, names, executable bits) and of the arguments of the build."""
     digest = hashlib.sha256(repr(tuple(arguments)).encode())
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():

@@ -41,7 +41,7 @@ MAX_WARM = 256
 """Largest value of `warm`."""
 _POSITIVE = ("cpus", "memory_mb", "processes", "disk_mb", "start_timeout_s", "build_timeout_s")
 _TEXT, _NUMBER, _LIST = "write a text", "write a number above 0", "write a list of texts, such as [--shm-size, 1g]"
-_MEANT = {
+_ADVICE = {
     **dict.fromkeys(("image", "build", "workdir", "user"), _TEXT),
     **dict.fromkeys(_POSITIVE, _NUMBER),
     **dict.fromkeys(("run_args", "build_args"), _LIST),
@@ -72,28 +72,28 @@ def read_spec(options: Any, *, where: str, base: Path | None = None) -> SandboxS
             raise ConfigError(f"{where} has the unknown key {name!r}.{did_you_mean(str(name), FIELDS)}")
     for name, value in options.items():
         if isinstance(value, bool) and name != "network":
-            raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
+            raise ConfigError(f"{where}.{name} is {value}; {_ADVICE[name]}")
     try:
         spec = TypeAdapter(SandboxSpec).validate_python(dict(options))
     except ValidationError as problem:
         first = problem.errors()[0]
         key = ".".join([where, *map(str, first["loc"])])
-        wanted = _MEANT.get(str(first["loc"][0])) or re.sub(r"^Input should be", "it must be", first["msg"])
+        wanted = _ADVICE.get(str(first["loc"][0])) or re.sub(r"^Input should be", "it must be", first["msg"])
         nearest = did_you_mean(str(first["input"]), get_args(Backend)) if key == f"{where}.backend" else ""
         raise ConfigError(f"{key} is {first['input']!r:.100}; {wanted}.{nearest}") from problem
     for name in _POSITIVE:
         value = getattr(spec, name)
         if value is not None and value <= 0:
-            raise ConfigError(f"{where}.{name} is {value}; {_MEANT[name]}")
+            raise ConfigError(f"{where}.{name} is {value}; {_ADVICE[name]}")
     if spec.max_alive is not None and spec.max_alive < 1:
-        raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_MEANT['max_alive']}")
+        raise ConfigError(f"{where}.max_alive is {spec.max_alive}; {_ADVICE['max_alive']}")
     if spec.max_alive is not None and spec.max_alive <= spec.warm:
         raise ConfigError(
             f"{where}.max_alive is {spec.max_alive} and warm is {spec.warm}; max_alive must be larger, because warm "
             "sandboxes count as well"
         )
     if not 0 <= spec.warm <= MAX_WARM:
-        raise ConfigError(f"{where}.warm is {spec.warm}; {_MEANT['warm']}")
+        raise ConfigError(f"{where}.warm is {spec.warm}; {_ADVICE['warm']}")
     start = base or Path()
     if spec.build is not None:  # absolute, because programs run in another folder
         spec = dataclasses.replace(spec, build=str((start / spec.build).resolve()))

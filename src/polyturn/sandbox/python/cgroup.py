@@ -66,11 +66,11 @@ def make_group(
 def sweep(root: Path = ROOT) -> None:
     """Remove empty groups of processes that no longer exist."""
     own = _own_paths()
-    places = {root, root / "memory", root / "pids", root / "cpu"}
-    places |= {root / kind / path for kind, path in own.items()}
-    for group_folder in places:
+    parents = {root, root / "memory", root / "pids", root / "cpu"}
+    parents |= {root / kind / path for kind, path in own.items()}
+    for parent in parents:
         with contextlib.suppress(OSError):
-            for folder in group_folder.iterdir():
+            for folder in parent.iterdir():
                 match = _NAME.match(folder.name)
                 if match and not Path(f"/proc/{match[1]}").exists():
                     with contextlib.suppress(OSError):

@@ -387,7 +387,7 @@ class _Reply:
         self._token = token
         self._fetch = fetch
         self._max_line = MAX_LINE_BYTES + MAX_FILE_BYTES_OF_LINE * len(fetch)
-        self._held = bytearray()
+        self._received = bytearray()
         self._num_words = 0
         """Number of bytes received before the answer's files."""
         self._sizes: list[int | None] | None = None
@@ -395,12 +395,12 @@ class _Reply:
 
     def add(self, chunk: bytes) -> None:
         """Add received bytes."""
-        self._held += chunk
+        self._received += chunk
         if self._sizes is None:
             self._num_words += len(chunk)
-        while self._sizes is None and (end := self._held.find(b"\n")) >= 0:
-            line = bytes(self._held[: min(end, self._max_line + 1)])
-            del self._held[: end + 1]
+        while self._sizes is None and (end := self._received.find(b"\n")) >= 0:
+            line = bytes(self._received[: min(end, self._max_line + 1)])
+            del self._received[: end + 1]
             self._read(line)
 
     @property
@@ -411,7 +411,7 @@ class _Reply:
     @property
     def is_whole(self) -> bool:
         """Whether the answer and its files have arrived."""
-        return self._sizes is not None and len(self._held) >= sum(size or 0 for size in self._sizes)
+        return self._sizes is not None and len(self._received) >= sum(size or 0 for size in self._sizes)
 
     @property
     def files(self) -> dict[str, str]:
@@ -419,7 +419,7 @@ class _Reply:
         files, at = {}, 0
         for name, size in zip(self._fetch, self._sizes or (), strict=False):
             if size is not None:
-                files[name] = base64.b64encode(self._held[at : at + size]).decode()
+                files[name] = base64.b64encode(self._received[at : at + size]).decode()
                 at += size
         return files
 

@@ -37,7 +37,7 @@ INSTALL = "install bubblewrap (`make system`, or `apt-get install bubblewrap`)"
 
 
 class Isolation(enum.Enum):
-    """What separates the code from the machine."""
+    """The separation of the code from the machine."""
 
     ROOT = "bubblewrap, as a user of its own"
     USER = "bubblewrap, in a user namespace"

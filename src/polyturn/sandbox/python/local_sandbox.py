@@ -70,7 +70,7 @@ class LocalSandbox:
     def _run(self, code: str, stdin: str) -> Mapping[str, Any]:
         size = len(stdin.encode("utf-8", "surrogatepass"))
         if size > self._limits.disk_mb << 19:  # leaves half of the disk to the program's files
-            raise RewardError(f"the input of a test has {size:,} bytes; a sandbox on this machine takes half of 64 MiB")
+            raise RewardError(f"a test's input has {size:,} bytes; the sandbox takes half of {self._limits.disk_mb} MiB")
         sandbox = self._pool.take()
         try:
             return reply_of(sandbox.run_program(code, stdin=stdin))

@@ -1,4 +1,4 @@
-"""The system calls that code in a sandbox is refused, as a classic BPF program for the kernel's seccomp filter.
+"""The system calls that a sandbox refuses to the code in it, as a classic BPF program for the kernel's seccomp filter.
 
 Namespaces alone are not sufficient: a process in them could make further user namespaces (the usual path to kernel bugs),
 reach the hypervisor over vsock, which network namespaces do not cover, or trace other processes. Some calls allocate memory

@@ -81,8 +81,8 @@ def _is_still(pid: int) -> bool:
         fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line)
     except OSError:
         return True
-    is_told = int(fields["ShdPnd"], 16) >> (signal.SIGSTOP - 1) & 1
-    return fields["State"][0] in _STILL or (fields["Threads"].strip() == "1" and bool(is_told))
+    has_stop_pending = int(fields["ShdPnd"], 16) >> (signal.SIGSTOP - 1) & 1
+    return fields["State"][0] in _STILL or (fields["Threads"].strip() == "1" and bool(has_stop_pending))
 
 
 def _stat(pid: int) -> tuple[str, int]:

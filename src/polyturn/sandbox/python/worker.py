@@ -6,7 +6,7 @@ It is given to the interpreter as source text, so that no file of the library is
     -> {"id": "5f…", "status": "ok", "exit_code": 0, "sizes": []}  what the code prints goes to stdout and stderr
 
 The requested files follow the answer's line, byte for byte, so that the code's output is never parsed outside. The code runs
-in this process and could forge an answer; a forged answer can say nothing that the code could not print as well.
+in this process and could forge an answer, but gains nothing by it: the code could print the same content.
 """
 
 # ruff: noqa: T201, SIM115, SIM113
@@ -109,7 +109,7 @@ def is_late(number, frame):
 
 
 def fetch(names, most):
-    """Return the content of each file; None for one that is not there or too large."""
+    """Return the content of each file; None for a file that is missing or too large."""
     files = []
     for name in names:
         content = None
