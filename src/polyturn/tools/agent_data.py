@@ -3,7 +3,7 @@
     async def execute(self, instance_id, parameters, agent_data=None, **kwargs):
         seen = agent_data.extra_fields.setdefault("seen", [])
 
-Each episode has one such object, which is made at the first call of such a tool; the episode's tools share data through it.
+The first call of such a tool creates the episode's only `ToolContext`; the episode's tools share data through it.
 """
 
 from __future__ import annotations

@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
-    """When a tool that does not answer is left alone for a while, its calls answered at once with an error."""
+    """When the calls of an unresponsive tool are suspended, which means that they are answered with an error at once."""
 
     PART: ClassVar[str] = "the breaker"
 
     failures: Annotated[int, Field(ge=0)] = 8
-    """Time-outs or lost connections in a row after which it is; 0 never."""
+    """Number of time-outs and lost connections in a row that suspends a tool; 0 disables the breaker."""
     cooldown_s: Annotated[float, Field(gt=0)] = 1.0
-    """Seconds until it is called again; doubled each time that fails."""
+    """Seconds until the tool is called again; doubled each time that call fails."""
     max_cooldown_s: Annotated[float, Field(gt=0)] = 60.0
-    """Seconds that it is left alone at most."""
+    """Longest suspension, in seconds."""
 
     def __post_init__(self) -> None:
         if self.cooldown_s > self.max_cooldown_s:

@@ -118,8 +118,8 @@ class EpisodeTools:
         self._is_started = True
         self._names = self._toolbox.select(task)
         self._kwargs = task.tools_kwargs
-        message = await self._create(self._names)
-        return tuple(result for result in message if result is not None)
+        created = await self._create(self._names)
+        return tuple(result for result in created if result is not None)
 
     async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
@@ -198,7 +198,7 @@ class EpisodeTools:
         for name, tool_state in state["states"].items():
             await self._hook(name, "restore", self._ids[name], tool_state)
         if "extra" in state:
-            data = self._seen_by_tools()
+            data = self._context()
             data.tool_rewards, data.extra_fields = list(state["rewards"]), dict(state["extra"])
 
     async def close(self) -> tuple[str, ...]:
@@ -365,8 +365,8 @@ class EpisodeTools:
             return self._failed(
                 call, ToolFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r}. {results.available(self._names)}"
             )
-        takes = self._toolbox.arguments[call.name]
-        if takes is not None and (wrong := takes.problem(dict(call.arguments))):
+        schema = self._toolbox.arguments[call.name]
+        if schema is not None and (wrong := schema.problem(dict(call.arguments))):
             return self._failed(call, ToolFailure.SCHEMA, f"{wrong} (tool {call.name!r})")
         return None
 
@@ -376,14 +376,14 @@ class EpisodeTools:
         if (rest_s := breaker.admit()) is not None:
             if toolbox.options.unreachable == "failure":
                 raise ToolUnavailableError(f"tool {call.name!r} cannot be reached; its breaker is open")
-            why = f"{call.name!r} does not work at the moment and was not asked; try again in {math.ceil(rest_s)} s"
+            why = f"{call.name!r} does not work at the moment and was not called; try again in {math.ceil(rest_s)} s"
             return self._failed(call, ToolFailure.CIRCUIT_OPEN, why)
         began, began_at = time.monotonic(), clock()
         kwargs = self._kwargs_of(call.name).execute_kwargs
         if toolbox.methods[call.name].wants_agent_data:
-            seen = self._seen_by_tools()
-            seen.messages = messages()
-            kwargs = {"agent_data": seen, **kwargs}
+            context = self._context()
+            context.messages = messages()
+            kwargs = {"agent_data": context, **kwargs}
         arguments = _own_copy(dict(call.arguments))  # the tool may change them, which must not affect the record
         execute = functools.partial(toolbox.tools[call.name].execute, self._ids[call.name], arguments, **kwargs)
         try:
@@ -433,7 +433,7 @@ class EpisodeTools:
         failed = self._failed(call, kind, reason_of(problem, tool=call.name), duration_s=duration_s)
         return failed if kind is not ToolFailure.EXCEPTION else self._toolbox.crashed(failed, problem)
 
-    def _seen_by_tools(self) -> ToolContext:
+    def _context(self) -> ToolContext:
         if self._agent_data is None:
             kwargs = {name: dataclasses.asdict(of) for name, of in self._kwargs.items()}
             self._agent_data = ToolContext(request_id=self._episode_id, tools_kwargs=kwargs)

@@ -6,8 +6,8 @@
     timeout  connection                            the tool's service is slow or gone
     circuit_open                                   the service failed so often that it was not called
 
-The executor, the circuit breaker, the metrics and the documentation share this list. Failures that the model can cause never
-count for the circuit breaker: otherwise a policy could switch off a tool that rewards or penalises it.
+`EpisodeTools`, the circuit breaker, the metrics and the documentation share this list. Failures that the model can cause
+never count for the circuit breaker: otherwise a policy could switch off a tool that rewards or penalises it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ToolFailure(StrEnum):
     TOO_LARGE = "too_large"
     """The answer exceeds a size limit, so the model does not see any of it."""
     TIMEOUT = "timeout"
-    """The call's deadline passed, the tool's own or the run's."""
+    """A deadline of the call passed: the tool's own or the run's."""
     CONNECTION = "connection"
     """The service behind the tool cannot be reached, or closed the connection before its answer was complete."""
     CIRCUIT_OPEN = "circuit_open"

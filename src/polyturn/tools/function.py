@@ -64,12 +64,12 @@ class FunctionTool(BaseTool):
             self.name = self.tool_schema.function.name = name
         self._is_async = inspect.iscoroutinefunction(function)
         self.threads = DaemonThreads(name=f"tool-{self.name}")
-        self._given: dict[str, dict[str, Any]] = {}
+        self._row_values: dict[str, dict[str, Any]] = {}
         functools.update_wrapper(self, function)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the function and its schema, without threads and episodes."""
-        return _arrived, (self.function, self.name, self.tool_schema, self.stateless, bool(self._types))
+        return _unpickled, (self.function, self.name, self.tool_schema, self.stateless, bool(self._types))
 
     @property
     def may_score(self) -> bool:
@@ -104,15 +104,15 @@ class FunctionTool(BaseTool):
         """
         self.require(kwargs)
         chosen, response = await super().create(instance_id)
-        self._given[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}
+        self._row_values[chosen] = {k: v for k, v in kwargs.items() if k in self._hidden}
         return chosen, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolOutcome:
         """Call the function with the model's arguments and the row's values of the hidden parameters."""
-        if instance_id not in self._given:
+        if instance_id not in self._row_values:
             raise LifecycleError(f"tool {self.name!r}: execute for the id {instance_id!r}, which create never returned")
         visible = {k: v for k, v in parameters.items() if k not in self._hidden}
-        arguments = {**self.read_arguments(visible), **self._given[instance_id]}
+        arguments = {**self.read_arguments(visible), **self._row_values[instance_id]}
         if self._is_async:
             return normalize(await self.function(**arguments))
         return normalize(await self.threads.run(functools.partial(self.function, **arguments)))
@@ -131,7 +131,7 @@ class FunctionTool(BaseTool):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Drop the episode's state."""
-        del self._given[instance_id]
+        del self._row_values[instance_id]
 
 
 @overload
@@ -244,12 +244,12 @@ def _is_hidden(hint: Any) -> bool:
     return typing.get_origin(hint) is Annotated and FromTask in typing.get_args(hint)[1:]
 
 
-def _arrived(
+def _unpickled(
     function: Callable[..., Any], name: str, schema: OpenAIFunctionToolSchema, stateless: bool, is_inferred: bool
 ) -> FunctionTool:
-    arrived = FunctionTool(function, name=name, schema=None if is_inferred else schema, stateless=stateless)
-    arrived.tool_schema = schema
-    return arrived
+    tool = FunctionTool(function, name=name, schema=None if is_inferred else schema, stateless=stateless)
+    tool.tool_schema = schema
+    return tool
 
 
 def _hidden(function: Callable[..., Any]) -> dict[str, bool]:

@@ -2,12 +2,12 @@
 
     service = HttpService("http://127.0.0.1:8000/retrieve", timeout_s=30, max_concurrent=120)
     service.open()                       once per instance of the tool, paired with close
-    reply = await service.post({...})    Reply(status="ok", data={...}) or Reply(status="timeout", error="…")
+    reply = await service.post({...})    ServiceReply(status="ok", data={...}) or (status="timeout", error="…")
     await service.close()                the last one closes the connections
 
 The deadline covers a whole call with its retries, but not the wait for a slot. The limit applies to one tool in one process.
 An answer beyond the size limit is not read to its end; its status is `bad_reply`. Connections are open only while instances
-live, so that none is left when an event loop ends.
+live, so that no connection outlives its event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAILURES: dict[Status, ToolFailure] = {
 
 
 class WorkerSettings(Settings):
-    """How many calls of a tool run at once."""
+    """The number of calls of a tool that run at once."""
 
     type: str = "native"
     num_workers: AtLeastOne
@@ -90,7 +90,7 @@ class ServiceSettings(WorkerSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceReply:
-    """The answer of a service, or the reason of a failure."""
+    """The answer of a service, or the reason for a failure."""
 
     status: Status
     data: Any = None

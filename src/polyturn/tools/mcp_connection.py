@@ -1,4 +1,4 @@
-"""Connections to an MCP server, one for a run or one for each episode; a lost connection is made again, with back-off.
+"""Connections to an MCP server, one for a run or one for each episode; lost connections are re-established, with back-off.
 
     server = McpServer("files", settings, session="episode", limits=McpLimits())
     server.open("train-7/2")                                       counts one user without connecting
@@ -34,7 +34,7 @@ MAX_STARTS = 16
 MAX_FAILURES = 3
 """Number of consecutive failed connections after which calls no longer wait for the next try."""
 MAX_SILENT = 3
-"""Number of unanswered calls in a row after which a connection is closed and made again."""
+"""Number of unanswered calls in a row after which a connection is closed and re-established."""
 FIRST_PAUSE_S = 0.25
 LOST_PAUSE_S = 0.1
 MAX_PAUSE_S = 30.0
@@ -136,7 +136,7 @@ class McpConnection:
         try:
             return await self._call(tool, arguments, timeout_s=timeout_s)
         except _SessionLost as problem:
-            raise ConnectionError(f"MCP server {self.name!r} keeps no session{problem}; see the server's log") from None
+            raise ConnectionError(f"MCP server {self.name!r} does not keep a session{problem}; see its log") from None
 
     async def close(self) -> None:
         """Disconnect and end a server process that was started, even if the caller is cancelled."""
@@ -252,7 +252,7 @@ class McpConnection:
         """Keep one client open until it is no longer needed."""
         from polyturn.tools.mcp_client import make_client
 
-        why = "it was left while it was being connected to"
+        why = "the connection was closed before the server was ready"
         try:
             async with contextlib.AsyncExitStack() as stack:
                 scope = asyncio.timeout(self._limits.connect_timeout_s)
@@ -289,7 +289,7 @@ class McpConnection:
             self._has_changed = True  # warns only once
             logger.warning("MCP server %r changed its list of tools; the run keeps the list that it began with", self.name)
 
-    # ---- what goes wrong --------------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------------------
 
     async def _broken(self, ready: asyncio.Future[Any] | None, problem: Exception) -> ConnectionError:
         words = self._words
@@ -406,7 +406,7 @@ class McpServer:
 
 
 def reason(problem: BaseException) -> str:
-    """Return the reason in an exception, unwrapped from exception groups."""
+    """Return the message of an exception, or of the first exception in a group."""
     while isinstance(problem, BaseExceptionGroup):
         problem = problem.exceptions[0]
     return str(problem) if isinstance(problem, ConnectionError) and problem.errno is None else one_line(problem)

@@ -1,4 +1,4 @@
-"""Converts an MCP server's answer to text and images for the model; a sentence stands for unsupported content.
+"""Converts an MCP server's answer to text and images for the model; a sentence replaces unsupported content.
 
 [text "It is", image/png …, audio/wav …]  ->  "It is\n(audio/wav of 20 kB, which cannot be shown)" and the image
 """

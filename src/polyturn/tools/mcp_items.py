@@ -96,14 +96,12 @@ def _servers(item: McpItem, *, where: str, base: Path | None) -> dict[str, Mappi
 
 
 def _check_clash(ours: str, server: str, owner: dict[str, str], *, where: str) -> None:
-    if ours in owner:
-        other = owner[ours]
-        between = (
-            f"the servers {other!r} and {server!r} both have" if other != server else f"the server {server!r} has twice"
-        )
+    if (other := owner.get(ours)) == server:
+        raise ConfigError(f"{where}: the server {server!r} lists the tool {ours!r} twice, and the model calls tools by name")
+    if other is not None:
         raise ConfigError(
-            f"{where}: {between} a tool {ours!r}, and the model calls tools by name; set mcp.prefix: true to call them "
-            f"'{other}_{ours}' and '{server}_{ours}', or choose with mcp.tool_selected_list"
+            f"{where}: the servers {other!r} and {server!r} both have a tool {ours!r}, and the model calls tools by name; "
+            f"set mcp.prefix: true to call them '{other}_{ours}' and '{server}_{ours}', or choose in mcp.tool_selected_list"
         )
     owner[ours] = server
 

@@ -3,7 +3,7 @@
     async with stdio_transport(StdioServerParameters(command="python", args=["server.py"]), words, …) as (read, write): ...
 
 It replaces the SDK's `stdio_client`, because a server is foreign code that must not harm the run. A line beyond the limit is
-never held in memory and ends the connection. An invalid line does not log a traceback. The end of standard error is kept for
+never kept in memory and ends the connection. An invalid line does not log a traceback. The end of standard error is kept for
 error messages. On exit, the process and all its children are ended.
 """
 

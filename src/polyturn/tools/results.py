@@ -1,4 +1,4 @@
-"""The observation of a call: a tool's response, cut to size, or one sentence with the reason of a failure.
+"""The observation of a call: a tool's response, cut to size, or one sentence with the reason for a failure.
 
     Error (unknown_tool): there is no tool 'serach'. Available tools: 'calc', 'search'.
 
@@ -21,8 +21,8 @@ from polyturn.tools.schema import ToolResponse
 from polyturn.tools.truncate import well_formed
 
 FAILURE = "failure"
-"""Key in the metrics of a tool that reports a failure with a custom text; the value is a kind of `TOLD`."""
-TOLD = (
+"""Key in the metrics of a tool that reports a failure with a custom text; the value is one of `REPORTABLE`."""
+REPORTABLE = (
     ToolFailure.SCHEMA,
     ToolFailure.TOOL_ERROR,
     ToolFailure.EXCEPTION,
@@ -47,7 +47,7 @@ def error_text(kind: ToolFailure, reason: str) -> str:
 def reported_failure(metrics: Mapping[str, Any]) -> str | None:
     """Return the kind of failure that a tool reports in its metrics; None if it does not report one."""
     failure = metrics.get(FAILURE)
-    if isinstance(failure, str) and failure in [kind.value for kind in TOLD]:
+    if isinstance(failure, str) and failure in [kind.value for kind in REPORTABLE]:
         return failure
     return ToolFailure.CONNECTION.value if metrics.get(UNAVAILABLE) is True else None
 

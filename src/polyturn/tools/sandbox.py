@@ -3,7 +3,7 @@
     POST {"code": "…", "language": "python", "run_timeout": 30, "compile_timeout": 30, "memory_limit_MB": 1024, …}
     <-   {"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4\\n"}, …}
 
-The model sees the output of the code, or the reason of a failure: too slow, did not compile, crashed, the sandbox failed.
+The model sees the output of the code, or the reason for a failure: a time limit, a compile error, a crash, a broken sandbox.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.375
 """Share of a call's deadline for each of compiling and running; a quarter is left for a free sandbox and the network."""
 SLACK_S = 10.0
-"""Seconds of the call in addition to the code's run time: waiting for a free sandbox, compiling, and the network."""
+"""Seconds of a call in addition to compiling and running the code: waiting for a free sandbox, and the network."""
 
 
 class FusionSettings(ServiceSettings):
@@ -80,7 +80,7 @@ class SandboxFusionTool(BaseTool):
     def fit_deadline(self, timeout_s: float) -> None:
         """Lower the time limits of compiling and running: both together fit into three quarters of a call's deadline.
 
-        A limit from the tool's config is not lowered without a warning.
+        Lowering a limit that the tool's config sets logs a warning.
         """
         if self.default_timeout > _SHARE * timeout_s:
             if self._is_timeout_set:

@@ -108,7 +108,7 @@ class SandboxTool(BaseTool):
 
         Raises:
             ToolError: a file cannot be read or written, or an argument does not fit.
-            SandboxError: the sandbox failed, and with it the trajectory.
+            SandboxError: the sandbox failed; the trajectory is dropped.
         """
         try:
             return await self.work(await self._boxes.of(instance_id), parameters)
@@ -156,7 +156,10 @@ class BashTool(SandboxTool):
         """Run the command, and return its output and how it ended."""
         command = parameters["command"]
         if len(command.encode("utf-8", "replace")) > MAX_COMMAND or "\0" in command:
-            raise ToolError(f"the command has {len(command)} characters or a NUL; write long texts with write_file")
+            raise ToolError(
+                f"the command has {len(command)} characters; at most {MAX_COMMAND} bytes without NUL are run; write long "
+                "texts with write_file"
+            )
         timeout_s = min(max(parameters.get("timeout") or self.timeout_s, 0.1), self.timeout_s)
         shell = [box.shell, "-c", _SHELL, box.shell, command]
         result = await box.exec(shell, timeout_s=timeout_s, max_bytes=self._max_bytes)

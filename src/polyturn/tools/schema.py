@@ -47,7 +47,7 @@ class OpenAIFunctionPropertySchema(_Schema):
     """One parameter."""
 
     type: str | list[str] | None = None
-    """None if the schema gives the type in another way, such as with anyOf."""
+    """None if the schema defines the type differently, such as with anyOf."""
     description: str | None = None
     enum: list[Any] | None = None
 

@@ -7,7 +7,8 @@
     <-   {"result": [[{"document": {"contents": "title\\ntext"}, "score": 0.7}, …]]}        one list per query
 
 Both return {"result": "Doc 1 (Title: title)\\ntext\\n\\nDoc 2 …"} to the model, with a line of dashes between queries. The
-metric `status` says how the call ended, and `cause` why the service failed. `failed` is 1.0 for a failed call, else 0.0.
+metric `status` is the outcome of the call, `cause` the reason for a failure of the service, and `failed` is 1.0 for a failed
+call, else 0.0.
 """
 
 from __future__ import annotations

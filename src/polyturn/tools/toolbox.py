@@ -137,7 +137,7 @@ class Toolbox:
             return finite(value, what="calc_reward")
         if f"{name}: texts" not in self._warned:
             self._warned.add(f"{name}: texts")
-            logger.warning("tool %r: calc_reward returned a list of texts, which is not a reward; none is counted", name)
+            logger.warning("tool %r: calc_reward returned a list of texts, which does not count as a reward", name)
         return None
 
     def crashed(self, result: ToolResult, problem: Exception) -> ToolResult:
@@ -188,7 +188,7 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     except RecursionError:  # a schema that is not a plain dictionary converts itself by recursion
         problem = "it is nested without end, or refers to itself"
     if problem is not None:
-        raise ConfigError(f"the tool {tool.name!r} has a schema that no prompt can show: {problem}; write it flatter")
+        raise ConfigError(f"the tool {tool.name!r} has a schema that cannot be put in a prompt: {problem}; write it flatter")
     schema = copy.deepcopy(schema)
     name = schema.get("function", {}).get("name")
     if name != tool.name:
@@ -199,7 +199,7 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
 def _concurrency_limits(tools: Mapping[str, Tool], wanted: Mapping[str, int], max_per_host: int | None) -> ConcurrencyLimits:
     for name in wanted:
         if name not in tools:
-            raise ConfigError(f"max_concurrency names the tool {name!r}, which is not there.{did_you_mean(name, tools)}")
+            raise ConfigError(f"max_concurrency names the tool {name!r}, which the run lacks.{did_you_mean(name, tools)}")
     ours = {name: tool for name, tool in tools.items() if isinstance(tool, BaseTool)}
     own = {name: tool.max_concurrency for name, tool in ours.items() if tool.max_concurrency is not None}
     hosts = {name: ours[name].host if name in ours else None for name in tools}

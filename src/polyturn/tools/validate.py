@@ -66,9 +66,7 @@ class ArgumentSchema:
             if not self._is_warned:
                 self._is_warned = True
                 why = one_line(problem) or type(problem).__name__
-                logger.warning(
-                    "the schema of tool %r cannot judge a call, which is left to the tool: %.200s", self._tool, why
-                )
+                logger.warning("the schema of tool %r is broken; the tool gets calls unchecked: %.200s", self._tool, why)
             return None
         return None if wrong is None else _sentence(wrong)
 
@@ -106,7 +104,7 @@ def _sentence(error: ValidationError) -> str:
             name = next(name for name in error.instance if name not in error.schema.get("properties", ()))
             return f"there is no argument {f'{path}.{name}' if path else name!r}"
         case "oneOf":  # no alternative failed, so more than one fits
-            return f"{named} fits several of the forms of which it must have one: {value_text}"
+            return f"{named} fits more than one of the forms that exclude each other: {value_text}"
     return f"{named}: {error.message if len(error.message) <= 200 else '...' + error.message[-197:]}"
 
 
