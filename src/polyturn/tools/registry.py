@@ -66,7 +66,25 @@ def _checked_class(entry: PluginEntry, *, base: Path | None) -> Any:
     cls = get_tool_class(entry.class_name, base=base, key=f"{entry.where}.class_name")
     if isinstance(cls, type):
         check_class(cls, TOOL, where=entry.where)
+    _check_settings(entry, cls)
     return cls
+
+
+def _check_settings(entry: PluginEntry, cls: Any) -> None:
+    """Check that an item has no settings that its kind of tool does not read.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    is_mcp = entry.config.get("type") == ToolType.MCP.value
+    is_several = is_mcp or (isinstance(cls, type) and issubclass(cls, SandboxTools))
+    if is_several and entry.fields.get("tool_schema") is not None:
+        raise ConfigError(f"{entry.where}: {entry.class_name} makes several tools and takes no tool_schema; remove it")
+    if entry.fields.get("mcp") is not None and not is_mcp:
+        raise ConfigError(f"{entry.where} has mcp, which only tools of type 'mcp' read; set config: {{type: mcp}}")
+    unused = next((key for key in entry.config if key != "type"), None) if isinstance(cls, FunctionTool) else None
+    if unused is not None:
+        raise ConfigError(f"{entry.where}: {entry.class_name} is a function and reads no config; remove {unused!r} from it")
 
 
 def get_tool_class(cls_name: NameOrObject, *, base: Path | None = None, key: str | None = None) -> Any:
@@ -128,7 +146,7 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     cls = _checked_class(entry, base=base)
     raw_schema = entry.fields.get("tool_schema")
     if isinstance(cls, FunctionTool):
-        return [cls if raw_schema is None else FunctionTool(cls.function, schema=raw_schema)]
+        return [cls if raw_schema is None else FunctionTool(cls.function, schema=raw_schema, stateless=cls.stateless)]
     if issubclass(cls, SandboxTools):
         return _build_of_sandbox(cls, entry, base=base)
     return [_construct(cls, entry, raw_schema, base=base)]
@@ -136,8 +154,6 @@ def _build(entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
 
 def _build_of_sandbox(cls: type[SandboxTools], entry: PluginEntry, *, base: Path | None) -> list[BaseTool]:
     """Make the tools that share one sandbox per episode."""
-    if entry.fields.get("tool_schema") is not None:
-        raise ConfigError(f"{entry.where}: {entry.class_name} makes several tools and takes no tool_schema; remove it")
     try:
         return cls.expand(entry.config, base=base)
     except ConfigError as problem:

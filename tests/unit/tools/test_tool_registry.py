@@ -13,6 +13,7 @@ from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tools.registry import initialize_tools_from_config
 
 GSM8K = "polyturn.tools.gsm8k.Gsm8kTool"
+MCP = "polyturn.tools.mcp.MCPBaseTool"
 SCHEMA = {"type": "function", "function": {"name": "mine", "description": "d", "parameters": {}}}
 FUNCTION_FILE = '''
 import polyturn
@@ -59,6 +60,12 @@ tools:
     assert (third.name, third.config) == ("calc_gsm8k_reward", {}), "config and schema may be missing"
 
 
+def test_function_with_a_schema_in_the_file_stays_stateful(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION_FILE.replace("polyturn.tool", "polyturn.tool(stateless=False)"))
+    (tool,) = initialize_tools_from_config([{"class_name": "mine.py:double", "tool_schema": SCHEMA}], base=tmp_path)
+    assert (tool.name, tool.stateless) == ("mine", False)
+
+
 def test_class_may_bring_its_schema_without_a_file() -> None:
     class Mine(BaseTool):
         pass
@@ -79,11 +86,18 @@ def test_class_may_bring_its_schema_without_a_file() -> None:
         ([{"class_name": "polyturn.tools.gsm8k.Gsm8kTol"}], "'Gsm8kTool'"),
         ([{"class_name": "typo.py:Mine", "tool_schema": SCHEMA}], "`execute`"),
         ([{"class_name": "short.py:Mine", "tool_schema": SCHEMA}], "execute"),
+        ([{"class_name": "mine.py:double", "config": {"max_concurrency": 2}}], "'max_concurrency'"),
+        ([{"class_name": GSM8K, "mcp": {"servers": {}}}], "type: mcp"),
+        (
+            [{"class_name": "polyturn.tools.mcp.MCPBaseTool", "config": {"type": "mcp"}, "tool_schema": SCHEMA}],
+            "tool_schema",
+        ),
     ],
 )
 def test_item_that_cannot_work_is_a_config_error(items: list, message: str, tmp_path: Path) -> None:
     body = "async def excute(self, instance_id, parameters, **kwargs): ..."
     (tmp_path / "typo.py").write_text(CLASS_FILE.format(body=body))
     (tmp_path / "short.py").write_text(CLASS_FILE.format(body="async def execute(self): ..."))
+    (tmp_path / "mine.py").write_text(FUNCTION_FILE)
     with pytest.raises(ConfigError, match=message):
         initialize_tools_from_config({"tools": items}, base=tmp_path)
