@@ -182,7 +182,7 @@ class ReadFileTool(SandboxTool):
         """Return the lines."""
         lines = (await _text(box, parameters["path"])).splitlines(keepends=True)
         first = max(parameters.get("start") or 1, 1) - 1
-        last = None if parameters.get("num_lines") is None else first + parameters["num_lines"]
+        last = None if parameters.get("num_lines") is None else first + max(parameters["num_lines"], 0)
         return "".join(lines[first:last]) or f"[No lines; the file has {len(lines)}.]"
 
 
