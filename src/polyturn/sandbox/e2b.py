@@ -38,6 +38,8 @@ PORT = 49983
 """Port of the program in the sandbox that starts commands."""
 LIFE_S = 900
 """Seconds that the service keeps a sandbox after the deadline of its last command."""
+CONTROL_S = 120.0
+"""Seconds for a request to the service, other than starting a sandbox or running a command."""
 USER = "user"
 """The default user of E2B's templates."""
 _OF_TEMPLATE = ("build", "cpus", "memory_mb", "processes", "disk_mb", "run_args", "build_args")
@@ -87,7 +89,7 @@ class E2BSandbox(BaseSandbox):
             "metadata": {"polyturn": str(os.getpid())},
         }
         try:
-            created = await self._control("POST", "/sandboxes", body)
+            created = await self._control("POST", "/sandboxes", body, timeout_s=self.spec.start_timeout_s)
         except SandboxError as problem:
             raise SandboxSetupError(str(problem)) from problem
         self._id = created["sandboxID"]
@@ -104,22 +106,23 @@ class E2BSandbox(BaseSandbox):
             if self._http is not None:
                 await self._http.close()
 
-    async def _control(self, method: str, path: str, body: Any = None) -> Any:
+    async def _control(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """Send a request to the service and return its answer; {} if that is empty.
 
         Raises:
-            SandboxError: the service refuses the request or cannot be reached.
+            SandboxError: the service refuses the request, does not answer in time, or cannot be reached.
         """
         assert self._http is not None
         domain = os.environ.get("E2B_DOMAIN", "e2b.app")
         url = os.environ.get("E2B_API_URL", f"https://api.{domain}") + path
         try:
-            async with self._http.request(method, url, json=body, headers={"X-API-KEY": os.environ["E2B_API_KEY"]}) as reply:
+            headers, limit = {"X-API-KEY": os.environ["E2B_API_KEY"]}, aiohttp.ClientTimeout(total=timeout_s or CONTROL_S)
+            async with self._http.request(method, url, json=body, headers=headers, timeout=limit) as reply:
                 text = await reply.text()
                 if reply.status >= 400:
                     raise SandboxError(f"the e2b service answers {method} {path} with {reply.status}: {text[:300]}")
                 return json.loads(text or "{}")
-        except (aiohttp.ClientError, ValueError) as problem:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as problem:
             raise SandboxError(f"the e2b service cannot be used at {url}: {one_line(problem)}") from problem
 
     async def _run(

@@ -38,6 +38,8 @@ class Service:
         self.live: set[str] = set()
         self.created: list[dict[str, Any]] = []
         self.users: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -57,6 +59,7 @@ class Service:
         return web.json_response({"sandboxID": "b1", "envdAccessToken": "token", "envdVersion": "0.5"})
 
     async def look(self, request: web.Request) -> web.Response:
+        await self.answers.wait()
         is_live = request.match_info["id"] in self.live
         return web.json_response({"state": "running"}, status=200 if is_live else 404)
 
@@ -140,6 +143,15 @@ async def test_long_output_keeps_its_first_and_last_bytes(box: BaseSandbox):
 
 async def test_sandbox_that_dies_at_a_command_is_gone(box: BaseSandbox):
     await refuses_later(lambda: box._run(["sh", "die"], timeout_s=60), SandboxGoneError, "e2b")
+
+
+async def test_service_that_does_not_answer_fails_the_command(
+    box: BaseSandbox, service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("polyturn.sandbox.e2b.CONTROL_S", 0.5)
+    service.answers.clear()
+    await refuses_later(lambda: box.exec("true", timeout_s=60), SandboxError, "/timeout", "TimeoutError")
+    service.answers.set()
 
 
 async def test_closed_sandbox_is_deleted(service: Service):
