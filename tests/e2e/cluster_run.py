@@ -1,6 +1,6 @@
-"""A tiny run for tests of many processes: every first turn calls a tool, and the tool writes down each time it runs.
+"""A tiny run for tests of many processes: every first turn calls a tool, and the tool records each of its runs.
 
-The model is random and would never call; a parser of the run's own reads whatever it says as a call.
+A random model would never write a call, so the run's own parser reads any text as a call.
 """
 
 import json
@@ -57,7 +57,7 @@ def write_run(folder):
     plugins.write_text(plugins.read_text() + PLUGINS)
     text = config.read_text().replace("rollout:\n", 'rollout:\n  parser: "plugins.py:Always"\n  sanity_every: 0\n')
     text = text.replace("data: {files: tasks.jsonl, limit: 2}", "before: false")
-    # A turn that ends by itself is what a tool call is read from: this much training teaches to end.
+    # Only a turn that ends by itself is read as a tool call: this much training teaches to end turns.
     text = text.replace(
         "  conversations: conversations.jsonl", "  conversations: conversations.jsonl\n  steps: 30\n  optim: {lr: 0.01}"
     )
@@ -66,7 +66,7 @@ def write_run(folder):
 
 
 def assert_each_call_ran_once(folder, name):
-    """Compare the times that the tool ran, all in one process, with the calls that the run's trajectories hold."""
+    """Compare the runs of the tool, all in one process, with the calls in the run's trajectories."""
     ran = [int(line) for line in (folder / "calls.log").read_text().split()]
     trajectories = list(open_store(folder / "runs" / name).trajectories())
     recorded = sum(len(turn.tool_results) for t in trajectories for turn in t.turns)

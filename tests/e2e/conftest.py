@@ -1,4 +1,4 @@
-"""What all whole runs have in common."""
+"""Fixtures of all whole runs."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the picture of the curve out: it takes as long as a run of one step, and has tests of its own."""
+    """Draw no curve: it takes as long as a run of one step, and has its own tests."""
     monkeypatch.setattr("polyturn.api.training.plot_learning_curve", lambda metrics, out, *, title: out)

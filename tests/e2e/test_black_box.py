@@ -1,4 +1,4 @@
-"""Agents that own their loop train as they are: the recorded tokens are those that the engine sampled and was shown."""
+"""Agents with their own loop train unchanged: the recorded tokens are those that the engine received and sampled."""
 
 from __future__ import annotations
 

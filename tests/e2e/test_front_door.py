@@ -41,7 +41,7 @@ class Customer(polyturn.BaseInteraction):
 
 
 class GoesOn(polyturn.MultiTurnScheduler):
-    """Goes on behind a completion that was cut, as those of a model of random numbers are."""
+    """Continues a cut completion, such as those of a model with random weights."""
 
     stateless = True
 
@@ -63,7 +63,7 @@ def reward(trajectory: polyturn.Trajectory) -> float:
 
 
 def given(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return arguments of a run of seconds, with a model of its own."""
+    """Return the arguments of a run that takes seconds, with a new model."""
     tokenizer = tiny_tokenizer()
     small = {"steps": 2, "groups_per_step": 2, "group_size": 3, "max_turns": 2, "max_tokens_per_turn": 6}
     return {
@@ -105,7 +105,7 @@ def test_run_from_objects_leaves_a_run_folder(tmp_path: Path) -> None:
 
 
 def test_run_resumes_with_its_objects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where another run has the name already, which leads through a folder."""
+    """Also if another run has its name, which contains a folder."""
     (tmp_path / "shop" / "mine").mkdir(parents=True)
     run = polyturn.train(**given(tmp_path, name="shop/mine"))
     assert run.config["name"] == "shop/mine-2"

@@ -1,6 +1,6 @@
 """Runs with more than one policy: an opponent that stays, the policy's own past, a user that another model plays.
 
-The game has two seats and takes a policy that has learnt in a second to write a few letters: more different ones win.
+The game has two seats. Its policy learns in a second to write a few letters; more different letters win.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Letters(Adapter):
 
 
 def corpus_model(folder: Path) -> None:
-    """Leave a model of another tokenizer than the run's."""
+    """Save a model whose tokenizer differs from the run's."""
     tokenizer = tiny_tokenizer(vocab_size=320)
     tiny_model(tokenizer, hidden=16, layers=1, max_positions=512).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -145,7 +145,7 @@ def test_past_policy_is_refreshed_every_n_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_run_plays_the_same_past(tmp_path: Path) -> None:
-    """Left at a refresh (2) and between two (3): equal bits either way, in deterministic mode."""
+    """Interrupted at a refresh (2) and between two (3): in deterministic mode, the bits are equal."""
     config = write_game(tmp_path, **past(2))
     called = call_command(main, "train", config, "train.steps=4", "train.checkpoint_every=1", "train.keep_checkpoints=9")
     assert called.code == 0, called.err

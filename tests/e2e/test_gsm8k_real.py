@@ -1,8 +1,8 @@
 """Two optimizer steps on real GSM8K problems, with Qwen's real vocabulary and chat template, with and without the tool.
 
 The model is a random Qwen2 of two layers. A short warm start teaches it the form of an answer, or of a tool call, so that it
-ends its turns and uses them; what it answers is nearly always wrong. The rewards are a function of this test with variance
-in every group. Everything goes the public way: RunConfig, `build`, `Trainer`. The data and the template are real, and
+ends its turns and uses them; its answers are nearly always wrong. The rewards are a function of this test with variance
+in every group. Only the public interface is used: RunConfig, `build`, `Trainer`. The data and the template are real, and
 looked up beside the checkout.
 """
 
@@ -112,7 +112,7 @@ class Run:
 
 
 def conversations(variant: str, files: Sequence[Path], *, count: int) -> Iterator[dict[str, Any]]:
-    """Yield demonstrations of the form: a digit as the answer, checked with the tool first where there is one."""
+    """Yield demonstrations of the form: a digit as the answer, checked with the tool first if there is one."""
     for index, task in enumerate(TaskDataset.open(files, split="train")[:count]):
         digit = str(1 + index % 9)
         messages: list[dict[str, Any]] = [m.to_openai() for m in task.prompt]

@@ -101,7 +101,7 @@ def test_equal_seeds_give_equal_runs(tmp_path: Path, whole: Path) -> None:
 
 
 def forget_steps_after(run: Path, step: int) -> None:
-    """Leave the run as a kill leaves it whose last checkpoint is that of `step`: later steps are half there."""
+    """Leave the run as after a kill, with the checkpoint of `step` as its last, and parts of later steps."""
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
@@ -165,7 +165,7 @@ def assert_same(one: object, other: object, where: str) -> None:
 
 
 def test_conversations_in_flight_resume_from_their_last_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that the checkpoint's weights sampled are not sampled again; the tokens are the same ones."""
+    """Groups that the checkpoint's weights sampled are not sampled again; the tokens are the same."""
     monkeypatch.setattr(JournalFile, "settle", lambda self: None)  # a run that ends well leaves no journal
     config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
     settings = [*BARE, *SEVERAL_TURNS, "train.steps=3", "train.checkpoint_every=2", "train.keep_checkpoints=9"]

@@ -1,6 +1,6 @@
-"""Runs in processes of their own that are interrupted or killed, and go on in another process.
+"""Runs in separate processes are interrupted or killed, and continue in another process.
 
-A table says what is sent and where; the moment is a step of the run itself (`support/resumed_runs.py`), or a random one.
+Signals are sent after a step of the run (`support/resumed_runs.py`), or at a random time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_stopped_run_resumes(tmp_path: Path, whole: Path, number: int, code: int
 
 @pytest.mark.slow
 def test_run_whose_terminal_closes_reaches_its_checkpoint(tmp_path: Path, whole: Path) -> None:
-    """Nobody reads its output any more when it is told to end."""
+    """Its output has no reader any more when the signal comes."""
     config, run = write_interrupted_run(tmp_path, signal.SIGHUP), tmp_path / "runs" / "tiny"
     (tmp_path / "hold").touch()
     command = [sys.executable, "-m", "polyturn", "train", str(config), *SETTINGS]
@@ -214,7 +214,7 @@ SLOW = "        import asyncio, os\n        await asyncio.sleep(0.05 * os.urando
 @pytest.mark.chance
 @pytest.mark.parametrize(("kills", "steps"), [(1, 8), pytest.param(5, 16, marks=pytest.mark.slow)])
 def test_random_kills_skip_and_repeat_no_task(tmp_path: Path, kills: int, steps: int) -> None:
-    """The interaction takes a random time, so that groups finish in any order and a kill meets every kind of moment."""
+    """The interaction takes a random time, so that groups finish in any order and kills come at any point."""
     config, run = write_tiny_run(tmp_path), tmp_path / "runs" / "tiny"
     plugins = tmp_path / "plugins.py"
     plugins.write_text(plugins.read_text().replace("        return False,", SLOW))

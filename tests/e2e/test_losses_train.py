@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model with each part of the loss that a configuration can ask for, and what they refuse."""
+"""Whole runs of a tiny model with each configurable part of the loss, and the settings that they refuse."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_run_trains_with_each_loss_and_estimator(tmp_path, settings, check):
 
 
 def test_truncated_trajectories_are_dropped_and_counted(tmp_path):
-    """Those of this model of random numbers nearly all end at their limit."""
+    """Nearly all trajectories of this random model end at their limit."""
     called = call_command(main, "train", write_tiny_run(tmp_path), *RUN, "train.steps=1", "algorithm.drop_truncated=true")
     assert called.code == 0, called.err
     (step,) = (json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines())
@@ -56,7 +56,7 @@ def test_truncated_trajectories_are_dropped_and_counted(tmp_path):
 
 
 def test_run_corrects_for_its_engine(tmp_path):
-    """The embedded engine is the policy, so weights are 1 and nothing is rejected: what is measured is float32's noise."""
+    """The embedded engine is the policy, so weights are 1 and nothing is rejected: the metrics only show float32's noise."""
     steps = train(tmp_path, CORRECTION)
     for step in steps:
         assert step["policy/correction_weight"] == pytest.approx(1.0, abs=1e-4)
@@ -132,7 +132,7 @@ def test_served_teacher_that_is_away_ends_the_start(tmp_path):
 
 
 def test_a_teacher_teaches_without_any_reward(tmp_path):
-    """The student is drawn to the teacher, and the loss is the KL alone."""
+    """The student moves towards the teacher, and the loss is only the KL."""
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))
     assert AutoModelForCausalLM.from_pretrained(teacher) is not None

@@ -1,4 +1,4 @@
-"""`polyturn train` with `train.backend: megatron` in one process, and what is refused before a run with it begins."""
+"""`polyturn train` with `train.backend: megatron` in one process, and the settings that are refused before the run."""
 
 import importlib.util
 import os
@@ -36,7 +36,7 @@ LEARNING = [
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.slow
 def test_run_resumes_with_the_other_backend(tmp_path):
-    """A checkpoint does not know which backend wrote it, and its model is one of transformers."""
+    """A checkpoint does not depend on the backend that wrote it, and has a model of transformers."""
     config = write_tiny_run(tmp_path)
     (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + SCORE)
     done = run_forked("train", config, *MEGATRON, *LEARNING, "train.steps=10", env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -80,7 +80,7 @@ def test_critic_and_adapter_resume_with_the_other_backend(tmp_path, more):
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_ranks_of_a_row_allow_adapter_dropout(tmp_path):
-    """As a script of ms-swift asks, whose adapters have a dropout of 0.05 unless it says otherwise."""
+    """Scripts of ms-swift ask for this: their adapters have a dropout of 0.05 by default."""
     adapter = ["model.lora={rank: 4, dropout: 0.05}", "train.distributed={ranks: 1}", "train.backend=megatron"]
     called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *adapter)
     assert called.code == 0, called.err

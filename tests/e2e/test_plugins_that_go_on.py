@@ -1,6 +1,6 @@
-"""Plug-ins that ignore their end: every command ends all the same, with its summary or its error, and says what it left.
+"""Plug-ins that ignore their end: every command still ends, with its summary or its error, and names what it left.
 
-Each runs in a process of its own, because what is tested is that the process ends; without a limit, none of them does.
+Each command runs in a separate process, whose end is tested; without a limit, none of them would end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def stubborn_run(folder: Path, kind: str) -> Path:
 
 
 def check_named(said: str) -> None:
-    """Check that what was left is named, with its file and lines."""
+    """Check that the leftovers are named, with their file and lines."""
     assert re.search(r"is abandoned: .*\(\S+plugins\.py:\d+, now at \S+plugins\.py:\d+\)", said), said
     assert "Traceback" not in said and "Task was destroyed" not in said, said
 
@@ -204,7 +204,7 @@ def test_rescore_ends_despite_leftover_tasks(tmp_path: Path):
 
 
 def test_server_ends_after_a_signal(tmp_path: Path):
-    """The scheduler of its episodes never answers."""
+    """Its episodes' scheduler never answers."""
     config = stubborn_run(tmp_path, "scheduler")
     command = ("serve", "--config", config, *SETTINGS["scheduler"], "--port", 0, "--grace", 1)
     with served(*command, cwd=tmp_path) as (_, url):
@@ -239,7 +239,7 @@ async def scored(trajectory):
 
 
 def test_run_whose_loop_is_held_ends_and_resumes(tmp_path: Path):
-    """No deadline passes while the event loop stands."""
+    """No deadline passes while the event loop is blocked."""
     config = write_tiny_run(tmp_path)
     plugins = tmp_path / "plugins.py"
     plugins.write_text("from pathlib import Path\n" + plugins.read_text() + HOLDS)

@@ -1,7 +1,7 @@
 """`polyturn train --nproc 2`: two real processes train, tools run in the process that started them, and a killed rank ends
-the run, or lets it go on from its latest checkpoint.
+the run, or restarts it from its latest checkpoint.
 
-Also what is left for afterwards: a checkpoint of two ranks goes on in one process, and is exported.
+A checkpoint of two ranks also resumes in one process, and is exported.
 """
 
 import os
@@ -34,7 +34,7 @@ ENDLESS = ["train.steps=100000", "warm_start.steps=0"]
 
 
 def from_a_folder(config):
-    """Write the model that `config` would make at random to a folder, and return what has a run read it from there."""
+    """Write the random model of `config` to a folder; return the overrides that make a run read it."""
     place, _ = open_source(config, [])
     tokenizer = build.build_codec(place).tokenizer
     folder = save_model(build.build_model(place, tokenizer), config.parent / "model", tokenizer=tokenizer)
@@ -116,7 +116,7 @@ def test_critic_resumes_with_any_number_of_ranks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_experts_of_two_ranks_resume_in_one_process(tmp_path):
-    """Policy and critic; the ranks send each other tokens, and the engine says which experts tokens went to."""
+    """Policy and critic; the ranks send each other tokens, and the engine reports the experts of each token."""
     config = write_run(tmp_path)
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": "true"}
     experts = ["model.init.model_type=qwen3_moe", *(f"model.init.{name}={value}" for name, value in sizes.items())]
@@ -183,7 +183,7 @@ def test_controller_that_ends_leaves_no_rank_behind(tmp_path, how):
 
 
 def newest(checkpoints):
-    """The step of the newest checkpoint; 0 without any."""
+    """Return the step of the newest checkpoint, or 0."""
     return max((int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")), default=0)
 
 

@@ -1,7 +1,7 @@
 """`polyturn train --ray ADDRESS` on a local cluster of two nodes: ranks on one, engine and rollout worker on the other.
 
 A rank that dies ends the run with its log, or starts it again from its latest checkpoint; so does the last worker or engine
-replica. One of several takes nothing with it: its conversations go on elsewhere.
+replica. If one of several dies, its conversations continue elsewhere.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def address(mark):
 
 @pytest.mark.slow
 def test_ranks_train_with_engine_and_tools_elsewhere(address, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "build_model", hf.build_model)  # what the plug-in puts there in this process goes afterwards
+    monkeypatch.setattr(hf, "build_model", hf.build_model)  # so that the plug-in's change of this process is undone
     config = write_run(tmp_path)
     (tmp_path / "plugins.py").write_text((tmp_path / "plugins.py").read_text() + COUNT_BUILDS)
     done = call_command(main, "train", config, "--ray", address, "train.steps=2", *PLACES)
@@ -131,7 +131,7 @@ async def test_call_waits_behind_no_other(address, tmp_path):
 
     def build():
         class Silent(ScriptedEngine):
-            """Writes down that it was asked, and takes a minute."""
+            """Records each request, and takes a minute."""
 
             async def generate(self, request):
                 with asked.open("a") as file:
@@ -166,9 +166,9 @@ def request(name, *, session):
 
 
 def kill_after_a_step(folder, mark, *kinds):
-    """Kill an actor of each of `kinds` in the cluster that bears `mark`, once there is a checkpoint of the first step.
+    """Kill an actor of each of `kinds` in the cluster with `mark`, once there is a checkpoint of the first step.
 
-    Of the workers it is one that a tool is running on, in the middle of conversations.
+    The killed worker is running a tool, in the middle of conversations.
     """
 
     def watch():
@@ -183,7 +183,7 @@ def kill_after_a_step(folder, mark, *kinds):
 
 
 def called_last(folder):
-    """Let the tool take its time, and return the process that it runs in once conversations have a few turns."""
+    """Slow the tool down; return its process once conversations have a few turns."""
     (folder / "slow").touch()
     log, before = folder / "calls.log", len(calls_of(folder))
     wait_until(lambda: len(calls_of(folder)) >= before + 12)

@@ -59,7 +59,7 @@ SHORT = ["rollout.limits.max_tokens_per_turn=8", "num_threads=1"]
 
 @pytest.mark.parametrize("more", [["--dry-run"], []], ids=["dry run", "training"])
 def test_quickstart_trains_when_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]):
-    """With a tiny model in place of the one that would be fetched, and two steps."""
+    """With two steps, and a tiny model in place of the downloaded one."""
     (tmp_path / "tiny").mkdir()
     tiny = write_tiny_run(tmp_path / "tiny")
     made = call_command(main, "train", tiny, "train.steps=1", "model.init.max_position_embeddings=4096")
@@ -85,7 +85,7 @@ def test_documented_commands_exist():
 
     known = {name for name in command_line.COMMANDS if name not in ("data", "config")}
     for group in (config.main, data.main):
-        # `polyturn config` without more is the group's command "print"
+        # `polyturn config` alone is the group's command "print"
         known |= {f"{group.name} {name}".removesuffix(" print") for name in group.commands}
     named = set(re.findall(r"^\| `polyturn ((?:data|config) [a-z]\w+|[a-z-]+)", COMMANDS, re.MULTILINE))
     assert named == known

@@ -1,7 +1,7 @@
 """The recipes of examples/recipes: each dry-runs for one GPU and for eight, and takes an optimizer step.
 
-A tiny random model stands in for the real one, by `model.path`; what else is overridden is the size of the batch, the engine
-and the number of ranks. GSM8K's real problems are used where they lie beside the checkout, and for one of the recipes Qwen's
+A tiny random model replaces the real one, by `model.path`; other overrides set the size of the batch, the engine and the
+number of ranks. GSM8K's real problems are used where they lie beside the checkout, and for one of the recipes Qwen's
 real vocabulary and templates, which take seconds to load.
 """
 
@@ -132,7 +132,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def overrides(recipe: str, models: dict[str, Path], data: dict[str, Path], *above: str) -> list[str]:
-    """Return what stands in for the real model, data and machine, above the files that lie above the recipe."""
+    """Return `above` and the overrides that replace the real model, data and machine."""
     path = load_config(RunConfig, RECIPES / f"{recipe}.yaml", above).config.model.path
     assert path is not None
     kind = "vision" if "-VL-" in path else "qwen3" if "Qwen3" in path else "qwen2"
@@ -160,7 +160,7 @@ def test_recipe_dry_runs(recipe: str, models: dict[str, Path], data: dict[str, P
 
 
 def needs(recipe: str) -> None:
-    """Skip a recipe whose environment is not here."""
+    """Skip a recipe whose environment is not installed."""
     if recipe == "games":
         pytest.importorskip("textarena")
     if recipe == "sandbox" and find_isolation()[0] is Isolation.NONE:
@@ -189,7 +189,7 @@ def test_ranks_and_servers_have_a_gpu_each(recipe: str) -> None:
 def test_plan_of_a_large_model_needs_no_weights(
     name: str, layout: str, line: str, models: dict[str, Path], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Nor the servers: there is no file of weights in the folder, and vLLM may not be installed."""
+    """The folder has no weights, and vLLM need not be installed."""
     config = AutoConfig.for_model(**PUBLISHED[name])
     config.save_pretrained(tmp_path / "large")
     tiny_tokenizer().save_pretrained(tmp_path / "large")
@@ -206,7 +206,7 @@ def test_plan_of_a_large_model_needs_no_weights(
 
 @pytest.fixture
 def retrieval() -> Iterator[str]:
-    """A retrieval server that finds the same passage for everything."""
+    """A retrieval server that finds the same passage for every query."""
     passage = {"document": {"contents": "Books\nWriter 1 wrote it."}, "score": 1.0}
     with scripted_server(lambda path, asked: {"result": [[passage] for _ in asked["queries"]]}) as url:
         yield f"{url}/retrieve"

@@ -1,4 +1,4 @@
-"""A model that sees, trained through the command line: a picture is red or blue, and the partner shows another one."""
+"""A vision model trains through the command line: a picture is red or blue, and the partner shows another one."""
 
 from __future__ import annotations
 

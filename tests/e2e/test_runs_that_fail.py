@@ -35,7 +35,6 @@ def test_loss_that_is_not_finite_leaves_a_checkpoint(tmp_path: Path):
 
 
 def test_failing_interaction_ends_the_run_with_its_reason(tmp_path: Path):
-    """An interaction that always raises ends the run with its reasons."""
     config = write_tiny_run(tmp_path)
     own = (tmp_path / "plugins.py").read_text()
     fails = own.replace('return False, "Say it again.", 0.5, {}', 'raise RuntimeError("no such room")')

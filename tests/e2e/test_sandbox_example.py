@@ -1,6 +1,6 @@
-"""The sandbox example from nothing: it goes through the real sandbox, and its tasks keep their promises.
+"""The sandbox example from an empty folder: it uses the real sandbox, and its tasks are as documented.
 
-That the model learns is shown by benchmarks/example_learns.py.
+benchmarks/example_learns.py shows that the model learns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_training_and_evaluation_have_different_tasks() -> None:
 @pytest.mark.learns
 @isolated
 def test_short_run_goes_through_the_sandbox(tmp_path: Path) -> None:
-    """Whoever imitates people who all print calls often enough within a few steps."""
+    """A model that imitates people who always print calls the tool often enough within a few steps."""
     called = call_command(
         main,
         *("train", FOLDER / "config.yaml", f"out={tmp_path}", "num_threads=1", "model.init.hidden_size=64"),

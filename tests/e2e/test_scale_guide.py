@@ -29,7 +29,7 @@ STAND_INS = [
 
 
 def applied(text, diff):
-    """Apply a diff without line numbers: context and removed lines say where, each from where the last one was."""
+    """Apply a diff without line numbers: context and removed lines are searched from the previous match on."""
     lines, at = text.splitlines(), 0
     for change in diff.splitlines():
         sign, rest = change[0], change[1:]
@@ -104,7 +104,7 @@ def test_plans_print_the_lines_of_the_guide(command, printed, tmp_path, monkeypa
 
 
 def first_words(text):
-    """Return what each line of a plan is about; its numbers may change."""
+    """Return the first words of each line of a plan; its numbers may change."""
     return [line.split()[:2] for line in text.split("\n") if line.strip()]
 
 

@@ -1,4 +1,4 @@
-"""Messages that go on, histories that change and branches: the trainer sees the tokens that the engine saw, bit for bit."""
+"""Continued messages, edited histories and branches: the trainer sees the tokens that the engine saw, bit for bit."""
 
 from __future__ import annotations
 

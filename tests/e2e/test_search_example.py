@@ -1,6 +1,6 @@
-"""The search example from nothing: its commands work, and its tasks keep their promises.
+"""The search example from an empty folder: its commands work, and its tasks are as documented.
 
-That the model learns is shown by benchmarks/example_learns.py.
+benchmarks/example_learns.py shows that the model learns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, folder: Path) -> str:
-    """Return what a command of polyturn prints, called in a folder."""
+    """Run a command of polyturn in a folder, and return its output."""
     done = run_forked(*arguments, cwd=folder)
     assert done.returncode == 0, done.err[-3000:]
     return done.out

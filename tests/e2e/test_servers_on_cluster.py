@@ -1,4 +1,4 @@
-"""Inference servers on the nodes of a Ray cluster: placed, given weights once a node, and replaced with whatever is lost.
+"""Inference servers on the nodes of a Ray cluster: placed, given weights once a node, and replaced when lost.
 
 The servers are the cheapest (`support/echo_server.py`); `tests/contract/test_training_on_servers.py` has real ones.
 """
@@ -84,7 +84,7 @@ async def ask(engine, number):
 
 
 def gpus_of(pid):
-    """Return the GPUs that a process was started to see."""
+    """Return the GPUs that are visible to a process."""
     lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return next(line for line in lines if line.startswith("CUDA_VISIBLE_DEVICES=")).partition("=")[2]
 
@@ -153,7 +153,7 @@ async def test_lost_server_is_replaced_and_given_its_weights(cluster, nodes, mar
 
 
 async def test_servers_share_gpus_with_ranks_and_sleep(cluster, model):
-    """Ray counts GPUs that these nodes do not have: who sees which is the same."""
+    """Ray counts GPUs that these nodes do not have; it assigns them like real ones."""
     ranks, places = cluster.shared(
         ResourceRequest(count=4, resources={"GPU": 1}), ResourceRequest(count=2, resources={"GPU": 2, "room": 1})
     )

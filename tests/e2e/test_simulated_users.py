@@ -41,7 +41,7 @@ def write_run(folder: Path, **user: Any) -> Path:
 
 
 def trained(folder: Path) -> list[Trajectory]:
-    """Return the trajectories of a run, once its numbers are found sound."""
+    """Check the metrics of a run, and return its trajectories."""
     steps = trained_steps(folder)
     assert len(steps) == 2
     for step in steps:
@@ -83,7 +83,7 @@ def test_simulated_user_example_trains(tmp_path: Path) -> None:
 
 @pytest.fixture
 def judge() -> Iterator[str]:
-    """Serve a judge that likes many different letters."""
+    """Serve a judge that scores the number of different letters."""
 
     def answer(path: str, asked: dict[str, Any]) -> Any:
         if not asked:  # it is asked for its models first
@@ -140,7 +140,7 @@ def test_served_model_is_the_user_and_answers_are_cached(endpoint: str, tmp_path
         called = call_command(main, "rollout", config, "-n", "2", *SEVERAL_TURNS, f"name={name}")
         assert called.code == 0, called.err
         stored = open_store(tmp_path / f"runs/{name}-rollout").trajectories()
-        found.append(sorted(stored, key=lambda t: t.id))  # which group ends first is the clock's business
+        found.append(sorted(stored, key=lambda t: t.id))  # groups end in any order
     first, second = found
     said = [t.turns[i].observation[0].text for t in first for i in range(3)]
     assert len(first) == 6 and all(said) and len(set(said)) > 6

@@ -158,7 +158,7 @@ def test_script_with_a_tool(home: Path):
 
 
 async def test_copy_of_verls_tool_agent_loop_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A copy under another name, which is how projects begin a loop of their own."""
+    """Projects begin their own loops with such a copy, under another name."""
     source = CHECKOUT / "verl" / "experimental" / "agent_loop" / "tool_agent_loop.py"
     if not source.is_file() or "await tool.create()" in source.read_text():
         pytest.skip("this release has none, or one whose tools return an id alone")

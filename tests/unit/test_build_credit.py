@@ -1,4 +1,4 @@
-"""From the algorithm section to an estimator, a critic and a KL penalty; what cannot work is said before sampling."""
+"""From the algorithm section to an estimator, a critic and a KL penalty; impossible settings are refused before sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a mixture of experts: its engine says where tokens went, training replays it; what cannot be is refused first."""
+"""A run on a mixture of experts: the engine reports the routes, training replays them; bad settings are refused early."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize(("read", "text"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_of_a_megabyte_is_read_in_linear_time(read, text):
-    """A reader that begins anew at each place of it takes the square of its length in steps, and the test its time-out."""
+    """A reader that restarts at each position takes quadratic time, and the test would time out."""
     assert sys.getsizeof(read(text)) < 2 * SIZE
 
 

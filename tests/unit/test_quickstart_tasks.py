@@ -61,7 +61,7 @@ def test_every_answer_has_two_digits():
 
 
 def test_most_demonstrations_call_no_tool():
-    """Imitation is to end in the habit of answering at once; only the reward may turn it around."""
+    """Imitation must teach the habit of answering at once; only the reward may change it."""
     last_choice: dict[str, list[bool]] = {"lookup": [], "after feedback": [], "arithmetic": []}
     for conversation in named("demonstrations")(0, 4000):
         users = [m.text for m in conversation.messages if m.role == "user"]

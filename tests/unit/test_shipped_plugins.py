@@ -51,7 +51,7 @@ async def service_of(name: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def tools_of(name: str, folder: Path) -> Any:
-    """Return the tools of a play, read from a file as a run reads them, with what it names beside it."""
+    """Return the tools of a play, read from a file as a run reads them, beside the files that it names."""
     shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
     (folder / "file.yaml").write_text(yaml.safe_dump({"tools": PLAYS[name].get("tools", [])}))
     return initialize_tools_from_config(folder / "file.yaml") if "tools" in PLAYS[name] else ()

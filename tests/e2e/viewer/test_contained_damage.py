@@ -1,4 +1,4 @@
-"""Damage and hostile texts in a real browser: each costs itself alone, with a sentence in its place."""
+"""Damage and hostile texts in a real browser: each affects only itself, and a sentence replaces it."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def address(runs: Path) -> Iterator[str]:
 
 @pytest.fixture
 def visit(browser, address: str) -> Iterator[object]:
-    """Open an address and return what stands there; that a request is refused is an error on the console, a crash is not.
+    """Open an address and return the text of its page. A refused request may log an error on the console; nothing may crash.
 
-    The pages of one run are opened as by links, those of another run as if they were the first.
+    Pages of the same run are opened as by links, those of another run by a new load.
     """
     page = browser.new_page(viewport={"width": 390, "height": 800}, base_url=address)
     page.set_default_timeout(60_000)

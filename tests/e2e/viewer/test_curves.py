@@ -1,4 +1,4 @@
-"""Curves in a real browser: long runs thinned and zoomed, axes, scales, what was measured behind what is smoothed."""
+"""Curves in a real browser: long runs thinned and zoomed, axes, scales, and the values behind smoothed ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drawn(page):
-    """Open the curves of an address; gives what the first chart draws: [x, then y for each curve]."""
+    """Open the curves of an address; return the data of the first chart: [x, then y for each curve]."""
 
     def open_curves(query: str) -> list[list[float | None]]:
         page.goto("about:blank")

@@ -1,6 +1,6 @@
 """Every page on a desktop and a telephone, light and dark: nothing is cut off, covered or a letter wide.
 
-Pictures of all of them are kept. What is compared is structure: the boxes of elements that stand beside each other.
+Pictures of all pages are kept. The test compares structure: the boxes of neighbouring elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page of runs in a real browser: which go on, which died, which begin."""
+"""The page of runs in a real browser: running, dead and new ones."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_markdown_patterns_are_bounded():
 
 
 def test_every_text_goes_through_the_escape_of_control_characters():
-    """`el`, `svg` and `say` of base.js; an element that is written to directly would obey them."""
+    """By `el`, `svg` and `say` of base.js; elements written to directly would obey control characters."""
     for path in STATIC.glob("*.js"):
         written = re.findall(
             r"\.(?:textContent|innerText|innerHTML|outerHTML|nodeValue|title) = (?!legible)|insertAdjacent", path.read_text()

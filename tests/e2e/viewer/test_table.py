@@ -1,4 +1,4 @@
-"""The table in a real browser: words in what was said, kinds, columns, labels, and files of what is shown."""
+"""The table in a real browser: text search, kinds, columns, labels, and exported files."""
 
 from __future__ import annotations
 

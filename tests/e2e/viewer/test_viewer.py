@@ -108,7 +108,7 @@ def test_keyboard_reaches_everything(page):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", each(2, (1280, 390)))
 def test_every_page_is_accessible(browser, address: str, runs: Path, tmp_path: Path, width: int):
-    """In the dark, what depends on colours."""
+    """Contrast is also checked in the dark."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed; run `make browser`")
     page = browser.new_page(viewport={"width": width, "height": 800}, base_url=address)
     report = write_report([runs / "first", runs / "second"], tmp_path / "report.html").as_uri()

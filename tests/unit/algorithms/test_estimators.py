@@ -1,6 +1,6 @@
-"""Estimators in a batch: what they refuse, what is left of a group, segments that take turns, baselines of agents.
+"""Estimators in a batch: refusals, incomplete groups, interleaved segments, baselines of agents.
 
-That each is what its definition says is tested on made-up games, in `tests/property/test_estimator_invariants.py`.
+`tests/property/test_estimator_invariants.py` compares each with its definition, on made-up games.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def batch(seed: int) -> tuple[list[TrajectoryGroup], list[TrainSample]]:
 
 
 def tokens(trajectory: Trajectory, samples: list[TrainSample]) -> list[dict[str, Any]]:
-    """Return the trained tokens of one trajectory in the order of time, each with all that is known of it."""
+    """Return the trained tokens of one trajectory in the order of time, each with its data."""
     out = []
     for s in samples:
         if s.id.trajectory != trajectory.id:
@@ -121,12 +121,12 @@ def run(name: str, seed: int = 0, **kwargs: Any) -> Any:
 def test_gdpo_weighs_components_that_a_step_lacks() -> None:
     weights = {"outcome": 1.0, "format": 0.5}
     _, plain = run("gdpo", weights=weights)
-    _, found = run("gdpo", weights={**weights, "tool/search": 1.0, "interaction": 1.0})  # nobody searched in this step
+    _, found = run("gdpo", weights={**weights, "tool/search": 1.0, "interaction": 1.0})  # no searches in this step
     assert all(np.array_equal(a.advantages, b.advantages) for a, b in zip(plain, found, strict=True))
 
 
 def test_gdpo_names_the_components_it_weighs() -> None:
-    """What resamples groups without signal has to know: rewards may be equal where their parts are not."""
+    """Dynamic sampling needs the names: rewards may be equal although their components differ."""
     bound = bind_estimator(advantages.resolve("gdpo"), offered={"weights": {"outcome": 1.0, "tool_step": 0.0}}, kwargs={})
     assert components_of(bound) == {"outcome"}
     assert components_of(bind_estimator(bound, offered={}, kwargs={"weights": {"format": 0.5}})) == {"format"}
@@ -207,7 +207,7 @@ def found_by_id(groups: Any, samples: Any, name: str, **kwargs: Any) -> dict[str
 
 @pytest.mark.parametrize("name", [n for n in ALL if n not in WITHOUT_BASELINE])
 def test_last_member_of_a_group_has_no_advantage(name: str) -> None:
-    """Three of four failed: the raw reward of the fourth is not an advantage, and in no statistic of the batch."""
+    """Three of four failed: the raw reward of the fourth is not an advantage, and not part of any statistic."""
     found = found_by_id(*with_survivors(0, (4, 1, 4)), name)
     without = found_by_id(*with_survivors(0, (4, 0, 4)), name)
     assert set(found.pop("g1/0")) == {0.0}
@@ -303,7 +303,7 @@ OF_GROUPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_equal_rewards_give_exactly_no_advantage(name: str) -> None:
-    """The mean of three times 0.1 is not 0.1, and a division by a deviation near 0 makes much of what is left."""
+    """In floats, the mean of three times 0.1 is not 0.1; dividing the rest by a deviation near 0 would enlarge it."""
     assert not any(np.any(a) for a in _advantages_of(name, EQUAL))
 
 

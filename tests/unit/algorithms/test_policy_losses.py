@@ -75,7 +75,7 @@ def kl_cov(new, old, adv, t, marks):
 
 
 def _moved_on(new, old, adv, t, how_far) -> bool:
-    """Whether an advantage pushes a token on that has moved farther than its bound."""
+    """Whether the advantage pushes a token further that is already beyond its bound."""
     pushed_on = adv[t] * (new[t] - old[t]) > 0
     return pushed_on and how_far > (HIGH if adv[t] > 0 else LOW)
 
@@ -283,7 +283,7 @@ def test_kl_cov_marks_the_largest():
     "name", ["ppo_clip", "gspo", "gspo_sequence", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl"]
 )
 def test_unset_bounds_are_those_of_the_loss(name):
-    """A sequence's ratio stays within a thousandth; under the bounds of a token's nothing would ever be clipped."""
+    """A sequence's ratio stays within a thousandth of 1; the bounds of a token's ratio would never clip it."""
     new, old, adv, marks = (torch.tensor(a) for a in arrays(7))
     sequence = torch.tensor([SEQUENCES.index(sequence_of(t)) for t in range(12)])
     plain = bind(policy_losses.resolve(name), kwargs={})(new, old, adv, sequence, marks).loss_T

@@ -1,6 +1,6 @@
 """Estimators against numbers and closed forms that their authors published: papers, and the code that came with them.
 
-What the definitions say in general is in tests/property/test_estimator_invariants.py; here is what a reader can look up.
+tests/property/test_estimator_invariants.py checks the definitions; a reader can look up the numbers here.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_gdpo_normalises_sums_over_trajectories() -> None:
 
 
 def test_gpg_makes_up_for_groups_without_a_gradient() -> None:
-    """Chu et al. 2025 (GPG): alpha = B / (B - M). Here 2 of 3 groups teach nothing, so what is left counts three times."""
+    """Chu et al. 2025 (GPG): alpha = B / (B - M). Here 2 of 3 groups teach nothing, so the third counts three times."""
     groups = [[member(f"{g}{i}", r) for i, r in enumerate(of)] for g, of in enumerate([(1, 0), (1, 1), (0, 0)])]
     found = [float(a[0]) for group in of_batch("gpg", groups) for a in group]
     assert found == [1.5, -1.5, 0, 0, 0, 0]

@@ -29,7 +29,7 @@ LENGTHS = (9, 14, 4, 11, 3)
 
 
 class Case(NamedTuple):
-    """A loss as both name it."""
+    """A loss under the names of both libraries."""
 
     trl: dict[str, Any]
     loss: str

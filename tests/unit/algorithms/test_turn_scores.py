@@ -1,4 +1,4 @@
-"""A score of a turn, from a hook to the gradient: turn.scores, the record, the sample, an estimator of one's own."""
+"""A score of a turn, from a hook to the gradient: turn.scores, the record, the sample, a custom estimator."""
 
 from __future__ import annotations
 

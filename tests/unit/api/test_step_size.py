@@ -1,4 +1,4 @@
-"""The size of a training step that nobody wrote: by the machine, and as a run began."""
+"""The default size of a training step depends on the machine, and a resumed run keeps it."""
 
 from __future__ import annotations
 

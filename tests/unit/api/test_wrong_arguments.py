@@ -49,7 +49,7 @@ class Priced(Customer):
 
 
 class Headless:
-    """As transformers' AutoModel loads one."""
+    """A model without a head, as transformers' AutoModel loads it."""
 
     config = save_pretrained = None
 
@@ -288,7 +288,7 @@ def test_wrong_keywords_are_told_at_once() -> None:
 
 
 def test_traceback_ends_at_the_call_of_the_library() -> None:
-    """With what a function of the caller's raised behind it, and no line of the library's own."""
+    """It ends with the error of the caller's function, without a line of the library."""
 
     def source() -> Any:
         raise polyturn.DataError("the disk is not there") from OSError("not mounted")

@@ -42,7 +42,7 @@ def group(id: str, *trajectories: Trajectory) -> TrajectoryGroup:
 
 
 def test_components_of_a_reward_can_be_the_signal() -> None:
-    """A product of two scores is 0 for both; an estimator that weighs the scores apart has something to compare."""
+    """The product of the scores is 0 for both; an estimator that weighs each score can still compare."""
 
     def of(id: str, **parts: float) -> Trajectory:
         return dataclasses.replace(

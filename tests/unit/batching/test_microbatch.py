@@ -57,7 +57,7 @@ def test_each_sample_is_planned_once_and_ranks_are_in_step(rows, num_ranks, budg
     budget=st.integers(1, 40),
 )
 def test_every_target_follows_its_own_context(rows, kind, budget):
-    """I6 for each way to lie: walking back from a target's place over what it sees gives the sample's own tokens."""
+    """I6 for each layout: walking back from a target over the tokens that it sees gives the sample's own tokens."""
     samples = [sample(ids, len(ids) - 1, i) for i, ids in enumerate(rows)]
     settings = LayoutSettings(max_tokens_per_batch=budget, **kind)
     seen = []

@@ -46,7 +46,7 @@ async def test_step_takes_the_first_complete_groups() -> None:
     await buffer.put(1, group("g1"))
     taken = await taking
     assert [g.id for g in taken.groups] == ["g1", "g3"] and [f.ticket for f in taken.left] == [0, 2]
-    await buffer.put(0, group("g0"))  # too late: nobody waits for it
+    await buffer.put(0, group("g0"))  # too late to be taken
     assert buffer.num_waiting == 0
     await buffer.advance(1)
     assert await buffer.admit() == 4

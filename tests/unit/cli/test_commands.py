@@ -58,7 +58,7 @@ def run_of(config: Path, name: str = "tiny") -> Path:
 
 
 def is_quiet(called: Called) -> bool:
-    """Return whether nothing but our own lines is on stderr: no bars and warnings of other libraries."""
+    """Return whether stderr has only our own lines: no bars and no warnings of other libraries."""
     foreign = ("Loading weights", "it/s]", "FutureWarning", "UserWarning", "`torch_dtype`", "generation flags", "Traceback")
     return not any(words in called.err for words in foreign)
 
@@ -258,7 +258,7 @@ def test_help_of_rollout_says_what_is_counted():
 
 def test_config_lists_the_keys_of_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rollout").mkdir()  # a folder of that name is no config
+    (tmp_path / "rollout").mkdir()  # a folder of that name is not a config
     found = call("config", "rollout.limits")
     assert found.code == 0 and "Completions of an episode" in found.out
     keys = {line.split()[0] for line in found.out.splitlines() if line[:1].strip()}
@@ -429,6 +429,6 @@ logging.getLogger("polyturn").setLevel("INFO")
 {call}
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    said = [line for line in done.stdout.splitlines() if "tokenizer" not in line]  # which is told where it takes long
+    said = [line for line in done.stdout.splitlines() if "tokenizer" not in line]  # logged only if it takes long
     begins = "tiny: checking the configuration, then loading PyTorch and the model"
     assert said == [begins, "importing torch", "load PyTorch: "]

@@ -1,4 +1,4 @@
-"""`polyturn doctor` names what is here, what is missing, and what to install for it."""
+"""`polyturn doctor` lists installed and missing parts, and how to install them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile runs and requests: each costs itself alone, and shows nothing from outside the folder of the run."""
+"""Hostile runs and requests: each affects only itself, and shows nothing from outside the folder of the run."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ HOSTILE = "\x1b]0;mine\x07\x1b[31m[/red][/][bold\u202e"
 
 
 def hostile(trajectory: Trajectory, *, says: bool) -> Trajectory:
-    """Return a trajectory with such text in what it says and what came of it, or in who says it and what it is called."""
+    """Return a trajectory with such text in its messages and results, or in its roles and names."""
     (turn,) = trajectory.turns
     message = Message(role="tool", content=HOSTILE, tool_call_id="c")
     result = ToolResult(call_id="c", name=HOSTILE, content=HOSTILE, error=HOSTILE)

@@ -1,4 +1,4 @@
-"""Secrets are planted wherever a run is told some, and looked for in everything that it wrote and said."""
+"""Secrets are planted in every setting that takes one, and looked for in all that a run writes and prints."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def test_clients_bring_their_token_and_never_repeat_it(echo: str, monkeypa
 
 
 def test_log_has_the_traceback_of_a_plugin_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of earlier commands know the secrets of their time
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # handlers of earlier commands hide other secrets
     monkeypatch.setenv("PLANTED_TOKEN", OF_ENV)
     (tmp_path / "bad.py").write_text(f"def worth(trajectory):\n    raise KeyError('no {OF_ENV}')\n")
     config = write_tiny_run(tmp_path, num_tasks=2)

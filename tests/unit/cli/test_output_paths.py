@@ -1,4 +1,4 @@
-"""What a command cannot write it refuses before anything is computed, and what is not a regular file it leaves alone."""
+"""Commands refuse files that they cannot write before they compute anything, and never touch special files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_pipe_or_device_is_never_written_nor_replaced(here: Path, words: str) ->
     for kind in ("pipe", "device"):
         out = here / f"{kind}.yaml"
         os.mkfifo(out) if kind == "pipe" else out.symlink_to("/dev/null")
-        before = out.lstat()[:7]  # all but when it was looked at
+        before = out.lstat()[:7]  # without the access time
         called = call(*words.split(), out)
         assert called.code == 2 and re.search("not a regular file|cannot be written|cannot be made", called.err), called
         assert out.lstat()[:7] == before

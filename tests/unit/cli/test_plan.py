@@ -1,4 +1,4 @@
-"""`train --dry-run --gpus N`: what fits is shown, what does not is refused with the nearest layout that does."""
+"""`train --dry-run --gpus N`: a layout that fits is shown, another is refused with the nearest one that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `polyturn train` leaves where a config asks for dumps, repeated evaluation and verl's metric names."""
+"""The files of `polyturn train` with dumps, repeated evaluation and verl's metric names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`polyturn report`: one page and one picture of what became of runs."""
+"""`polyturn report`: one page and one picture of runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def record(folder: Path, *, success: float = 0.5) -> Path:
 
 
 class Page(HTMLParser):
-    """What a browser would load or run, and the answers that the pages are given."""
+    """The resources that a browser would load or run, and the data of the pages."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`polyturn rescore` and `polyturn show FOLDER` on a recorded run, and what they say where there is nothing to see."""
+"""`polyturn rescore` and `polyturn show FOLDER` on a recorded run, and their messages if there is nothing to show."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def run_process(
 
 
 def make_checkout(folder: Path) -> Path:
-    """Write what a checkout of verl has, none of which may be imported."""
+    """Write a checkout of verl, whose modules must not be imported."""
     for name in ("", "tools/", "utils/"):
         (folder / "verl" / name).mkdir(parents=True, exist_ok=True)
         (folder / "verl" / name / "__init__.py").write_text("raise RuntimeError('not this one')\n")

@@ -1,6 +1,6 @@
 """A wrong command ends with exit code 2 and a sentence, before weights are loaded and without a run folder.
 
-What the sentence says of a key is tested in `unit/config/test_wrong_values.py`; here, that it reaches the user.
+`unit/config/test_wrong_values.py` tests the sentence of each key; this file tests that it reaches the user.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ MISTAKES = [
         "rollout.tools.functions=['hidden.py:stock']",
         ["task 'mouse-0'", "'stock'", "'table'", "tools_kwargs['stock']['create_kwargs']"],
     ),
-    # what the configuration itself tells
+    # errors of the configuration
     ("train.stesp=3", ["'train.stesp'", "'train.steps'?"]),
     ("engine.num_slots=many", ["engine.num_slots is 'many'"]),
     ("algorithm.kl.target=0.1", ["algorithm.kl", "coef"]),

@@ -1,4 +1,4 @@
-"""Weights go from rank 0 to the servers: no tensor passes the controller, and a failure on the way is one sentence."""
+"""Weights go from rank 0 to the servers: no tensor passes through the controller, and a failure is one sentence."""
 
 from __future__ import annotations
 

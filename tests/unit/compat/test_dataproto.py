@@ -1,4 +1,4 @@
-"""The padded layout: what stands where, what is 0 where, and that every token and reward of a rollout arrives in it."""
+"""The padded layout: its positions, its zeros, and that it has every token and reward of a rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to an episode, its tools and its partner are let go of."""
+"""Whatever happens to an episode, its tools and its partner are released."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_plugin_file_that_imports_verl_installs_it(tmp_path: Path) -> None:
     "alias", ["verl.utils.reward_score.math_dapo", "verl.utils.reward_score.gsm8k", "verl.utils.tokenizer"]
 )
 def test_module_is_the_same_from_its_package(alias: str) -> None:
-    """Also where the module that answers for the package imported another one of that name for itself."""
+    """Also if the native module of the package imports another module of that name."""
     compat.uninstall("verl")
     compat.install("verl")
     package, _, name = alias.rpartition(".")

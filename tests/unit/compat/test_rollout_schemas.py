@@ -1,4 +1,4 @@
-"""verl's words of a request, and its trace decorators, which change nothing."""
+"""verl's request schemas, and its trace decorators, which change nothing."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_estimators_by_hand(estimator: str, scale: str, wanted: list[float]) -> 
 
 
 def nanstd(tensor: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Return the unbiased deviation of what is not NaN."""
+    """Return the unbiased deviation of the values that are not NaN."""
     mean = torch.nanmean(tensor, dim=dim, keepdim=True)
     num = (~torch.isnan(tensor)).sum(dim=dim, keepdim=True)
     found = (torch.nansum((tensor - mean) ** 2, dim=dim, keepdim=True) / (num - 1)).sqrt()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)  # servers and processes have to start
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers a search for "gone" with an error, runs no code, and says of a program what it was."""
+    """Answers a search for "gone" with an error, and a program with its own text."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

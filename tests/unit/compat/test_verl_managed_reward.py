@@ -1,4 +1,4 @@
-"""A reward manager of a project's own: what a config makes of it, and what it is shown of a trajectory."""
+"""A project's own reward manager: how a config builds it, and the data that it gets of a trajectory."""
 
 from __future__ import annotations
 

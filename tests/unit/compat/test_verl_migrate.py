@@ -1,4 +1,4 @@
-"""What `polyturn config migrate` writes of a config in verl's keys, and where."""
+"""The files that `polyturn config migrate` writes from a config in verl's keys."""
 
 from pathlib import Path
 

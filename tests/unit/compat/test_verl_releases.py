@@ -74,7 +74,7 @@ def a_checkout(release: str, folder: Path) -> Path:
 
 
 def outcome(tree: Composed, key: str, value: Any) -> str:
-    """Return refused, told or changed; silent where a value that somebody writes has no effect and no notice."""
+    """Return refused, told or changed; silent if a written value has neither an effect nor a notice."""
     *above, last = key.split(".")
     values = copy.deepcopy(tree.values)
     at = values

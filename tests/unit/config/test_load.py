@@ -1,4 +1,4 @@
-"""Configurations: what is merged with what, which files are refused, and that no secret is written."""
+"""Configurations: how they merge, which files are refused, and that no secret is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the paths of a translated configuration start from."""
+"""The base folder of relative paths in a translated configuration."""
 
 from pathlib import Path
 

@@ -29,7 +29,7 @@ def routes_of(ids: Any) -> Any:
 
 
 def answer(prompt: Any, ids: list[int], *, routed_from: int = 0, **more: Any) -> Completion:
-    """Return what an engine answers that knows the routes of all but the last token."""
+    """Return the answer of an engine that knows the routes of all but the last token."""
     whole = [*np.asarray(prompt).tolist(), *ids]
     return Completion(
         token_ids=ids,
@@ -41,7 +41,7 @@ def answer(prompt: Any, ids: list[int], *, routed_from: int = 0, **more: Any) ->
 
 
 def check(builder: TrajectoryBuilder) -> None:
-    """Every route that is known is the one of that token in that context."""
+    """Check that each known route is that of its token in its context."""
     for segment in builder.build():
         if segment.routed_experts is not None:
             known = has_route(segment.routed_experts)

@@ -1,4 +1,4 @@
-"""Ctrl-C passes through the places that read what a plug-in returned, and an exit of a plug-in ends the run by name."""
+"""Ctrl-C passes through the code that reads results of plug-ins; a plug-in that exits ends the run by name."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Two:
 
 
 class Ends(BaseException):
-    """Of no kind that `except Exception` names."""
+    """An error that `except Exception` does not catch."""
 
 
 class Escapes:

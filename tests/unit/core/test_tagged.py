@@ -1,4 +1,4 @@
-"""What stands between marks is what the pattern for it finds, also in a text of marks alone."""
+"""The text between marks is what its pattern finds, also in a text of only marks."""
 
 from __future__ import annotations
 

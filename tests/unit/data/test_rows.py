@@ -1,4 +1,4 @@
-"""What a dataset row becomes, and the error of one that cannot be used: its file, its number and its key."""
+"""The task of a dataset row, and the error about an unusable row: its file, its number and its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model behind a chat endpoint: what is sent and read, what is tried again, what ends the run; also without torch."""
+"""A model behind a chat endpoint: requests, answers, retries, and errors that end the run; also without torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Reply = tuple[int, Any, dict[str, str]]
 
 
 class Server:
-    """A chat endpoint that answers what a function says."""
+    """A chat endpoint that answers with the result of a function."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Reply]) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ class Server:
 
         class Http(ThreadingHTTPServer):
             def handle_error(self, *_: Any) -> None:
-                """A client that left at its deadline is what some tests are about."""
+                """Ignore clients that leave at their deadline, as in some tests."""
 
         self._http = Http(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}/v1"
@@ -321,4 +321,4 @@ def test_endpoint_needs_a_model_name(tmp_path: Path):
 
     called = call_command(main, "eval", write_tiny_run(tmp_path), "--endpoint", "http://x/v1")
     assert called.code == 2 and "--endpoint needs --model NAME" in called.err
-    assert "loading" not in called.err  # told before PyTorch is loaded
+    assert "loading" not in called.err  # reported before PyTorch is loaded

@@ -47,7 +47,7 @@ PROCESSOR = MediaProcessor(tiny_processor(TOKENIZER), CODEC)
 
 
 class Seer(NamedTuple):
-    """A model that sees, and what encodes its prompts."""
+    """A vision model, and the encoders of its prompts."""
 
     model: Any
     codec: Codec
@@ -240,7 +240,7 @@ def test_model_with_bidirectional_image_tokens_is_refused() -> None:
 
 
 def test_model_and_processor_come_back_from_a_folder(tmp_path: Path) -> None:
-    """What a run exports is loaded as others load it, and processes an image as before."""
+    """An exported model loads, and its processor handles an image as before."""
     model, codec, media = llava_seer()
     saved = hf.save_model(model, tmp_path / "model", tokenizer=codec.tokenizer, processor=media.processor)
     again = MediaProcessor(load_processor(str(saved)), codec)

@@ -47,7 +47,7 @@ def live_routes(model: Any, ids: Any) -> Any:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the engine run until something is so; it computes on this loop."""
+    """Let the engine run until a condition holds; it computes on this loop."""
     for _ in range(10_000):
         if condition():
             return
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def same_sets(a: Any, b: Any) -> bool:
-    """Whether tokens go to the same experts, in whatever order."""
+    """Whether tokens go to the same experts, in any order."""
     return np.array_equal(np.sort(a, axis=-1), np.sort(b, axis=-1))
 
 

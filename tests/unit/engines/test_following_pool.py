@@ -1,4 +1,4 @@
-"""Rollout workers that ask the servers of the controller's pool by themselves."""
+"""Rollout workers that send requests to the servers of the controller's pool directly."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_answer_of_older_weights_is_asked_again() -> None:
     behind, right = server(), server()
     controller, worker = controller_and_worker(behind, right)
     await controller.update_weights(3)
-    behind.restart(version=0)  # as after a start that neither knows of
+    behind.restart(version=0)  # as after a restart that neither pool has noticed
     answers = await asyncio.gather(*(worker.generate(ask(f"{i}")) for i in range(8)))
     assert {one.policy_versions for one in answers} == {((0, 3),)} and worker.num_stale > 0
 

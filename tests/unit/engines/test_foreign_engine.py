@@ -38,7 +38,7 @@ def completion(ids: Any = (3, 4), logprobs: Any = (-0.5, 0.0), reason: Any = "st
 
 
 class Odd(BaseEngine):
-    """Does what it was told at every turn."""
+    """Calls `act` in every method."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Odd(BaseEngine):
 
 
 class Bare:
-    """Its properties answer with what is none."""
+    """Its properties have invalid values."""
 
     capabilities, busy_s = None, "long"
 

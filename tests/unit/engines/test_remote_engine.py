@@ -1,5 +1,5 @@
-"""What the clients of servers decide by themselves. The server here is a small real one that does as it is told; what the
-real ones do is in tests/contract."""
+"""The decisions of the clients of servers, against a small real server that follows a script. tests/contract tests real
+engines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Echo(EchoEngine):
 
 @contextlib.asynccontextmanager
 async def echo(handler: Handler, kind: type[Echo] = Echo, *, max_context: int | None = None, **options: Any) -> Any:
-    """Give a client of a server that answers with `handler`."""
+    """Yield a client of a server that answers with `handler`."""
     async with serving(handler) as url:
         engine = kind(url, ServedModel(vocab_size=10, max_context=max_context), **options)
         try:
@@ -184,7 +184,7 @@ async def test_load_of_a_server_is_read(kind: type[RemoteEngine]) -> None:
 
 
 async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
-    """One that does not tell it is as well as others."""
+    """A server whose load cannot be read still answers."""
     is_seen = asyncio.Event()
 
     class Loaded(Echo):
@@ -265,7 +265,7 @@ async def test_banned_id_is_sampled_anew() -> None:
         first = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
         second = await engine.generate(ask(sampling=SamplingParams(max_tokens=4, banned_token_ids=(3,))))
     assert [first.token_ids.tolist(), second.token_ids.tolist()] == [[7], [5]]
-    assert prompts == [prompts[0]] * 4  # nothing of what was thrown away is in the next prompt
+    assert prompts == [prompts[0]] * 4  # the next prompt has no discarded token
 
 
 async def test_model_that_samples_only_banned_ids_fails() -> None:
@@ -291,7 +291,7 @@ async def test_failed_load_leaves_the_server_at_work(tmp_path: Path) -> None:
 
 def test_only_weights_of_this_client_have_a_version() -> None:
     engine, other = (Echo("http://127.0.0.1:9", ServedModel(vocab_size=10)) for _ in range(2))
-    assert engine.version_of("default") == 0  # nothing was sent: the server may serve what it likes
+    assert engine.version_of("default") == 0  # nothing was sent: the weights of the server are unknown
     engine._updates = 1
     assert engine.version_of(engine.tag(5)) == 5
     assert engine.version_of("default") == engine.version_of(other.tag(5)) == engine.version_of("5") == FOREIGN_VERSION

@@ -1,4 +1,4 @@
-"""Routes as vLLM 0.32 and SGLang 0.5.23 write them, read by their clients; the servers are not needed for it."""
+"""Routes as vLLM 0.32 and SGLang 0.5.23 write them, read by their clients; no server is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums add up: what a server fused, cut over ranks or padded is held to the trainer's tensors, to the bit."""
+"""Checksums add up: tensors that a server fused, split or padded are compared with the trainer's, to the bit."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def weights(seed=0, dtype=torch.float32):
 
 
 def served(own, dtype=torch.float32):
-    """Return what one process of a server makes of `own`: fused, stacked, padded."""
+    """Return the tensors that a process of a server makes of `own`: fused, stacked, padded."""
     own = {name: tensor.to(dtype) for name, tensor in own.items()}
     made = {"model.norm": own["norm.weight"]}
     made["model.embed"] = torch.cat([own["embed_tokens.weight"], torch.zeros(6, 8, dtype=dtype)])

@@ -1,4 +1,4 @@
-"""Weights on their way to servers: by which transport, in a folder or a process group, at once, and who is left out."""
+"""Weights on their way to servers: the transport, a folder or a process group, concurrent servers, and excluded ones."""
 
 import asyncio
 import json
@@ -145,7 +145,7 @@ class Gated(Link):
 
 
 async def given_up(gate, log):
-    """Return weights of which a transfer has begun that no server waits for any more, and what sends them."""
+    """Return weights that are being sent although no server waits for them any more, and their sender."""
 
     begun = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A conversation in an environment goes on in another process: its environment is put back, or it starts again, by name.
+"""A conversation in an environment continues in another process: its environment is restored, or it restarts.
 
 Run as a program, this file is one life of an episode, which may end with kill -9.
 """

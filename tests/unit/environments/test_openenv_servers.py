@@ -1,4 +1,4 @@
-"""OpenEnv servers: what they may send is played, and anything else fails one episode by name and never hangs."""
+"""OpenEnv servers: valid messages are played; any other fails one episode by name and never hangs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Socket:
         self.reader, self.writer = reader, writer
 
     async def asked(self) -> None:
-        """Take a question and what is always asked behind it."""
+        """Receive a request and the one that always follows."""
         await self.hear()
         assert json.loads(await self.hear()) == {"type": "state"}
 
@@ -163,7 +163,7 @@ async def play(
     is_slow: bool = False,
     timeout_s: float = 50.0,
 ) -> Trajectory:
-    """Return an episode of two turns with a server that goes by `serve` once it is connected."""
+    """Play an episode of two turns with a server that runs `serve` once it is connected."""
     GENERATES().set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""A seat played by a further policy of the run: its prompts, its actions, and what the record says of it."""
+"""A seat played by a further policy of the run: its prompts, its actions, and its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.refusals import refuses
 
 
 class Race:
-    """Two players name numbers in turn, two each; whoever's sum is higher wins. What is not a number counts as none."""
+    """Two players name numbers in turn, two each; the higher sum wins. Other text counts as 0."""
 
     def reset(self, *, seed: int) -> Seated:
         self.named: list[int] = []

@@ -251,7 +251,7 @@ async def test_swift_scheduler_names_a_server_that_is_not_there() -> None:
 
 
 def test_episodes_share_a_server_that_ends_with_the_run(guess: OpenEnv):
-    """The last one, for an adapter that was closed starts no other server."""
+    """A closed adapter does not start another server."""
 
     async def use() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:

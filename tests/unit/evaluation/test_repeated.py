@@ -37,7 +37,7 @@ def test_one_sample_has_a_mean_alone() -> None:
 
 
 def drawn_one_by_one(values: list[float], votes: list[str], n: int) -> dict[str, float]:
-    """The definition, without a trick: draw, look, average."""
+    """Compute the numbers by their definition: draw, choose, average."""
     rng = np.random.RandomState(42)
     best, worst, majority = [], [], []
     for _ in range(1000):

@@ -43,7 +43,7 @@ CONVERT = OpenAIFunctionToolSchema.model_validate(
 
 
 class Agent(AgentExecutor):
-    """Answers by what it is told: see `execute`."""
+    """Answers according to the message; see `execute`."""
 
     def __init__(self) -> None:
         self.turns: dict[str, int] = {}
@@ -91,7 +91,7 @@ def served(*, streaming: bool = True, token: str | None = None) -> Iterator[tupl
     """Serve an agent; yields its address and itself."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
-    bound.listen()  # who asks before it is served waits
+    bound.listen()  # clients that connect early wait
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     ask = AgentSkill(id="ask it", name="Ask", description="Ask anything.", tags=["t"], examples=["book a flight"])
     card = AgentCard(

@@ -1,4 +1,4 @@
-"""What each example of a scheduler does to a conversation and to its tokens, with a scripted model."""
+"""The conversations and tokens of each example scheduler, with a scripted model."""
 
 from __future__ import annotations
 

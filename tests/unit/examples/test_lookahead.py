@@ -85,7 +85,7 @@ async def test_continuations_are_recorded_and_not_trained() -> None:
     assert len(asides) == 4, "two of each turn that something followed"
     for segment in asides:
         root: Any = segment
-        while root.parent is not None:  # a twin branches off where its twin did, or behind the question that both were asked
+        while root.parent is not None:  # twins branch off together, or behind their common question
             root = found.segments[root.parent.segment]
         assert root is main[0]
         assert any(s.source is SpanSource.SAMPLED for s in segment.spans) and not segment.loss_weights.any()

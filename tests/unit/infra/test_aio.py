@@ -1,4 +1,4 @@
-"""Work in a thread of its own, what a cancellation of its caller does to it, and the pace of calls."""
+"""Work in its own thread, its cancellation by the caller, and the pace of calls."""
 
 from __future__ import annotations
 

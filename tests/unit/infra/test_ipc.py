@@ -90,7 +90,7 @@ async def test_notified_method_runs_and_its_error_is_dropped() -> None:
 
 async def test_unpicklable_value_fails_only_its_call() -> None:
     class Own:
-        """Of no module: as the classes of a program's own file are."""
+        """Belongs to no module, like the classes in a program's main file."""
 
     class TwoWordsError(EngineError):
         def __init__(self, first: str, second: str) -> None:

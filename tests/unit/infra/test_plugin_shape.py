@@ -38,7 +38,7 @@ NUMBER = itertools.count()
 
 
 def check(folder: Path, kind: str, *members: str, as_: str | None = None) -> None:
-    """Check a class with these methods (`async def` where nothing else is said) as the configuration of a run names it."""
+    """Check a class with these methods (`async def` by default) as the configuration of a run names it."""
     lines = [m if m.startswith("def ") or " = " in m else f"async def {m}" for m in members]
     body = "".join(f"    {line}{': ...' if 'def ' in line else ''}\n" for line in lines) or "    pass\n"
     name = f"mine{next(NUMBER)}.py"  # a file is imported once

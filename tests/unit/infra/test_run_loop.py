@@ -1,6 +1,6 @@
 """`run_loop` and `end_process`: nothing that plug-ins leave behind keeps a process, and leftovers are named.
 
-Each program runs in a process of its own, because its end is what is tested.
+Each program runs in a separate process, whose end is tested.
 """
 
 from __future__ import annotations

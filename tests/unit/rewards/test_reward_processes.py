@@ -132,7 +132,7 @@ def test_objects_of_this_process_are_refused(folder: Path) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What the next comparisons come to; an exception is raised."""
+    """The results of the next comparisons; exceptions are raised."""
     outcomes: list[object] = []
 
     def checker(**_: str) -> object:

@@ -1,4 +1,4 @@
-"""RewardRouter: who scores a task, the parts of a reward and what comes beside it; a failure is never 0.0."""
+"""RewardRouter: the scorer of a task, the parts of a reward and further values; a failure is never 0.0."""
 
 from __future__ import annotations
 

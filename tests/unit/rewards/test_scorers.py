@@ -156,7 +156,7 @@ def test_search_r1_compares_the_last_answer_with_the_right_ones(text: Any, truth
 class Sandbox:
     """Answers with the sandbox's protocol and runs Python itself; `broken` answers are left first.
 
-    `is_down` leaves one that is broken for good; a program with the word in `refuses` is never answered.
+    With `is_down`, every answer is that one; a program with the text of `refuses` gets `reply_of_refused`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shortening a history, what stays of a message that goes on, and the limits of an episode in their order."""
+"""Shortening a history, the kept part of a continued message, and the limits of an episode in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment answered, as gym and games of several players say it."""
+"""Answers of environments, in the forms of gym and of games with several players."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation in flight goes on behind its last complete turn in another process, and makes no call twice."""
+"""A conversation in flight continues after its last complete turn in another process; no call is repeated."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ReadsText(CallsLook):
 
 
 class GoesOn(MultiTurnScheduler):
-    """Goes on behind a cut turn, as those of a random model are."""
+    """Continues cut turns, such as those of a random model."""
 
     stateless = True
 

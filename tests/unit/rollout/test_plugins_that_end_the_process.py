@@ -54,7 +54,7 @@ def in_form(answer: Callable[..., Any], *, waits: bool, name: str) -> Any:
 
 
 def run(says: list[str], row: Any = None, **parts: Any) -> Trajectory:
-    """Run an episode in a loop that goes on behind it."""
+    """Run an episode in an event loop that continues afterwards."""
 
     async def main() -> Trajectory:
         trajectory = await run_episode(scripted_context(says, **parts), row or task(), id="e0")
@@ -63,7 +63,7 @@ def run(says: list[str], row: Any = None, **parts: Any) -> Trajectory:
 
     try:
         return asyncio.run(main())
-    except BaseException:  # which would end the test run, too, and cannot be written out
+    except BaseException:  # pytest must neither end by it nor print it
         lines = traceback.extract_tb(sys.exc_info()[2])
     raise AssertionError("it left: " + ", ".join(f"{line.filename.rpartition('/')[2]}:{line.lineno}" for line in lines[-6:]))
 

@@ -1,4 +1,4 @@
-"""What each shipped scheduler does to a conversation and to its tokens, with a scripted model."""
+"""The conversations and tokens of each shipped scheduler, with a scripted model."""
 
 from __future__ import annotations
 

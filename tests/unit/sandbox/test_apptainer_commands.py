@@ -1,4 +1,4 @@
-"""ApptainerSandbox: the command lines of apptainer, recorded by a program in its place, and what goes wrong."""
+"""ApptainerSandbox: the command lines of apptainer, recorded by a stand-in, and its failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BubblewrapSandbox: what commands and files come to, its limits, and that nothing of it is left."""
+"""BubblewrapSandbox: its commands, files and limits, and that nothing of it is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ContainerSandbox: the command lines of podman and docker, recorded by a program in their place, and what goes wrong."""
+"""ContainerSandbox: the command lines of podman and docker, recorded by a stand-in, and their failures."""
 
 from __future__ import annotations
 

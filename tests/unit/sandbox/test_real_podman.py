@@ -38,7 +38,7 @@ def podman(*arguments: str, stdin: bytes | None = None) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module", autouse=True)
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make the image, with settings that do without the rights that podman's own take for granted."""
+    """Make the image, with settings that need fewer rights than podman's defaults."""
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed (`apt-get install --no-install-recommends podman runc`)")
     folder = tmp_path_factory.mktemp("podman")

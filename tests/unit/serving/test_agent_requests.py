@@ -1,4 +1,4 @@
-"""Requests as command-line agents send them: what cannot matter is ignored, what would is refused by name."""
+"""Requests as command-line agents send them: fields that cannot matter are ignored, others are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request is data: it has no file opened, no address asked and nothing imported."""
+"""A request is only data: it opens no file, fetches no address and imports nothing."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_damaged_arguments_of_swift_are_refused(tmp_path: Path):
 
 
 def test_damaged_files_do_not_stop_a_queue_of_people(tmp_path: Path):
-    """The folder may be on a disk that others write to: what is there and cannot be read is nobody's."""
+    """The folder may be on a disk that others write to: unreadable files in it are ignored."""
     desk = HumanQueue(tmp_path)
     good = {"ticket": "7", "about": {}, "since": 1.0, "until": 4e9, "messages": []}
     deep = json.dumps({**good, "about": nested(60)})

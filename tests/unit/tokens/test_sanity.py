@@ -1,4 +1,4 @@
-"""The sanity check names what differs between held ids and a full render."""
+"""The sanity check names the differences between the ids of a history and a full render."""
 
 import pytest
 

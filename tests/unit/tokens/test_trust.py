@@ -216,7 +216,7 @@ def test_normal_form_of_a_text_writes_no_control_token(origin: Origin) -> None:
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "rstrip", "normalizing", "plain_special"])
 def test_parts_that_spell_the_ends_of_tokens_are_read_as_parts(kind: str) -> None:
-    """Their keys and types stand in control tokens too: "text" in `<|endoftext|>`, "image" in `<|image_pad|>`."""
+    """Their keys and types occur in control tokens too: "text" in `<|endoftext|>`, "image" in `<|image_pad|>`."""
     codec = Codec(tokenizer_of(kind, markers=("<|im_start|>", "<|im_end|>", "<|image_text|>")), chat_template=CHAT_TEMPLATE)
     parts = (
         {"type": "text", "text": "a <"},

@@ -1,4 +1,4 @@
-"""Shipped tools: answers of GSM8K and of geometry, where what is none costs 0.05, and regions of the task's image."""
+"""Shipped tools: answers to GSM8K and geometry, which cost 0.05 without progress, and regions of the task's image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP servers in a tool file: which settings are refused, what the model is shown, and what content blocks become."""
+"""MCP servers in a tool file: refused settings, the schemas that the model sees, and the text of content blocks."""
 
 from __future__ import annotations
 

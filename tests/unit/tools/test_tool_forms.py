@@ -102,7 +102,7 @@ async def test_argument_that_the_tool_declares_need_not_be_in_the_schema() -> No
 
 
 class Looks(Base):
-    """Says what it sees of its episode, and counts there."""
+    """Returns the data that it gets of its episode, and counts its calls there."""
 
     max_concurrency = 1
     reads = frozenset({"agent_data"})

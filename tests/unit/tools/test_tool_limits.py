@@ -79,7 +79,7 @@ def test_cooldown_doubles_up_to_its_limit():
 
 
 def test_calls_that_break_off_together_are_one_failure():
-    """A server that dies takes all of its running calls with it; that says no more than one call would."""
+    """A server that dies ends all of its running calls at once, which is one failure."""
     clock = Clock()
     breaker = Breaker("tool", SETTINGS, clock=clock)
     for now in (1.0, 2.0, 3.0):

@@ -1,4 +1,4 @@
-"""A failure that the model cannot answer for fails the trajectory; one that its calls can cause is an observation."""
+"""A failure outside the model's control fails the trajectory; one that its calls can cause is an observation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees: the line of a step, and progress with and without a terminal."""
+"""The output for a person: the line of a step, and progress with and without a terminal."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from polyturn.tracking.system import SystemSampler
 
 
 class NvmlError(Exception):
-    """What NVML raises."""
+    """The error that NVML raises."""
 
 
 def two_gpus() -> SimpleNamespace:
-    """NVML of two GPUs, of which the second one tells no power, as one that is shared out."""
+    """NVML with two GPUs; the second one does not report its power, like a shared GPU."""
 
     def power(handle: int) -> int:
         if handle:
@@ -34,7 +34,7 @@ def two_gpus() -> SimpleNamespace:
 
 
 def machine(*, busy: tuple[float, ...], available: tuple[int, ...]) -> SimpleNamespace:
-    """A machine whose processors and memory are as given at each look; the first number of `busy` is of no time."""
+    """A machine with these readings of processors and memory; the first one of `busy` covers no time."""
     shares, free = iter(busy), iter(available)
     return SimpleNamespace(
         cpu_percent=lambda: next(shares),

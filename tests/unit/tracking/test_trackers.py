@@ -35,7 +35,7 @@ def contents(folder: Path, pattern: str) -> list[bytes]:
 
 
 class Kept(RunTracker):
-    """Keeps what it is given, in a list that the test passes in."""
+    """Keeps its input in a list that the test passes in."""
 
     def __init__(self, run: RunInfo, *, into: list[Any]) -> None:
         self.into = into

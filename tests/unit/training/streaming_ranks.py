@@ -1,4 +1,4 @@
-"""What test_streamed_weights.py runs on each of two ranks: 250 MB of weights on their way into a folder, and its cost.
+"""Runs on each of two ranks for test_streamed_weights.py: streams 250 MB of weights into a folder, and measures the cost.
 
 python streaming_ranks.py OUT     with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set     OUT/<rank>.json
 """
@@ -33,7 +33,7 @@ def make_model():
 
 
 class Measured(RankWorker):
-    """Notes the most memory that gathering took above what was there."""
+    """Records the peak memory of gathering, above the memory before it."""
 
     before = most = 0
 
@@ -41,7 +41,7 @@ class Measured(RankWorker):
         if command == "policy.kinds":
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # the most starts again from here
+            Path("/proc/self/clear_refs").write_text("5")  # the peak restarts here
             self.before = bytes_of("VmRSS")
         return super().run(command, share)
 

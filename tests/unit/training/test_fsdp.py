@@ -60,7 +60,7 @@ def long_results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory):
-    """What the functions of `support/fsdp_ranks.py` found."""
+    """The results of the functions of `support/fsdp_ranks.py`."""
     return results_of_ranks("support.fsdp_ranks:measure", 2, tmp_path_factory.mktemp("ranks") / "found.json")
 
 
@@ -129,7 +129,7 @@ def test_ranks_agree_with_one_process(more, what):
 @pytest.mark.cluster
 @pytest.mark.parametrize("name", ["shards", "tensor", "critic"])
 def test_step_that_is_not_finite_on_one_rank_is_skipped_on_all(more, name):
-    """Once more in a row ends the run, on all."""
+    """The next such step ends the run, on all ranks."""
     found = more["faults"][name]
     assert (found["skipped"], found["changed"]) == (1.0, 0.0)
     assert len(found["ended"]) == 2
@@ -286,7 +286,7 @@ def test_checkpoint_with_other_shapes_is_refused():
 
 
 class ToldGroup:
-    """Two ranks that note what they are told."""
+    """Two ranks that record their commands."""
 
     num_ranks = 2
     row_width = 1

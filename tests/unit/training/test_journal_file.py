@@ -37,7 +37,7 @@ class Life:
         asyncio.run(self.journal.write(episode, lambda: line))
 
     def held(self, episode: str) -> list[str] | str | None:
-        """Return the states that are held of an episode, or why there is none."""
+        """Return the states that are kept of an episode, or why there is none."""
         held = self.journal.recall(episode)
         if held is None:
             return None
@@ -134,7 +134,7 @@ def test_new_journal_has_the_live_groups_alone(tmp_path: Path):
 
 
 def test_journal_without_checkpoints_does_not_pile_up(tmp_path: Path):
-    """Steps 3 to 40 behind the checkpoint of step 2: what weights behind it sampled is of no use, and does not pile up."""
+    """Steps 3 to 40 behind the checkpoint of step 2: turns of later weights are useless, and do not pile up."""
     life, path, largest = Life(tmp_path, step=2), tmp_path / "step-000002.jsonl", 0
     for step in range(3, 41):
         episode = f"g{step}/0"
@@ -166,7 +166,7 @@ def test_settled_journal_keeps_episodes_in_flight_alone(tmp_path: Path):
     life.journal.begin(6)
     life.journal.settle()
     assert not folder.exists()
-    life.turn("g2/0")  # a late line of a conversation that was cut off is none's
+    life.turn("g2/0")  # a late line of a conversation that was cut off is dropped
     assert not folder.exists()
 
 

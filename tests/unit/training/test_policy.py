@@ -208,7 +208,7 @@ def test_resuming_is_exact(reference, tmp_path: Path):
     first = policy(reference=reference, algorithm=with_kl(kl))
     run(first, range(4))
     first.save(tmp_path / "state")
-    run(first, range(4, 6))  # what happens later does not reach into the state
+    run(first, range(4, 6))  # later changes do not reach the state
     second = policy(reference=reference, algorithm=with_kl(kl), seed=9)
     while not first.is_saved():
         time.sleep(0.01)

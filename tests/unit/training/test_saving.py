@@ -177,7 +177,7 @@ assert checkpoints.latest() == folder / "step-000003", "there is room for a smal
 
 
 def test_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
-    """As each rank but the first has it of a model whose files are read in parts."""
+    """All ranks but the first have such a shard of a model whose files are read in parts."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -190,8 +190,8 @@ def test_shard_behind_the_start_of_its_storage_is_written(tmp_path: Path):
 
 
 def test_boxes_of_a_tensor_are_written_in_place(tmp_path: Path):
-    """As a rank of Megatron's has them in a weight that several tensors are made one in; others read the whole, or cut it
-    otherwise."""
+    """A rank of Megatron's has them in a weight that fuses several tensors; others read the whole, or split it
+    differently."""
     whole, kind = torch.arange(24.0).view(6, 4), TensorKind((6, 4), torch.float32)
     held = {(0, 0): whole[:2].clone(), (2, 0): whole.clone()[2:4, :2], (2, 2): whole.clone()[2:4, 2:], (4, 0): whole[4:]}
     write_shards({"w": Boxes(kind, held)}, tmp_path / "state").result()

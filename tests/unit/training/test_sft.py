@@ -101,7 +101,7 @@ async def test_good_trajectories_are_learnt_token_for_token():
 
 
 class Notes:
-    """Stands where the policy is and takes notes."""
+    """Replaces the policy and records its calls."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []

@@ -18,7 +18,7 @@ TASK = Task(id="t", prompt=())
 
 
 class Scoring(NotingPolicy):
-    """Says that every token has the log-probability -2."""
+    """Returns the log-probability -2 for every token."""
 
     def forward_backward(self, samples):
         logprobs, entropies = ([np.full(len(s), value, np.float32) for s in samples] for value in (-2.0, 0.5))

@@ -25,7 +25,7 @@ SLACK = 12 * 2**20
 
 
 def streamed(weights, *, limit):
-    """Return `weights` as a stream, and the list of what is brought at a time."""
+    """Return `weights` as a stream, and the list of the names that each transfer brings."""
     brought = []
 
     def bring(names):
@@ -106,7 +106,7 @@ def test_rank_needs_at_most_two_buckets_above_its_shards(tmp_path):
         port = str(probe.getsockname()[1])
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared["PYTHONPATH"] = str(Path(__file__).parents[2])
-    shared["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed is given back, and not kept for later
+    shared["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory is given back, and not kept for later
     command = [sys.executable, str(WORKER), str(tmp_path)]
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(2)]
     try:

@@ -110,7 +110,7 @@ async def test_adapter_is_proved_part_by_part():
 
 
 class Sleepy(WeightServer):
-    """A server on the trainer's GPU that loses weights in its sleep: what it is sent meanwhile, or all new ones."""
+    """A server on the trainer's GPU that loses weights in its sleep: those sent meanwhile, or all new ones."""
 
     def __init__(self, policy, *, fault=""):
         super().__init__(policy)

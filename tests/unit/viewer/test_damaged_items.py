@@ -1,4 +1,4 @@
-"""Damaged trajectories, metrics and files of a run: each costs itself alone, with a sentence in its place."""
+"""Damaged trajectories, metrics and files of a run: each affects only itself, and a sentence replaces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of a trajectory is given: never more tokens at once than it has room for, whatever their segments."""
+"""The data of a trajectory's page: never more tokens at once than it has room for, whatever their segments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from polyturn.viewer.trajectory_page import trajectory_page
      (0, 99, [(9, 1), (0, 10), (0, 1)]), (9, 9, [(0, 10), (0, 2), (0, 0)])],
 )  # fmt: skip
 def test_segments_share_the_room_of_a_page(tmp_path: Path, segment: int, start: int, shown: list[tuple[int, int]]):
-    """Three segments of ten tokens, and room for twelve: that which is asked for comes first."""
+    """Three segments of ten tokens, and room for twelve: the requested one comes first."""
     spec = GroupSpec(id="g", task=task("What is 2+2?", id="t"), size=1)
     (group,) = asyncio.run(RolloutPool(scripted_context(["four"])).run([spec]))
     (one,) = group.trajectories

@@ -1,4 +1,4 @@
-"""Why a trajectory has its advantage: the formula gives what the estimator gives, and what is unknown is said."""
+"""Why a trajectory has its advantage: the formula gives the result of the estimator, and names unknown values."""
 
 from __future__ import annotations
 
