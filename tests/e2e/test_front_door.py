@@ -224,7 +224,7 @@ def test_steps_train_on_what_the_body_sets(tmp_path: Path) -> None:
     assert trained is None or abs(trained).max() > 2, "the record holds what was trained on"
 
 
-def test_left_loop_over_steps_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_loop_over_steps_left_early_leaves_a_checkpoint(tmp_path: Path) -> None:
     arguments = given(tmp_path, steps=5)
     for step in polyturn.steps(**arguments):
         if step.number == 2:
@@ -236,7 +236,7 @@ def test_left_loop_over_steps_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert more.metrics["step"] == [1, 2, 3]
 
 
-def test_run_shows_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_run_and_a_trajectory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = polyturn.train(**given(tmp_path, steps=1))
     run.show()
     run.show("g0/0")

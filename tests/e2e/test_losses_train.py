@@ -131,7 +131,7 @@ def test_served_teacher_that_is_away_ends_the_start(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_teacher_teaches_without_any_reward(tmp_path):
+def test_teacher_teaches_without_any_reward(tmp_path):
     """The student moves towards the teacher, and the loss is only the KL."""
     train(tmp_path / "first", "train.steps=1", "train.optim.lr=0.05")
     teacher = next((tmp_path / "first/runs/tiny").glob("checkpoints/step-*/model"))

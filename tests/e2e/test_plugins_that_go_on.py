@@ -238,7 +238,7 @@ async def scored(trajectory):
 """
 
 
-def test_run_whose_loop_is_held_ends_and_resumes(tmp_path: Path):
+def test_run_whose_loop_is_blocked_ends_and_resumes(tmp_path: Path):
     """No deadline passes while the event loop is blocked."""
     config = write_tiny_run(tmp_path)
     plugins = tmp_path / "plugins.py"

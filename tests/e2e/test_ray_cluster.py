@@ -125,7 +125,7 @@ async def test_request_of_a_dead_replica_moves_to_another(address, mark):
 
 
 @pytest.mark.slow
-async def test_call_waits_behind_no_other(address, tmp_path):
+async def test_calls_do_not_wait_for_each_other(address, tmp_path):
     asked = tmp_path / "asked"
     asked.touch()
 

@@ -285,7 +285,7 @@ async def test_adapter_that_sglang_cannot_serve_is_refused_or_merged(
 
 @pytest.mark.parametrize("replica", ["", ".1"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_log_that_is_no_file_is_refused_early(
+def test_log_that_is_not_a_file_is_refused_early(
     tmp_path: Path, kind: str, replica: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody reads holds the server up once it is full."""

@@ -90,7 +90,7 @@ def visit(browser, address: str) -> Iterator[object]:
     page.close()
 
 
-def test_every_page_of_a_damaged_run_stands(visit):
+def test_every_page_of_a_damaged_run_loads(visit):
     for number, name in enumerate(DAMAGES):
         for tab in TABS:
             visit(f"{number + 3}/{tab}")
@@ -113,7 +113,7 @@ def test_hostile_names_are_text_on_every_page(visit):
     assert shown in visit.page.inner_text("main h2")
 
 
-def test_unknown_address_leaves_the_way_back(visit):
+def test_unknown_address_keeps_the_tabs(visit):
     for way in ADDRESSES:
         assert visit(f"0/{way}").strip(), way
         assert visit.page.locator("#tabs a").count() == 7

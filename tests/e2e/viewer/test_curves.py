@@ -73,7 +73,7 @@ def test_long_run_is_thinned_and_zooming_shows_every_step(page, drawn, keep):
     assert "low=" not in page.url
 
 
-def test_axis_and_scale_stand_in_the_address(page, drawn):
+def test_axis_and_scale_are_in_the_address(page, drawn):
     x, _ = drawn("metric=reward/mean&axis=time")
     assert x[-1] == 2.0 * STEPS
     drawn("metric=grad_norm")

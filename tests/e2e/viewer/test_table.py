@@ -11,7 +11,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 
-def test_filters_and_columns_stand_in_the_address(page, keep, tmp_path: Path):
+def test_filters_and_columns_are_in_the_address(page, keep, tmp_path: Path):
     page.goto("/#/0/trajectories")
     playwright.expect(page.locator("tbody tr")).to_have_count(19)
     page.get_by_placeholder("words in what was said").fill("calc_gsm8k_reward|window.pwned")

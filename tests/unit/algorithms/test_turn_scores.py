@@ -83,7 +83,7 @@ async def test_turn_scores_reach_an_estimator_across_segments() -> None:
 
 
 @pytest.mark.parametrize("score", ["much", float("nan"), None])
-async def test_score_that_is_no_number_fails_its_trajectory(score: Any) -> None:
+async def test_score_that_is_not_a_number_fails_its_trajectory(score: Any) -> None:
     class Odd(MultiTurnScheduler):
         async def on_turn_end(self, episode: Any, turn: Any) -> None:
             turn.scores["care"] = score

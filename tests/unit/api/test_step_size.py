@@ -70,13 +70,13 @@ def test_step_is_large_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
         ("cluster.address=auto", ON_GPU),
     ],
 )
-def test_written_size_stays_on_a_cpu(override: str, size: Size) -> None:
+def test_configured_size_stays_on_a_cpu(override: str, size: Size) -> None:
     assert size_of(step_size.with_step_size(loaded(override), resume=False).config) == size
 
 
 @on_cpu
 @pytest.mark.usefixtures("has_gpu")
-def test_run_that_goes_on_keeps_its_size(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_size(tmp_path: Path) -> None:
     began = loaded(f"out={tmp_path}", "name=mine", "train.group_size=6", "rollout.limits.max_tokens_per_turn=null")
     write_resolved(began.resolved, tmp_path / "mine" / "config.yaml")
     again = loaded(f"out={tmp_path}", "name=mine")

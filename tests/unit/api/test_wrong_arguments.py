@@ -280,7 +280,7 @@ def test_answer_to_a_keyword_has_the_users_value(name: str, value: Any, answer: 
         path_of(name, value)
 
 
-def test_wrong_keywords_are_told_at_once() -> None:
+def test_all_wrong_keywords_are_reported_together() -> None:
     with pytest.raises(polyturn.ConfigError) as caught:
         polyturn.train("tiny", [{"prompt": "2+2?"}], num_generations=4, steps=3, learning_rate=1e-5)
     lines = str(caught.value).splitlines()
@@ -380,7 +380,7 @@ def test_text_of_a_number_is_the_number() -> None:
     assert as_texts == as_numbers.model_copy(update={"data": as_texts.data})  # of which each has rows of its own
 
 
-def test_run_for_the_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_run_as_a_model_means_its_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-00000{step}" / "model").mkdir(parents=True)
@@ -428,7 +428,7 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; start with torchrun"),
     ],
 )
-def test_half_of_a_launcher_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_launcher_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

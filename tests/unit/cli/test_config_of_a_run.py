@@ -34,7 +34,7 @@ def test_refused_resume_changes_nothing_of_the_run(tmp_path: Path) -> None:
     assert (run / "config.yaml").read_text() == stored and marked.read_text() == "as it was"
 
 
-def test_folder_without_a_run_is_no_config(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_not_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: of a person\n")
     called = call_command(main, "train", tmp_path)
     assert called.code != 0 and "is a folder, not a config file" in called.err

@@ -117,7 +117,7 @@ def test_export_uploads_to_the_hub(run: Path, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("error", "word"), [(LocalTokenNotFoundError("no token"), "HF_TOKEN"), (ConnectionError("no route"), "no route")]
 )
-def test_hub_that_takes_nothing_is_told_before_the_export(
+def test_unusable_hub_is_refused_before_the_export(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, word: str
 ) -> None:
     monkeypatch.setattr(Hub, "error", error)

@@ -342,7 +342,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("run-as --dry-run --dry-run verl -- echo --x 1 --x 2", "--dry-run is given 2 times"),
     ],
 )
-def test_wrong_words_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str) -> None:
+def test_wrong_arguments_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str) -> None:
     monkeypatch.chdir(config.parent)
     Path("empty").mkdir()
     assert_refused(call(*words.split()), said)

@@ -126,7 +126,7 @@ def test_installed_verl_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     del sys.modules["verl"]
 
 
-def test_folder_called_verl_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_named_verl_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "verl" / "data").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("verl")

@@ -104,7 +104,7 @@ def test_file_overrides_defaults_files_and_overrides_win(tmp_path: Path) -> None
     assert config.files == ["c"]
 
 
-def test_given_defaults_lie_below_the_file(tmp_path: Path) -> None:
+def test_file_overrides_given_defaults(tmp_path: Path) -> None:
     path = config_file(tmp_path, "optim: {lr: 2}")
     loaded = load_config(Run, path, defaults={"optim": {"lr": 1, "weight_decay": 1}})
     assert loaded.config.optim == Optim(lr=2, weight_decay=1)

@@ -155,7 +155,7 @@ def test_paths_may_start_in_the_users_folder(tmp_path: Path, monkeypatch: pytest
     assert import_attr("~/mine.py:score", base=tmp_path / "elsewhere").__name__ == "score"
 
 
-def test_key_that_is_no_text_is_unknown() -> None:
+def test_key_that_is_not_text_is_unknown() -> None:
     with pytest.raises(ConfigError, match=r"'algorithm\.advantage\.3'"):
         load_config(RunConfig, None, ["model.path=x"], defaults={"algorithm": {"advantage": {"name": "grpo", 3: 4}}})
 

@@ -95,7 +95,7 @@ def test_line_of_an_authors_code_is_known(code: object, text: str) -> None:
 
 
 @pytest.mark.parametrize("code", [compute_score, ConfigError, len, math.sqrt, int, 3, None, pytest.fixture, Path()])
-def test_code_of_nobody_else_has_no_line(code: object) -> None:
+def test_code_without_an_author_has_no_line(code: object) -> None:
     assert defined_at(code) == ""
 
 

@@ -50,7 +50,7 @@ NO_SCORES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", NO_SCORES, ids=[type(v).__name__ + str(i) for i, v in enumerate(NO_SCORES)])
-def test_value_that_no_loss_can_hold_is_no_reward(value: Any) -> None:
+def test_value_that_no_loss_can_hold_is_not_a_reward(value: Any) -> None:
     assert as_score(value) is None
     refuses(lambda: finite(value, what="outcome"), RewardError, "outcome")
 
@@ -69,7 +69,7 @@ def test_number_is_a_reward(value: Any) -> None:
         *((v, None) for v in ("false", "", b"", "no", math.nan, {}, {"a": 1}, [], (True,), np.array([0, 1]))),
     ],
 )
-def test_flag_is_no_text_and_no_collection(value: Any, flag: bool | None) -> None:
+def test_flag_is_neither_text_nor_a_collection(value: Any, flag: bool | None) -> None:
     assert as_flag(value) is flag
 
 
@@ -89,7 +89,7 @@ async def test_interaction_that_swaps_its_answer_fails() -> None:
     ],
     ids=range(17),
 )  # fmt: skip
-def test_verdict_that_is_no_score_is_a_value_error(answer: str) -> None:
+def test_verdict_that_is_not_a_score_is_a_value_error(answer: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_verdict(answer, low=0.0, high=1.0)
     assert len(str(caught.value)) < 400

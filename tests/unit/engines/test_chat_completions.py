@@ -196,7 +196,7 @@ def test_wrong_key_ends_the_run_and_is_never_shown(serve: Any):
     assert len(server.asked) == 1 and "s3cr3t" not in repr(endpoint)
 
 
-def test_hanging_server_is_left_at_the_deadline(serve: Any):
+def test_hanging_server_is_abandoned_at_the_deadline(serve: Any):
     release = threading.Event()
 
     def hang(body: dict[str, Any], n: int) -> Reply:
@@ -223,7 +223,7 @@ def test_hanging_server_is_left_at_the_deadline(serve: Any):
     ],
     ids=["busy", "text", "nested", "empty", "other"],
 )
-def test_answer_that_is_no_completion_fails_the_request(serve: Any, status: int, reply: Any, words: str):
+def test_answer_that_is_not_a_completion_fails_the_request(serve: Any, status: int, reply: Any, words: str):
     server = serve(lambda body, n: (status, reply, {}))
     with pytest.raises(EngineError, match=words):
         ask(ChatEngine(Endpoint(url=server.url, model="m", backoff_s=0.01, max_tries=2)))

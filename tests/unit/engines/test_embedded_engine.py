@@ -275,7 +275,7 @@ async def test_load_counts_requests_without_a_slot():
     assert engine.load.queue == 0
 
 
-async def test_an_edited_history_reuses_the_common_prefix():
+async def test_edited_history_reuses_the_common_prefix():
     model = make_model()
     engine = EmbeddedEngine(model, num_slots=8, share_prefixes=False)
     ids = prompt(40)

@@ -100,7 +100,7 @@ async def test_excluded_server_gets_no_request_of_a_worker() -> None:
 
 
 @virtual
-async def test_answer_of_older_weights_is_asked_again() -> None:
+async def test_request_that_older_weights_answered_is_repeated() -> None:
     behind, right = server(), server()
     controller, worker = controller_and_worker(behind, right)
     await controller.update_weights(3)
@@ -110,7 +110,7 @@ async def test_answer_of_older_weights_is_asked_again() -> None:
 
 
 @virtual
-async def test_answer_of_weights_not_yet_heard_of_is_kept() -> None:
+async def test_answer_of_newer_weights_is_kept() -> None:
     controller, worker = controller_and_worker(engine := server())
     await controller.update_weights(1)
     await engine.update_weights(2)
@@ -150,7 +150,7 @@ async def test_requests_of_workers_are_counted_by_the_controller() -> None:
     assert controller.read_metrics()["engine/lost"] == 0, "since the last call"
 
 
-async def test_client_that_follows_knows_versions_by_name() -> None:
+async def test_client_of_a_worker_reads_versions_from_names() -> None:
     ours, theirs = (VllmEngine(url, ServedModel(vocab_size=8)) for url in ("http://a:1", ""))
     ours._updates, ours.version = 2, 2
     controller, worker = EnginePool([ours]), FollowingPool([theirs])

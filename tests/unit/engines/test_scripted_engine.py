@@ -17,7 +17,7 @@ def request(number: int = 0, *, session: str = "s", prompt=(1, 2, 3), **sampling
     )
 
 
-async def test_a_list_answers_in_the_order_of_requests():
+async def test_list_answers_in_the_order_of_requests():
     engine = ScriptedEngine([[9, 2], [5, 2]], logprob=-0.5)
     first, second = await engine.generate(request(0)), await engine.generate(request(1))
     assert first.token_ids.tolist() == [9, 2]
@@ -26,13 +26,13 @@ async def test_a_list_answers_in_the_order_of_requests():
     assert engine.num_requests == 2
 
 
-async def test_a_mapping_answers_per_session():
+async def test_mapping_answers_per_session():
     engine = ScriptedEngine({"a": [[1], [2]], "b": [[3]]})
     answers = [await engine.generate(request(i, session=s)) for i, s in enumerate("aba")]
     assert [a.token_ids.tolist() for a in answers] == [[1], [3], [2]]
 
 
-async def test_a_function_sees_the_request_and_may_return_a_completion():
+async def test_function_sees_the_request_and_may_return_a_completion():
     given = Completion(token_ids=[4], logprobs=[-2.0], finish_reason=FinishReason.LENGTH, policy_versions=((0, 7),))
     engine = ScriptedEngine(lambda r: given if r.session_id == "whole" else r.prompt_ids[:1])
     assert await engine.generate(request(0, session="whole")) is given
@@ -50,11 +50,11 @@ async def test_answers_are_cut_after_the_stop_token_and_at_max_tokens():
 
 
 @pytest.mark.parametrize("script", [[OSError("lost")], lambda r: (_ for _ in ()).throw(OSError("lost"))])
-async def test_an_exception_in_the_script_is_an_engine_error(script):
+async def test_exception_in_the_script_is_an_engine_error(script):
     await refuses_later(lambda: ScriptedEngine(script).generate(request()), EngineError, "'r0'", "OSError: lost")
 
 
-async def test_a_script_that_runs_out_says_so():
+async def test_script_that_runs_out_says_so():
     await refuses_later(lambda: ScriptedEngine([]).generate(request()), EngineError, "no answer left for request 1")
     await refuses_later(lambda: ScriptedEngine({"other": []}).generate(request()), EngineError, "'s'")
 

@@ -119,6 +119,6 @@ def test_tied_head_counts_once():
     }
 
 
-def test_foreign_hashes_are_no_checksums():
+def test_foreign_hashes_are_not_checksums():
     assert ServerChecksums.read([{"model.norm": "00112233aabbccdd"}]) is None
     assert ServerChecksums.read([]) is None

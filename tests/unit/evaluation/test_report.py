@@ -36,7 +36,7 @@ async def test_tool_calls_without_errors_are_valid():
     assert found.success == 1 and found.first_turn_success == 0, "a success that took a tool call took more than a turn"
 
 
-async def test_failed_trajectory_is_no_success():
+async def test_failed_trajectory_is_not_a_success():
     found = report([await play("#### 4"), await play(OSError("gone"))])
     assert (found.success, found.failed, found.mean_reward) == (0.5, 0.5, 1.0)
 

@@ -184,7 +184,7 @@ async def test_react_writes_tools_to_the_user_of_a_template_without_a_system_rol
 
 
 @pytest.mark.parametrize("written", ["9" * 5_000, "[" * 100_000, '{"a":' * 100_000, "{", "NaN"])
-def test_input_that_is_no_json_is_a_call(written: str) -> None:
+def test_input_that_is_not_json_is_a_call(written: str) -> None:
     schemas = [{"function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
     assert of_example("react.py:read_call")("f", written, schemas=schemas, id="c").arguments == {"text": written}
     two = [{"function": {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}}]

@@ -155,7 +155,7 @@ async def test_closed_terminal_fails_the_trajectory(keyboard: Keyboard) -> None:
     assert found.is_failed and "closed" in str(found.error)
 
 
-async def test_late_line_is_no_answer_to_the_next_question(keyboard: Keyboard) -> None:
+async def test_late_line_does_not_answer_the_next_question(keyboard: Keyboard) -> None:
     found = await play(HumanUser({"deadline_s": 0.2}, terminal=keyboard.terminal))
     assert found.turns[0].info["user_stop"] == "deadline" and "The time is over." in keyboard.screen.getvalue()
 

@@ -52,7 +52,7 @@ class Reads(BaseInteraction):
         return True, kwargs["ground_truth"], 1.0, {}
 
 
-async def test_missing_column_of_an_interaction_is_told_with_the_others() -> None:
+async def test_missing_column_of_an_interaction_is_reported() -> None:
     ref = InteractionRef(name="mine", kwargs={"answer": "4", "item": "lamp"})
     session = InteractionSession(LoadedInteraction(Reads({}), "mine", timeout_s=60), ref)
     await session.start("e")

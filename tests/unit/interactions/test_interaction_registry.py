@@ -98,7 +98,7 @@ def test_missing_module_and_attribute_are_standard_errors_too() -> None:
 @pytest.mark.parametrize(
     "text", ["", "tools: []", "- a", "interaction: 3", "a: [", "interaction: [{class_name: a.B, config: {x: '${y}'}}]", None]
 )
-def test_file_that_is_no_interaction_file_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_file_that_is_not_an_interaction_file_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "i.yaml"
     if text is not None:
         path.write_text(text)

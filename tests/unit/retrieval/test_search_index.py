@@ -127,7 +127,7 @@ def test_folder_of_texts_is_read_file_by_file(tmp_path: Path):
         ('{"contents": "x", "id": [1]}', "line 2: the id of a passage"),
     ],
 )
-def test_line_that_is_no_passage_is_named(tmp_path: Path, line: str, said: str):
+def test_line_that_is_not_a_passage_is_named(tmp_path: Path, line: str, said: str):
     (tmp_path / "p.jsonl").write_text('{"contents": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=said):
         build_index(read_passages(tmp_path / "p.jsonl"), tmp_path / "index")

@@ -301,6 +301,6 @@ async def test_function_that_hangs_after_asking_the_library_fails() -> None:
     await refuses_later(lambda: router.score(trajectory(turn())), RewardError, "longer than 0.2 s")
 
 
-async def test_endless_integer_is_no_reward() -> None:
+async def test_endless_integer_is_not_a_reward() -> None:
     with pytest.raises(RewardError, match="return a finite number"):
         await RewardRouter(function=lambda trajectory: 10**400).score(trajectory(turn()))

@@ -280,7 +280,7 @@ HOSTILE_OUTPUTS = (
 
 
 @pytest.mark.parametrize("expected", [3, "3", [3], "[3]", {"a": [1, 2]}, "text", None, 1.5, [[1] * 50] * 50])
-def test_hostile_output_is_compared_and_no_error(expected: Any) -> None:
+def test_hostile_output_is_compared_without_error(expected: Any) -> None:
     for printed in HOSTILE_OUTPUTS:
         wanted = code._as_value(expected)
         assert code.returns(printed, wanted) is (printed == "null" and wanted is None), printed[:20]
@@ -349,7 +349,7 @@ def test_programs_run_isolated_on_this_machine() -> None:
         "y = '\ud800'",
     ],
 )
-def test_hostile_program_is_wrong_and_no_error(body: str) -> None:
+def test_hostile_program_is_wrong_but_not_an_error(body: str) -> None:
     sandbox = local_sandbox(1.0 if "while" in body else 50.0)
     tests = {"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}
     assert code.compute_score(f"```python\n{body}\n```", tests, sandbox=sandbox) == 0.0

@@ -196,7 +196,7 @@ async def test_reasoning_without_a_field_follows_the_template(template: str, num
     assert len(t.segments) == num_segments
 
 
-async def test_reasoning_in_plain_text_is_no_difference() -> None:
+async def test_reasoning_in_plain_text_is_not_a_difference() -> None:
     context, _ = context_of([THINKS, "<think>\nhm</think> Four."], WRITES_CONTENT, on=False)
     t = await run_episode(context, task(), id="e")
     assert [name for name in t.metrics if name.startswith("sanity_")] == ["sanity_checked"]

@@ -166,7 +166,7 @@ async def test_refused_start_is_a_setup_error(service: Service, monkeypatch: pyt
     await refuses_later(lambda: open_sandbox(SPEC), SandboxSetupError, "401")
 
 
-async def test_refused_start_is_told_before_the_run(service: Service, monkeypatch: pytest.MonkeyPatch):
+async def test_refused_start_is_reported_before_the_run(service: Service, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("E2B_API_KEY", "other")
     await refuses_later(lambda: asyncio.to_thread(try_sandbox, SPEC, where="tools"), ConfigError, "401")
 

@@ -24,7 +24,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 CONFIG = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 
-async def test_the_agent_trains_as_it_is_configured(tmp_path: Path) -> None:
+async def test_agent_trains_as_it_is_configured(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(CODE[0])
     config = RunConfig(
         model={"init": {"model_type": "qwen3"}, "tokenizer": "x"},  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_command_line_agents_are_made_as_written(tmp_path: Path) -> None:
         BlackBox(agent=f"agents.py:{name}", base=tmp_path)
 
 
-async def test_an_episode_of_a_server_is_asked_for_as_written() -> None:
+async def test_episode_of_a_server_is_created_as_written() -> None:
     names: dict[str, Any] = {}
     exec(CODE[2], names)
 

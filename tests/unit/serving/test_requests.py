@@ -19,14 +19,14 @@ def zoom(image: Any) -> dict[str, Any]:
     return {"prompt": SAID, "extra_info": {"tools_kwargs": kwargs}}
 
 
-def test_what_is_whole_is_taken():
+def test_embedded_image_is_accepted():
     task = task_of({"messages": SAID, "images": [WHOLE], "data_dict": {"env_config": {"name": "lake"}}}, id="a")
     assert task.id == "a" and task.prompt[0].media[0].source == WHOLE
     task = task_of({"messages": SAID, "data_dict": zoom(WHOLE) | zoom({"bytes": "iVBO"})}, id="a")
     assert task.prompt[0].text == "What is this?"
 
 
-def test_an_image_in_bare_base64_is_whole():
+def test_image_in_bare_base64_is_accepted():
     bare = WHOLE.partition(",")[2]
     parts = [{"type": "image", "image": bare}]
     others = [[{"type": "image_url", "image_url": url}] for url in (bare, {"url": bare})]
@@ -42,7 +42,7 @@ def test_an_image_in_bare_base64_is_whole():
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "../x.png", "file:///etc/passwd", "http://169.254.169.254/", "C:\\x.png"])
-def test_a_file_or_an_address_is_refused_wherever_it_stands(place: str):
+def test_file_or_address_is_refused_in_every_field(place: str):
     parts = [{"type": "image", "image": place}]
     for request in (
         {"messages": SAID, "images": [place]},
@@ -59,7 +59,7 @@ def test_a_file_or_an_address_is_refused_wherever_it_stands(place: str):
 
 
 @pytest.mark.parametrize("name", ["subprocess:Popen", "os.system", "evil.py:Env", "/tmp/evil.py:E", "gymnasium:evil:E-v0"])
-def test_what_would_be_imported_is_refused(name: str):
+def test_name_that_would_be_imported_is_refused(name: str):
     for columns in ({"env_config": {"name": name}}, {"env": name}, {"env": {"name": name, "seed": 1}}):
         with pytest.raises(DataError, match="does not import modules"):
             task_of({"messages": SAID, "data_dict": columns}, id="a")

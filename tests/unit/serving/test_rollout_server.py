@@ -121,7 +121,7 @@ def test_endpoints_of_a_trainer_answer(server: str):
 
 
 @pytest.mark.parametrize("path", ["init_communicator", "update_named_param", "update_adapter_param"])
-def test_weights_by_another_way_are_refused_by_name(server: str, path: str):
+def test_weights_by_another_transport_are_refused_by_name(server: str, path: str):
     reply = HTTP.post(f"{server}/{path}/", json={})
     assert reply.status_code == 501 and "weights" in reply.json()["detail"]
 

@@ -104,7 +104,7 @@ def test_client_that_asks_too_often_waits():
     assert [rates.count("10.0.0.1") for _ in range(2)] == [0, 1]
 
 
-def test_strangers_take_nothing_from_a_client_with_the_token():
+def test_client_with_the_token_has_its_own_rate():
     gate = guard(ServerRules(rate=ClientRateLimit.parse("1/h:3"), token="t"))
     assert [status(gate) for _ in range(4)] == [401, 401, 401, 429]
     assert [status(gate, {"x-api-key": "t"}) for _ in range(4)] == [None, None, None, 429]
@@ -124,7 +124,7 @@ def test_token_that_no_header_carries_is_refused(token: str):
     refuses(lambda: guard(ServerRules(token=token)), ConfigError, "the token")
 
 
-def test_open_address_needs_a_token_that_nobody_guesses():
+def test_open_address_needs_a_long_token():
     for token in (None, "short", "x" * 16):
         check_exposure("127.0.0.1", token)
     refuses(lambda: check_exposure("0.0.0.0", None), ConfigError, "POLYTURN_TOKEN")

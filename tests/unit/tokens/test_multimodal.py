@@ -278,7 +278,7 @@ def uri(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "ICNS", "XBM"])
-def test_file_of_a_rare_format_is_no_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_a_rare_format_is_not_an_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow hands PostScript to Ghostscript, whatever a data URI says that it is."""
     monkeypatch.setattr("subprocess.Popen", lambda *args, **options: pytest.fail("a program was started"))
     refuses(lambda: load_image(uri(file_of(kind))), DataError, "not an image")

@@ -29,7 +29,7 @@ def kind(held: str, full: str, mode: str = "strict") -> str | None:
 @pytest.mark.parametrize(
     ("held", "full"), [("a", "a"), ("a", "a<|im_end|>\n"), ("a<|im_end|>", "a<|im_end|>\n"), ("a<|im_end|>", "a"), ("", "")]
 )
-def test_text_behind_the_last_turn_is_no_difference(held: str, full: str) -> None:
+def test_text_behind_the_last_turn_is_not_a_difference(held: str, full: str) -> None:
     assert check(ids(HEAD + held), ids(HEAD + full), CODEC) is None
 
 

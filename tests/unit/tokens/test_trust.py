@@ -197,7 +197,7 @@ def test_parameter_written_as_a_tag_is_text(name: str) -> None:
     assert shown(name)[0] == f"<{name}>"
 
 
-def test_foreign_tool_may_have_a_name_that_is_no_text() -> None:
+def test_foreign_tool_may_have_a_name_that_is_not_text() -> None:
     tool = {"name": 5, "description": "</think>"}
     assert "</think>" not in control(DeltaEncoder(CODEC, tools=[tool], foreign_tools=["5"]).start([ASKED]))
 

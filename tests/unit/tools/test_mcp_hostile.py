@@ -227,7 +227,7 @@ async def test_server_behind_a_url_may_change_tools_and_restart(
         kept_port.close()
 
 
-async def test_server_that_never_gets_ready_delays_nobody() -> None:
+async def test_server_that_is_never_ready_delays_no_other_session() -> None:
     held = Held()
     server = McpServer("deaf", NEVER_READY, session="episode", limits=McpLimits(connect_timeout_s=0.2))
     server.open("e")
@@ -245,7 +245,7 @@ async def test_server_that_never_gets_ready_delays_nobody() -> None:
     await until(lambda: held.is_released)
 
 
-async def test_server_that_does_not_answer_the_farewell_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_that_does_not_confirm_the_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyturn.tools.mcp_connection.CLOSE_S", 0.2)
     farewell, over = asyncio.Event(), asyncio.Event()
 

@@ -176,7 +176,7 @@ asked, channel = frame.f_locals["request"]["id"].encode(), frame.f_locals["repli
         ("half a line %s", "exit", 7, {}),
     ],
 )
-def test_forged_answer_is_no_more_than_was_asked_for(
+def test_forged_answer_has_only_the_requested_files(
     sandbox: Interpreter, line: str, status: str, exit_code: int | None, files: dict[str, str]
 ) -> None:
     code = ANSWER + f"os.write(channel, b'{line}' % asked)\nraise SystemExit(7)"

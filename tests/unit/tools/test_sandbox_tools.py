@@ -95,7 +95,7 @@ async def test_files_are_written_read_and_edited(call: Call):
         ("read_file", {"path": "bytes"}, "UTF-8"),
     ],
 )
-async def test_failure_is_told_to_the_model(call: Call, name: str, arguments: dict[str, Any], word: str):
+async def test_failure_is_reported_to_the_model(call: Call, name: str, arguments: dict[str, Any], word: str):
     await call("bash", command="echo xx > f; printf '\\xff' > bytes")
     await refuses_later(lambda: call(name, **arguments), ToolError, word)
 

@@ -117,7 +117,7 @@ async def test_timeout_covers_a_call_with_its_retries() -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"query_list": []}, {"query_list": "rome"}])
-async def test_wrong_queries_are_told_to_the_model(parameters: dict[str, Any]) -> None:
+async def test_wrong_queries_are_reported_to_the_model(parameters: dict[str, Any]) -> None:
     text, metrics = await ask(search_tool("http://127.0.0.1:9/"), **parameters)
     assert "query_list" in text
     assert metrics["failure"] == "schema"

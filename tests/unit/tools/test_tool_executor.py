@@ -269,7 +269,7 @@ async def test_failing_create_ends_the_episode_and_releases_all(do: str) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), "much", [1]])
-async def test_reward_that_is_no_number_is_an_error(value: Any) -> None:
+async def test_reward_that_is_not_a_number_is_an_error(value: Any) -> None:
     tool = Obeys()
     async with EpisodeTools(Toolbox([tool]), "e") as session:
         await session.start(task_with(rec={"calc_reward_kwargs": {"value": value}}))

@@ -236,7 +236,7 @@ async def test_cut_of_an_error_is_counted():
     assert result.error == "tool_error" and result.metrics["cut_chars"] > 400
 
 
-async def test_joined_surrogates_are_no_cut():
+async def test_joined_surrogates_are_not_a_cut():
     (result,) = await ask(Toolbox([Answers("a\ud83d\ude00b")], ToolOptions(max_result_chars=100)), call("tool"))
     assert result.metrics == {}
 

@@ -190,7 +190,7 @@ def test_arguments_may_stand_behind_a_reference() -> None:
     ],
     ids=["remote", "nowhere", "endless", "no number", "no pattern", "no schema"],
 )
-def test_schema_that_cannot_judge_leaves_the_call_to_the_tool(
+def test_call_passes_unchecked_if_its_schema_is_broken(
     schema: dict[str, Any], value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     check = ArgumentSchema(schema, tool="theirs")

@@ -335,7 +335,7 @@ def test_training_ends_when_validations_stop_getting_better(tmp_path: Path):
     assert rig.trainer.state.step == 3 and rig.trainer.state.best_step == 1
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
+def test_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path):
     good = {0: 0, 1: 1, 2: 3, 3: 1, 4: 2, 5: 2}
     rig = Rig(
         tmp_path,
@@ -375,7 +375,7 @@ def test_first_or_last_weights_may_be_the_best(tmp_path: Path, good: dict[int, i
     assert found is not None and rig.checkpoints.load(found)["loop"]["step"] == best == rig.trainer.state.best_step
 
 
-def test_the_time_of_a_step_is_accounted_for(tmp_path: Path):
+def test_time_of_a_step_is_accounted_for(tmp_path: Path):
     for metrics in Rig(tmp_path).run().observer.metrics.values():
         parts = [metrics[f"time/{name}"] for name in ("generate_s", "train_s", "prepare_s")]
         assert 0 < metrics["time/prepare_s"] < sum(parts) < metrics["time/step_s"]
@@ -583,7 +583,7 @@ def test_cancellation_during_publishing_records_the_step(tmp_path: Path):
     assert rig.saved("loop")["step"] == 2
 
 
-def test_the_report_before_training_survives_a_resume(tmp_path: Path):
+def test_report_before_training_survives_a_resume(tmp_path: Path):
     first = Rig(tmp_path, eval_sets=("greedy",), steps=1, is_right=right_in_evaluations_of({0: 1})).run()
     assert first.trainer.state.reports["before"]["greedy"]["success"] == 0.25
     second = Rig(tmp_path, eval_sets=("greedy",), steps=2, is_right=right_in_evaluations_of({2: 2})).resumed().run()
@@ -680,7 +680,7 @@ def test_timed_checkpoints_cost_a_fiftieth_at_most(tmp_path: Path):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
+def test_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
     folder = tmp_path / "journal"
     Rig(tmp_path / "checkpoints", journal=JournalFile(folder), max_staleness=max_staleness).run()
     assert not folder.exists()

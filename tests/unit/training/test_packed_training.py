@@ -189,7 +189,7 @@ def test_model_with_experts_is_packed():
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-7)])
-def test_rounding_of_experts_is_no_leak(dtype: torch.dtype, rounding: float):
+def test_rounding_of_experts_is_not_a_leak(dtype: torch.dtype, rounding: float):
     """Other tokens change the sizes of the experts' matrices, and with them the last bits; here every other pass differs."""
     model, passes = tiny_model(VOCAB, spread=0.2).to(dtype), itertools.count()
     mlp = model.model.layers[0].mlp

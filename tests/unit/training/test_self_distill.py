@@ -187,7 +187,7 @@ def test_failing_function_is_named(answer: Privileged, error: type[Exception]) -
     refuses(lambda: distillation(answer).apply([group], prepared(group, made), score=made.score), error, "own.py:hint")
 
 
-def test_text_beyond_the_context_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_beyond_the_context_is_left_out_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     made, group = policy(), played()
     samples = prepared(group, made)
     one = distillation(positions=max(map(len, samples)) + 3)

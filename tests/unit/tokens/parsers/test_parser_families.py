@@ -312,7 +312,7 @@ def test_text_like_a_pythonic_call_is_content(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"answer": 5}', '{"name": "Bob", "age": 5}', '{"name": "Bob"}', '{"type": "x"}', "{x}"])
-def test_json_answer_is_no_llama_call(text: str) -> None:
+def test_json_answer_is_not_a_llama_call(text: str) -> None:
     assert read("llama3", text) == (text, (), None)
 
 
