@@ -37,7 +37,7 @@ def train(tmp_path: Path, env: object, *, max_turns: int = 2, **data: object) ->
         "env": env,
         "rollout": {
             "limits": {"max_turns": max_turns, "max_tokens_per_turn": 10, "max_context": 2048, "timeout_s": 120},
-            "tokenization_sanity_check_mode": "disable",  # what random weights write is not text
+            "tokenization_sanity_check_mode": "disable",  # random weights do not write text
         },
         "engine": {"num_slots": 16},
         "train": {"steps": 2, "groups_per_step": 2, "group_size": 3, "optim": {"lr": 1.0e-3}},

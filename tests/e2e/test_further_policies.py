@@ -139,7 +139,7 @@ def test_past_policy_is_refreshed_every_n_steps(tmp_path: Path) -> None:
         for t in open_store(folder).trajectories(split="train", step=number):
             (opponent,) = t.turns[-1].info["opponents"].values()
             by_step.setdefault(number, set()).add(opponent["version"])
-            by_step[number].discard(None)  # of a game that ended before it moved
+            by_step[number].discard(None)  # its game ended before it moved
     assert by_step == {1: {0}, 2: {0}, 3: {2}, 4: {2}}
 
 

@@ -60,7 +60,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_script(project: Path, text: str) -> str:
-    """Run a script of ms-swift's commands in a project; return what it logged."""
+    """Run a script of ms-swift's commands in a project; return its log."""
     (project / "run.sh").write_text(text)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     line = ["polyturn", "run-as", "swift", "--", "bash", "run.sh"]

@@ -81,7 +81,7 @@ def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def run_as(home: Path, *command: object, overrides: Sequence[str] = (), at: str = ".", program: str = "") -> str:
-    """Run a command in the checkout under `run-as verl`; return what it printed."""
+    """Run a command in the checkout under `run-as verl`; return its output."""
     sets = [part for override in overrides for part in ("--set", override)]
     variables = {
         **os.environ,

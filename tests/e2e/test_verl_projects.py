@@ -58,7 +58,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill(project: Path, kind: str, run: Path) -> list[str]:
-    """Return the overrides that fill what a config leaves open."""
+    """Return the overrides for the placeholders of a config."""
     return [
         *SMALL,
         f"actor_rollout_ref.model.path={project / 'model'}",
@@ -84,7 +84,7 @@ def write_config(tmp_path: Path, **rollout: Any) -> Path:
 
 
 def call(*arguments: object) -> str:
-    """Run a command of polyturn's in this process; return what it printed."""
+    """Run a command of polyturn in this process; return its output."""
     called = call_command(main, *arguments)
     assert called.code == 0, called.err
     return called.out

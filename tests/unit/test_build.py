@@ -1,4 +1,4 @@
-"""From a config to live objects: what ends up where, and what is refused."""
+"""From a config to live objects: the use of each setting, and refused ones."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ async def test_server_of_an_adapter_starts_without_it(
 def test_served_sglang_model_has_its_adapter_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """Nobody sends these servers an adapter: a trainer that sends weights to `polyturn serve` sends whole ones."""
+    """No trainer sends these servers an adapter: one that sends weights to `polyturn serve` sends whole ones."""
     made, build_parts = [], build.build_parts
 
     def stop_after(source: build.ConfigSource) -> None:
@@ -288,7 +288,7 @@ async def test_adapter_that_sglang_cannot_serve_is_refused_or_merged(
 def test_log_that_is_not_a_file_is_refused_early(
     tmp_path: Path, kind: str, replica: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody reads holds the server up once it is full."""
+    """A pipe without a reader blocks the server once it is full."""
     log = Path(f"{tmp_path}/server.log{replica}")
     if kind == "pipe":
         os.mkfifo(log)

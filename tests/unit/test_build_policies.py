@@ -1,4 +1,4 @@
-"""From the section `policies` to further policies: which model, tokenizer and engine each has, and what is refused."""
+"""From the section `policies` to further policies: which model, tokenizer and engine each has, and refused settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`.ci/pipeline.py`: what makes a run of CI red, what it remembers, and what it removes."""
+"""`.ci/pipeline.py`: the causes of a red run, its memory, and the leftovers that it removes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ while [[ $* == *waits* ]]; do sleep 0.05; done""",
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put stand-ins first in the path, and return the file in which they write down how they are called."""
+    """Put stand-ins first in the path, and return the file in which they record their calls."""
     for name, body in STAND_INS.items():
         stand_in = tmp_path / "bin" / name
         stand_in.parent.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def started(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def ended(job: subprocess.Popen[bytes]) -> int:
-    """Wait until the script has ended, and end what is left of its job, as Slurm does."""
+    """Wait until the script has ended, and end the rest of its job, as Slurm does."""
     try:
         return job.wait(240)
     finally:

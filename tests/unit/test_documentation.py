@@ -203,7 +203,7 @@ def has_key(model: type, path: list[str]) -> bool:
 
 
 def named(pattern: str) -> set[tuple[str, str]]:
-    """Return which page names what."""
+    """Return the names on each page."""
     pages = {page: text for page, text in TEXTS.items() if page.startswith("docs/") and "migrate" not in page}
     return {(page, name) for page, text in pages.items() for name in re.findall(pattern, text)}
 
@@ -216,7 +216,7 @@ def test_keys_that_a_page_names_exist() -> None:
 
 
 def test_metrics_that_a_page_names_are_recorded() -> None:
-    """The name, or its first words, stands in the source in quotes."""
+    """The source has the name, or its first words, in quotes."""
     for page, name in named(r"`((?:rollout|reward|tokens|policy|loss|buffer|time|critic|engine)/[a-z0-9_]+)`"):
         begins = [name.rsplit("_", k)[0] for k in range(name.count("_") + 1)]
         assert any(f'"{begin}' in SOURCE for begin in begins), (page, name)

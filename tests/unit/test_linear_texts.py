@@ -1,4 +1,4 @@
-"""Reading a text of a model or an environment takes time linear in its length, whatever it never closes."""
+"""Reading a text of a model or an environment takes time linear in its length, even if it leaves brackets or tags open."""
 
 import sys
 

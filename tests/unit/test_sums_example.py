@@ -1,4 +1,4 @@
-"""The task of `make demo`: held-out sums are never trained on, and the teacher says what is wrong."""
+"""The task of `make demo`: held-out sums are never trained on, and the teacher names the mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desk in a real browser: conversations wait, a person answers them, and what a model wrote stays text.
+"""The desk in a real browser: conversations wait, a person answers them, and the text of a model stays text.
 
 Needs Chromium and playwright (`make browser`); skipped with that sentence where they are missing.
 """

@@ -377,7 +377,7 @@ def test_text_of_a_number_is_the_number() -> None:
         read(GivenArguments(**given, overrides=values))[0].config
         for values in (numbers, {key: str(value) for key, value in numbers.items()})
     )
-    assert as_texts == as_numbers.model_copy(update={"data": as_texts.data})  # of which each has rows of its own
+    assert as_texts == as_numbers.model_copy(update={"data": as_texts.data})  # their rows differ
 
 
 def test_run_as_a_model_means_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are damaged, half written, empty or being written: commands show the rest and name what is wrong."""
+"""Runs that are damaged, half written, empty or being written: commands show the rest and name the damage."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def config(install: Callable[..., None], tmp_path: Path) -> Path:
 
 
 def for_any_engine(config: Path) -> Path:
-    """Leave out what is for the embedded engine alone."""
+    """Leave out the settings that only the embedded engine has."""
     config.write_text("".join(line for line in config.read_text().splitlines(True) if not line.startswith("engine:")))
     return config
 

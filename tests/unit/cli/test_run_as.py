@@ -126,7 +126,7 @@ def test_children_find_verl_and_keep_their_exit_code(tmp_path: Path, is_checkout
 
 
 def test_own_classes_are_found_in_the_working_directory(tmp_path: Path):
-    """As `python -m` does; here the first task of a project that has nothing but a class."""
+    """As with `python -m`; here for the first task of a project that only has a class."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "talk.py").write_text("from verl.interactions.base import BaseInteraction as Talk\n")
     code = "from polyturn.cli.run_as import find_like; find_like('verl'); import project.talk as t; print(t.Talk.__module__)"

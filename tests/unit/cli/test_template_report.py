@@ -1,4 +1,4 @@
-"""The report of `polyturn check`: a template's traits, found by rendering, and what hostile text becomes."""
+"""The report of `polyturn check`: a template's traits, found by rendering, and its treatment of hostile text."""
 
 import functools
 from pathlib import Path

@@ -10,7 +10,7 @@ from polyturn.training.rank_group import RankReply
 
 
 class Sent:
-    """A reference to the answer of a rank, which is what the rank was sent."""
+    """A reference to the answer of a rank, which is the message that the rank got."""
 
     def __init__(self, share: Any) -> None:
         self.share = share

@@ -167,7 +167,7 @@ CALL = '<tool_call>\n{"name": "double", "arguments": {"x": 21}}\n</tool_call>'
 
 
 class React(AgentLoopBase):
-    """A graph of model and tool as the recipe langgraph_agent drives it: in tasks of its own, and swallowing errors."""
+    """A graph of model and tool that runs, as in the recipe langgraph_agent, in its own tasks, and swallows errors."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         schema = {"name": "double", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}

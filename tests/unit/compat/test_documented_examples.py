@@ -1,4 +1,4 @@
-"""The example classes of verl's documentation, as they stand there, run unmodified from a config file."""
+"""The example classes of verl's documentation run unmodified from a config file."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def spans(trajectory: Trajectory, segment: int = 0) -> list[tuple[str, bool]]:
     ]
 
 
-# --- what a scheduler gets ----------------------------------------------------------------------------------------------
+# --- the inputs of a scheduler -------------------------------------------------------------------------------------------
 
 
 async def test_step_gets_turns_from_one_and_all_columns() -> None:
@@ -146,7 +146,7 @@ async def test_tool_message_of_a_step_stays_one() -> None:
     assert [m.role for m in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-# --- what is trained ----------------------------------------------------------------------------------------------------
+# --- trained tokens -----------------------------------------------------------------------------------------------------
 
 
 async def test_math_tips_drops_what_it_cuts_and_masks_the_hint() -> None:

@@ -43,7 +43,7 @@ class PlaysPlan(MultiTurnScheduler):
             return result
         if move.kind == "cut":
             added = tiny_codec().encode_plain(move.text).tolist()
-            infer_request.messages[-1]["content"] += move.text  # what counts are the ids
+            infer_request.messages[-1]["content"] += move.text  # only the ids matter
             mask = [1] * kept + [0] * len(added)
             return {**result, "response_token_ids": ids[:kept] + added, "response_loss_mask": mask}
         if move.kind == "edit":

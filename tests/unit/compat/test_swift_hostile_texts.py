@@ -1,4 +1,4 @@
-"""ms-swift's shipped rewards on what a policy may write: the scores of its patterns, in time linear in the text."""
+"""ms-swift's shipped rewards on hostile texts: the scores of its patterns, in time linear in the text."""
 
 from __future__ import annotations
 

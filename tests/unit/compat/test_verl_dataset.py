@@ -112,7 +112,7 @@ def custom(tmp_path: Path) -> Path:
 
 
 def test_rows_hold_what_a_rollout_reads(parquet: str) -> None:
-    """Users' classes rely on these names, and on a row of their own each time."""
+    """Users' classes rely on these names, and on a new row each time."""
     dataset = RLHFDataset(parquet, tiny_tokenizer(), OmegaConf.create(CONFIG), max_samples=2)
     assert len(dataset) == 2
     dataset[1]["raw_prompt"][0]["content"] = "changed"

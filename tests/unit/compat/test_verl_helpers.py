@@ -109,7 +109,7 @@ def score(task, completion, reference, extra_info):
 
 
 async def test_scores_are_computed_in_processes_and_pass_errors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_scores.py").write_text(SCORES)  # a file of its own, which processes import in no time
+    (tmp_path / "own_scores.py").write_text(SCORES)  # a separate file, which processes import quickly
     monkeypatch.syspath_prepend(tmp_path)
     score = importlib.import_module("own_scores").score
     found = await parallel_compute_score_async(score, ["a", "b"], ["a", "c"], ["tuple", "dict"], num_processes=1)

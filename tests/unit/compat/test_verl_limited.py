@@ -38,7 +38,7 @@ def rows() -> DataProto:
 
 @pytest.fixture
 def manager() -> type[RateLimitedRewardManager]:
-    """A class of its own for each test, because limits belong to the class."""
+    """Make a new class for each test, because limits belong to the class."""
 
     class Mine(RateLimitedRewardManager):
         _class_initialized = False

@@ -92,7 +92,7 @@ def outcome(tree: Composed, key: str, value: Any) -> str:
 
 @pytest.mark.parametrize("release", LAST_AND_SLOW)
 def test_no_wrong_value_is_silent(release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Words, lists and mappings for keys whose values travel, and null for any key that is not ignored and never has it."""
+    """Words, lists and mappings for keys whose values travel, and null for any key that has an effect and no null."""
     monkeypatch.chdir(tmp_path)
     tree = compose_name("ppo_trainer", folder=None, overrides=["actor_rollout_ref.model.path=m", "data.train_files=t"])
     rows = {key: table().find(key) for key in keys_of(release)}

@@ -1,4 +1,4 @@
-"""Samplers as verl's users write them decide the order of a run's tasks, learn from its steps, and go on after a resume."""
+"""Samplers in verl's form decide the order of a run's tasks, learn from its steps, and continue after a resume."""
 
 from __future__ import annotations
 

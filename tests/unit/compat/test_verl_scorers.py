@@ -1,4 +1,4 @@
-"""Scorers under verl's names: what users' own reward functions import."""
+"""Scorers under verl's names, which users' own reward functions import."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def facts_of(side: str, folder: Path, *, python: str = sys.executable, path: str
 
 
 def difference(theirs: Any, ours: Any) -> set[str]:
-    """Return in what two results differ; metrics may say more than verl's."""
+    """Return the differences between two results; metrics may have more keys than verl's."""
     if not isinstance(theirs, dict):
         return set() if theirs == ours else {""}
     if "metrics" in theirs:

@@ -227,7 +227,7 @@ def test_missing_file_and_folder_are_refused(tmp_path: Path, path: str, words: s
         load_config(Run, tmp_path / path)
 
 
-# --- what is written
+# --- written files
 
 SECRET = "sk-0123456789"
 SECRETS = """

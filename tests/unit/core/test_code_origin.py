@@ -1,4 +1,4 @@
-"""What a message says about an author's code: the author's function in a stack, and the line that defines a plug-in."""
+"""Messages about an author's code: the author's function in a stack, and the line that defines a plug-in."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_message_needs_a_role_and_call_a_name() -> None:
         "name",
     )
     (call,) = Message.from_openai({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}).tool_calls
-    assert call.error == "a tool call needs a name"  # what a model wrote and a scheduler repeats
+    assert call.error == "a tool call needs a name"  # a model wrote it and a scheduler repeats it
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_record_that_cannot_be_formatted_is_kept(text: str, args: tuple[object, 
     assert HideSecrets({}).filter(record), "the handler reports the error"
 
 
-# --- Secrets in texts that are shown: values of YAML, and what a server echoes of our own URL
+# --- Secrets in texts that are shown: values of YAML, and our own URL in the answer of a server
 
 
 @pytest.mark.parametrize("text", ["{client_secret: s3cr3tvalue}", "tools: {api_key: abcdef, n: 1}", "password: hunter22"])

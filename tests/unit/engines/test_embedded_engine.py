@@ -74,7 +74,7 @@ def reference_logprobs(model, ids, completion: Completion, temperature: float = 
     return torch.log_softmax(logits / temperature, -1).gather(1, full[0, len(ids) :, None]).squeeze(1).numpy()
 
 
-# -- what it computes ------------------------------------------------------------------------------------------------
+# -- tokens, logprobs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("qwen2", True), ("llama", False)])
@@ -199,7 +199,7 @@ async def test_completion_across_an_update_says_where_it_changed(keep_kv):
     assert np.allclose(answer.logprobs[:at], reference_logprobs(before, ids, answer)[:at], atol=1e-4)
     assert abs(answer.logprobs[at] - reference_logprobs(before, ids, answer)[at]) > 1e-3
     exact = np.allclose(answer.logprobs[at:], reference_logprobs(model, ids, answer)[at:], atol=1e-4)
-    assert exact is not keep_kv  # without the old cache, what follows is exactly the new policy's
+    assert exact is not keep_kv  # without the old cache, the next tokens are exactly the new policy's
 
 
 async def test_tokens_beside_a_training_thread_come_from_whole_versions():

@@ -38,7 +38,7 @@ def ask(ids: Any, *, session: str | None = None, routed_from: int = 0, max_token
 
 
 def live_routes(model: Any, ids: Any) -> Any:
-    """Return [T, L, K] what the routers choose in one pass over `ids`."""
+    """Return the routes [T, L, K] of one pass over `ids`."""
     routers = Routers.of(model)
     assert routers is not None
     with torch.no_grad(), RoutingPass(routers) as routing:

@@ -132,7 +132,7 @@ async def test_stop_removes_shared_memory_of_a_killed_server_alone(block_of, cap
     deadline = time.monotonic() + 60
     while session_of(server.pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (processes end by themselves)
         await asyncio.sleep(0.02)
-    assert there(*names) == [True, True, True]  # what a kill leaves behind: of the server, of its child, and a semaphore
+    assert there(*names) == [True, True, True]  # leftovers of a kill: of the server, of its child, and a semaphore
     await server.stop()
     assert there(*names) == [True, False, False]
     assert there(before.name, during.name, unheld.name) == [True, True, True]

@@ -1,4 +1,4 @@
-"""The pool: which server gets a turn, in which order, and what happens when a server is lost."""
+"""The pool: the server and the order of turns, and lost servers."""
 
 from __future__ import annotations
 

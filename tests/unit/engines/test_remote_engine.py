@@ -165,7 +165,7 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1.0
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 async def test_load_of_a_server_is_read(kind: type[RemoteEngine]) -> None:
-    """vLLM in its metrics, SGLang under /v1/loads; a pool adds up what waits and gives the mean use."""
+    """vLLM in its metrics, SGLang under /v1/loads; a pool adds up waiting requests and takes the mean use."""
 
     async def tell(request: web.Request) -> web.Response:
         if request.path == "/metrics":

@@ -30,7 +30,7 @@ SHAPE = RouteShape(num_layers=2, top_k=2, num_experts=8, layers=(1, 2), num_hidd
 
 
 def every_layer(count: int) -> Any:
-    """Return [count, 3, 2] what a server captured of so many tokens."""
+    """Return the routes [count, 3, 2] that a server captured for so many tokens."""
     routes = np.random.default_rng(0).integers(0, 8, (count, 3, 2))
     routes[:, 0] = 0
     return routes

@@ -1,4 +1,4 @@
-"""Servers on the trainer's own GPUs: the order of calls around an update, and what becomes of requests and lost servers."""
+"""Servers on the trainer's own GPUs: the order of calls around an update, requests, and lost servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ASKED = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
 class Scripted:
-    """A server that speaks as vLLM and SGLang do, writes down what it is told, and answers requests when it is awake."""
+    """A server that speaks as vLLM and SGLang do, records its commands, and answers requests when it is awake."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -141,7 +141,7 @@ async def test_server_sleeps_before_an_update_and_wakes_in_order(kind: str, fold
         said = await asyncio.gather(asked, held)
         assert server.told[: len(first + SLEEP[kind] + WAKE[kind])] == first + SLEEP[kind] + WAKE[kind]
         again = server.told[len(first + SLEEP[kind] + WAKE[kind]) :]
-        # What vLLM cut goes on behind its two tokens; SGLang puts it back into its own queue.
+        # A request that vLLM cut continues after its two tokens; SGLang puts it back into its own queue.
         assert sorted(again) == sorted([f"{ASKED[kind]} 2 tokens", *([f"{ASKED[kind]} 4 tokens"] if kind == "vllm" else [])])
         assert len(said[0].token_ids) == 4 and said[0].policy_versions[-1][1] == 1
         server.told.clear()
@@ -173,7 +173,7 @@ async def test_failed_load_wakes_the_server_with_unfinished_weights(kind: str, f
 
 
 class Supervised:
-    """A supervisor of a server that is there, until it is stopped."""
+    """A supervisor of a running server, until it is stopped."""
 
     def __init__(self, url: str) -> None:
         self.url = url

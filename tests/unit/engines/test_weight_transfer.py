@@ -53,7 +53,7 @@ class Server:
 
 
 class Link:
-    """Writes down where it sends what."""
+    """Records the weights that it sends to each server."""
 
     def __init__(self, way, servers, log):
         self.servers, self.log = servers, log

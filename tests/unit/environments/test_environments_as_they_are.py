@@ -1,4 +1,4 @@
-"""An episode in an environment of another package earns what the package itself gives for the same seed and actions."""
+"""An episode in another package's environment earns the rewards of the package for the same seed and actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our Harbor adapter against Harbor's own runner: rewards of the examples, and what is read of a task.toml.
+"""Our Harbor adapter against Harbor's own runner: rewards of the examples, and the fields of a task.toml.
 
 Harbor runs in the interpreter that `python scripts/environments/build.py harbor` makes, which needs Python 3.12. Its own
 environments need images of a registry, so each command of a trial runs under bubblewrap (`support/harbor_oracle.py`).

@@ -1,4 +1,4 @@
-"""Harbor's task folders: what is read, refused by name, run, verified and rewarded."""
+"""Harbor's task folders: read or refused by name, run, verified and rewarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Games of several players: what each sees and earns, and what the tokens of each are trained on."""
+"""Games of several players: the prompts and rewards of each, and the advantages of their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each number of an evaluation counts, on episodes whose outcome is known."""
+"""The meaning of each number of an evaluation, on episodes with known outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals, pass@k, maj@k, turn budgets and paired tests, against what can be counted by hand."""
+"""Intervals, pass@k, maj@k, turn budgets and paired tests, against counts by hand."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from support.runs import call_command
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
-    """Score what was said, and return it as the answer."""
+    """Score the solution, and return it as the answer."""
     return {"score": float(solution_str == ground_truth), "pred": solution_str}
 
 
 def groups_of(said: Sequence[Sequence[str]], *, sources: Sequence[str] = ("a",)) -> list[TrajectoryGroup]:
-    """Run one task for each row, whose right answer is "4"; each word is what one sample says."""
+    """Run one task for each row, whose right answer is "4"; each word is the answer of one sample."""
     out = []
     for index, answers in enumerate(said):
         source = sources[index % len(sources)]

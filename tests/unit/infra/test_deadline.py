@@ -170,7 +170,7 @@ async def test_abandoned_code_cannot_end_the_loop() -> None:
 @pytest.mark.parametrize("num_ignored", [0, 1, 10])
 @virtual
 async def test_cancelled_caller_cancels_the_code(num_ignored: int) -> None:
-    """Also where the code swallows its cancellation; what still runs after the grace is left behind."""
+    """Also where the code swallows its cancellation; code that still runs after the grace is abandoned."""
 
     async def wait() -> None:
         for _ in range(num_ignored):

@@ -14,7 +14,7 @@ LOADERS = ("from_pretrained", "from_config")
 
 
 def loading_calls() -> list[tuple[str, ast.Call]]:
-    """Return every call of a loader in the library, with its place."""
+    """Return every call of a loader in the library, with its position."""
     found = []
     for path in sorted(SRC.rglob("*.py")):
         source = path.read_text(encoding="utf-8")

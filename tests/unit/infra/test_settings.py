@@ -1,4 +1,4 @@
-"""Settings of plug-ins: what is read, and what the error names."""
+"""Settings of plug-ins: their values, and the errors about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interaction files, settings and rows: names, duplicates, where classes come from, and what is refused by name."""
+"""Interaction files, settings and rows: names, duplicates, the source of classes, and refusals by name."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_judge_is_checked_before_a_run(kwargs: dict[str, Any], message: str) -> 
 
 
 def policies(*says: str) -> dict[str, Speaker]:
-    """Return a further policy of the run that says what is written."""
+    """Return a further policy of the run with a scripted answer."""
     return {"critic": Speaker(*says, name="critic", max_tokens=9, temperature=1.0, max_context=4096)}
 
 

@@ -1,4 +1,4 @@
-"""Work in other processes: signals, deadlines, comparisons that never end, and what must not be imported there."""
+"""Work in other processes: signals, deadlines, comparisons that never end, and modules that must not be imported there."""
 
 from __future__ import annotations
 

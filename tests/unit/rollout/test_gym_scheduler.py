@@ -1,4 +1,4 @@
-"""Environments in an episode: what the model sees, what is scored, one close each, and replays that must answer alike."""
+"""Environments in an episode: prompts, scores, one close each, and replays that must answer alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GATE = threading.Event()
 
 @envs.register("test_counter")
 class Counter:
-    """Counts what it is told, up to a goal."""
+    """Counts the actions, up to a goal."""
 
     def __init__(self, goal: int = 2, fails: str = "", returns: Any = None, shows: Any = "Count.") -> None:
         self.goal, self.fails, self.returns, self.shows = goal, fails, returns, shows

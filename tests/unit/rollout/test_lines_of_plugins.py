@@ -1,4 +1,4 @@
-"""The error of an episode names the line of the plug-in's code, also if only what it returned was wrong."""
+"""The error of an episode names the line of the plug-in's code, also if only its result was wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes in which the prompt, a tool and an interaction show images: the trainer sees what the engine saw."""
+"""Episodes in which the prompt, a tool and an interaction show images: the trainer sees the same media as the engine."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_conversation_with_images_goes_on_in_another_process(tmp_path: Any
     assert np.array_equal(before.token_ids, after.token_ids)
     assert before.media == after.media
     assert len(after.media) == 4
-    np.testing.assert_allclose(before.logprobs, after.logprobs, atol=1e-4)  # what was decoded there is prefilled here
+    np.testing.assert_allclose(before.logprobs, after.logprobs, atol=1e-4)  # tokens decoded there are prefilled here
     assert again.messages == whole.messages
     written = (tmp_path / "step-000000.jsonl").read_text()
     source = whole.segments[0].media[1].source
@@ -200,7 +200,7 @@ async def test_conversation_with_images_goes_on_in_another_process(tmp_path: Any
 
 
 async def test_trajectory_with_media_survives_pickle_json_and_store(tmp_path: Any) -> None:
-    """I13; what a record keeps of an image is its file, as a data URI."""
+    """I13; a record keeps the file of an image, as a data URI."""
     trajectory = await run(context())
     for again in (
         pickle.loads(pickle.dumps(trajectory)),

@@ -1,4 +1,4 @@
-"""What `step` and `check_finished` of a scheduler may return, and what the loop does with it."""
+"""The results of `step` and `check_finished` of a scheduler, and their effects."""
 
 from __future__ import annotations
 

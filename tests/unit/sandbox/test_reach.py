@@ -1,4 +1,4 @@
-"""`reach`: a sandbox without network reaches the one address that it is given, and nothing else of this machine."""
+"""`reach`: a sandbox without network reaches only the given address of this machine."""
 
 from __future__ import annotations
 

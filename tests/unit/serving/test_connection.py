@@ -34,7 +34,7 @@ async def count(request: Request) -> Response:
 
 
 async def talk(*pieces: bytes, rules: ServerRules | None = None) -> bytes:
-    """Send pieces one after the other, and return what is answered until the server closes."""
+    """Send pieces one after the other, and return the answers until the server closes."""
     app, bound = Starlette(routes=[Route("/", echo, methods=["GET", "POST"])]), bind("127.0.0.1", 0)
     guarded(app, rules or ServerRules())
     async with serving(app, rules or ServerRules(), bound, log_level="critical"):

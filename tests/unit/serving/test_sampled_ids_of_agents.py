@@ -81,7 +81,7 @@ async def converse(
 
 
 async def play(agent: Callable[[Any, Any], Awaitable[None]]) -> None:
-    """Run an episode with `agent`, and check what is trained."""
+    """Run an episode with `agent`, and check the trained tokens."""
     sampled = [ids_of(spoken.text) for spoken in SPOKEN]
     codec, num_asked = tiny_codec(), 0
     for ids, spoken in zip(sampled, SPOKEN, strict=True):

@@ -1,4 +1,4 @@
-"""The program of a client that has gone is ended, so that its slot is free for the next one."""
+"""The program of a lost client is ended, so that its slot is free for the next one."""
 
 import asyncio
 import threading

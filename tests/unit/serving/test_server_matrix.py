@@ -193,7 +193,7 @@ def ask(
 
 
 def has_sentence(body: bytes) -> bool:
-    """Return whether an answer says what is wrong, and nothing of this machine."""
+    """Return whether an answer names the mistake, and tells nothing about this machine."""
     said = json.loads(body)
     text = said["detail"] if "detail" in said else said["error"]["message"]
     return len(text) > 10 and "Traceback" not in text and TOKEN not in text and "site-packages" not in text
@@ -259,7 +259,7 @@ def test_server_says_little_about_itself(served: tuple[Server, int]):
 
 
 def raw(port: int, head: bytes) -> bytes:
-    """Send bytes, and return what came back until the connection was closed."""
+    """Send bytes, and return the bytes that come back until the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         connection.sendall(head)
         found = b""

@@ -223,7 +223,7 @@ def test_missing_record_is_refused(tmp_path: Path) -> None:
 
 
 def test_step_of_several_row_groups_is_read_whole(tmp_path: Path) -> None:
-    """Each row group has dictionaries of its own, and the table that a condition is asked of outgrows a pipe."""
+    """Each row group has dictionaries of its own, and the table for a condition is larger than a pipe."""
     store, size = ParquetStore(tmp_path), 3 * ROW_GROUP
     for number in range(size):
         store.add(group(f"g{number}-{'x' * 200}", size=1, reward=float(number % 2)), step=0, split="greedy")

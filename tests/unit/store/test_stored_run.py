@@ -1,4 +1,4 @@
-"""Reading a run: while it is written, narrowed by conditions, from earlier versions, and with what training made of it."""
+"""Reading a run: while it is written, narrowed by conditions, from earlier versions, and with the results of training."""
 
 from __future__ import annotations
 

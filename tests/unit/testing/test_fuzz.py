@@ -1,4 +1,4 @@
-"""The short form of benchmarks/fuzz.py: damaged input ends in errors of ours. And what the long form found, case by case.
+"""The short form of benchmarks/fuzz.py: damaged input ends in errors of ours. Then the findings of the long form.
 
 Each of the single cases was a crash once; the long form has 100,000 others.
 """

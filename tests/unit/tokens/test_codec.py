@@ -1,4 +1,4 @@
-"""The codec: whose text becomes control tokens, what ends a turn, and errors of bad templates and tokenizers."""
+"""The codec: trusted and foreign text, the end of a turn, and errors of bad templates and tokenizers."""
 
 from pathlib import Path
 

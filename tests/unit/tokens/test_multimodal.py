@@ -79,7 +79,7 @@ def dialogue() -> list[Message]:
 
 
 def incremental(encoder: DeltaEncoder, messages: list[Message]) -> Ids:
-    """Encode a conversation as an episode does: the prompt, what was sampled, and what came back."""
+    """Encode a conversation as an episode does: the prompt, the completions, and the observations."""
     turns = [i for i, m in enumerate(messages) if m.role == "assistant"]
     ids = [encoder.start(messages[: turns[0]])]
     for at, end in zip(turns, [*turns[1:], len(messages)], strict=True):
@@ -137,7 +137,7 @@ PLACEHOLDERS = "<|vision_start|><|image_pad|><|vision_end|> <|video_pad|> <|imag
 
 
 def test_spelled_placeholder_is_text() -> None:
-    """In a prompt, a tool's result beside an image, a user's reply, and what the model itself wrote in letters."""
+    """In a prompt, a tool's result beside an image, a user's reply, and the model's own text."""
     encoder = DeltaEncoder(CODEC, tools=(TOOL,), media=MEDIA)
     call = ToolCall(id="c0", name="zoom", arguments={"x": PLACEHOLDERS})
     messages = [

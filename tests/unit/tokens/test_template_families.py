@@ -139,7 +139,7 @@ OPENED = """\
 
 
 def test_turn_with_calls_ends_with_the_opener_of_tools() -> None:
-    """Where the template writes no end, as GLM's, supervised training learns the opener of who answers."""
+    """If a template like GLM's writes no end, supervised training learns the opener of the next message."""
     markers = ("<|user|>", "<|observation|>", "<|assistant|>", "<call>", "</call>")
     codec = Codec(tokenizer_of("byte_level", markers=markers), chat_template=OPENED)
     encoder, call = DeltaEncoder(codec), ToolCall(id="c", name="f", arguments={"a": 1})

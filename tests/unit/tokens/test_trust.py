@@ -315,7 +315,7 @@ def test_control_text_in_another_unicode_form_is_text(text: str, mode: str) -> N
             "{{ (m.content.split('</think>') | last) if m.role == 'assistant' else m.content }}",
             *(Origin.ENVIRONMENT, "a</think>b", "a</think>b<|im_end|>", []),
         ),
-        (  # What the template writes around reasoning that it cuts out of a content is its own.
+        (  # The text that the template writes around reasoning from a content is its own.
             "plain_special",
             "<think>{{ m.content.split('</think>') | first }}</think>{{ m.content.split('</think>') | last }}",
             *(Origin.MODEL, "</think>", "", ["<think>", "</think>"]),

@@ -122,7 +122,7 @@ def test_schema_agrees_with_that_of_transformers() -> None:
     from transformers.utils import get_json_schema
 
     theirs = get_json_schema(search.function)
-    theirs["function"].pop("return", None)  # what a function returns is not part of calling it
+    theirs["function"].pop("return", None)  # the schema for a call has no return value
     assert search.schema == theirs
 
 

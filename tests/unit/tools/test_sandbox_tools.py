@@ -128,7 +128,7 @@ async def test_unused_sandbox_is_never_started(tmp_path: Path, monkeypatch: pyte
     (tool,) = tools_of(tools=["bash"], sandbox={"backend": "podman", "image": "i", "workdir": str(tmp_path)}).values()
     await tool.create("e")
     await tool.release("e")
-    assert len(engine.calls("run")) == len(engine.calls("rm")) == 1  # the one that was tried before the run
+    assert len(engine.calls("run")) == len(engine.calls("rm")) == 1  # of the trial before the run
 
 
 def test_sandbox_that_does_not_start_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""SearchTool and SandboxFusionTool ask a service over HTTP; the ends of a call are told apart."""
+"""SearchTool and SandboxFusionTool ask a service over HTTP; the outcomes of a call are told apart."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_service_that_comes_back_is_asked_again() -> None:
         _, metrics = await search(search_tool(server.url))
         url = server.url
     assert (metrics["status"], metrics["num_tries"]) == ("success", 3)
-    _, metrics = await search(search_tool(url, max_retries=1))  # nobody listens there any more
+    _, metrics = await search(search_tool(url, max_retries=1))  # the server has gone
     assert (metrics["cause"], metrics["failure"]) == ("unreachable", "connection")
 
 

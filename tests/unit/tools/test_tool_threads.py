@@ -98,7 +98,7 @@ async def test_result_that_arrives_during_a_cancellation_is_handed_over() -> Non
     task = asyncio.create_task(threads.run(lambda: "made", on_late=late.append))
     following = asyncio.create_task(threads.run(next_begun.set))
     await asyncio.sleep(0)
-    next_begun.wait()  # the first call has ended, and the event loop, which stands still here, cannot know
+    next_begun.wait()  # the first call has ended, but the event loop, which is blocked here, does not know
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

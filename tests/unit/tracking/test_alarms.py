@@ -10,7 +10,7 @@ from polyturn.tracking.alarms import Alarms, AlarmThresholds
 
 
 def names(alarms: Alarms, metric: str, values: list[float | None]) -> list[tuple[int, str]]:
-    """Feed one metric step by step; return (step, name) of what was raised."""
+    """Feed one metric step by step; return (step, name) of each alarm."""
     return [(step, a.name) for step, value in enumerate(values) for a in alarms.feed(step, {metric: value})]
 
 

@@ -55,7 +55,7 @@ def test_several_lines_of_one_step_are_read_as_one(tmp_path: Path) -> None:
 
 
 def test_lines_parse_together_as_they_parse_alone() -> None:
-    """Also where one of them is damaged, holds two objects, or begins what the next one ends."""
+    """Also if a line is damaged, has two objects, or begins an object that the next one ends."""
     good = [json.dumps({"step": s, "a": s / 7, "b": None}).encode() for s in range(600)]
     for bad in (
         b'{"step": 1}, {"step": 2}',

@@ -1,4 +1,4 @@
-"""Every metric that a run reports has a sentence that says what it means."""
+"""Every metric that a run reports has a sentence about its meaning."""
 
 from __future__ import annotations
 

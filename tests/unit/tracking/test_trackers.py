@@ -1,4 +1,4 @@
-"""Trackers get what a run records, and none of their troubles reach the run. Real libraries where they are installed."""
+"""Trackers get the records of a run, and their errors do not reach the run. Real libraries where they are installed."""
 
 from __future__ import annotations
 

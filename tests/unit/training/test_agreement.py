@@ -125,7 +125,7 @@ def test_alarm_is_raised_once_until_it_changes() -> None:
     assert "step 7" in alarm.message
 
 
-# The same faults in a real model: the engine's logprobs come from what it really would have computed.
+# The same faults in a real model: the engine's logprobs are those that it would really compute.
 
 
 def peaked_model(seed: int = 0) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""A model over two ranks is the model of one process: scores, gradient, norm, state (float64 1e-9), and what is skipped.
+"""A model over two ranks is the model of one process: scores, gradient, norm, state (float64 1e-9), and skipped steps.
 
 Two real processes with gloo compare where the tensors are (`support/rank_matrix.py`, `support/fsdp_ranks.py`).
 """

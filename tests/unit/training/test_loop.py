@@ -126,7 +126,7 @@ EVALUATION = {"eval_before", "eval_every", "eval_limit_during", "stop_at", "pati
 
 
 class Rig:
-    """A trainer with everything around it scripted, and what happened as a list of events."""
+    """A trainer with scripted surroundings, and the list of its events."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what the engine samples from, the reference, what is pushed, saved and resumed."""
+"""LoRA: trained parameters, sampling, the reference, and pushed, saved and resumed weights."""
 
 import asyncio
 import copy
@@ -48,7 +48,7 @@ def test_all_linear_excludes_experts_and_routers(excluded: str | list[str] | Non
     found = {name.rpartition(".")[2] for name in lora.adapted_layers(model)}
     assert found == {"q_proj", "k_proj", "v_proj"} | ({"o_proj"} if excluded is None else set())
     named = tiny_model(VOCAB, kind="qwen3_moe", hidden=16)
-    lora.add_lora(named, lora.LoraSettings(rank=4, alpha=8, target_modules=["gate"]))  # who names them means them
+    lora.add_lora(named, lora.LoraSettings(rank=4, alpha=8, target_modules=["gate"]))  # unless they are named
     assert {name.rpartition(".")[2] for name in lora.adapted_layers(named)} == {"gate"}
 
 

@@ -1,4 +1,4 @@
-"""Rows that show images and videos through the trainer: the layout gives the model what one row alone would give it."""
+"""Rows that show images and videos through the trainer: the layout gives the model the same input as the row alone."""
 
 from __future__ import annotations
 

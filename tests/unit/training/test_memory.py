@@ -79,9 +79,7 @@ def test_ranks_that_split_tokens_share_activations():
     assert {name for name in alone if alone[name] != row[name]} == {named, "logits"}
     splits = [Degrees(tensor_parallel=2, context_parallel=parts) for parts in (1, 2)]
     loads = [RankLoad(ranks=4, tokens=100, context_parallel=one.context_parallel, megatron=one) for one in splits]
-    alone, row = (
-        rank_bytes(size, load) for load in loads
-    )  # of a row of Megatron each has the heads of its share of a layer
+    alone, row = (rank_bytes(size, load) for load in loads)  # in a row of Megatron, each rank has its share of the heads
     assert row[named] == alone[named] // 2 + 25 * keys_and_values and row["parameters"] == alone["parameters"]
 
 

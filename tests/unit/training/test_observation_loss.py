@@ -1,4 +1,4 @@
-"""The observation loss: cross-entropy on what tools and users wrote, beside a policy loss that does not see it."""
+"""The observation loss: cross-entropy on the texts of tools and users, beside a policy loss that does not see it."""
 
 from typing import Any
 

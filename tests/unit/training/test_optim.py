@@ -1,4 +1,4 @@
-"""The optimizer: schedule, decay, clipping, and what happens to a gradient that is not finite."""
+"""The optimizer: schedule, decay, clipping, and gradients that are not finite."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Snapshots of the policy: their version at each step, and what a checkpoint keeps of them."""
+"""Snapshots of the policy: their version at each step, and their state in a checkpoint."""
 
 from __future__ import annotations
 

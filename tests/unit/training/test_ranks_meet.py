@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_meet_again_when_one_is_late(late: int) -> None:
-    """The store is the launcher's, as torchrun has it, and keeps what the first run left there."""
+    """The store is the launcher's, as with torchrun, and keeps the values of the first run."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LATE": str(late)}
     env = {**os.environ, **ONE_THREAD, **shared, "TORCHELASTIC_USE_AGENT_STORE": "True"}

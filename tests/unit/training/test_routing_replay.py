@@ -111,7 +111,7 @@ def test_replaying_own_routes_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_reach_the_router_through_told_experts(kind: str) -> None:
-    """The choice is told, so the loss is smooth in the router's weights: its gradient is that of finite differences."""
+    """The choice is given, so the loss is smooth in the router's weights: its gradient is that of finite differences."""
     model, batch = make(kind), samples(num=2, prefix=4)
     made = policy(model)
     routers = Routers.of(model)

@@ -1,4 +1,4 @@
-"""What a step does around the estimator: values before advantages, KL in the rewards, the critic's steps, greedy members."""
+"""A step around the estimator: values before advantages, KL in the rewards, the critic's steps, greedy members."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_critic_is_trained_beside_the_policy(name: str) -> None:
     for step in range(1, 12):
         last = made.run(groups, step=step).metrics
     assert last["critic/value_loss"] < first["critic/value_loss"]
-    # Before its one turn every episode of a task is in the same state: nothing there tells them apart.
+    # Before its one turn all episodes of a task are in the same state, so their values are equal.
     assert last["critic/explained_variance"] > (0.1 if name != "turn_gae" else -0.1)
 
 

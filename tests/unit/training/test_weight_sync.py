@@ -309,7 +309,7 @@ async def test_trainer_waits_for_a_given_up_recovery_to_stop_sending():
     assert order == ["sent", "step"]
 
 
-# --- checksums find what no logprob shows
+# --- checksums find differences that no logprob shows
 
 
 async def test_bit_that_does_not_arrive_at_the_start_ends_the_run():

@@ -39,7 +39,7 @@ def run(good: Path, tmp_path: Path) -> Path:
 
 
 def asked(run: Path) -> dict[str, Any]:
-    """Ask for every page of a run; return the answers, None for one that was refused with a sentence."""
+    """Ask for every page of a run; return the answers, None for each that was refused with a sentence."""
     client = TestClient(create_app([RunView(run)], rules=ServerRules()), base_url="http://127.0.0.1")
     answers = {way: client.get(f"/api/runs/0/{way}") for way in WAYS}
     rows = answers["trajectories"].json().get("rows", []) if answers["trajectories"].status_code == 200 else []

@@ -1,4 +1,4 @@
-"""Whether a run goes on, is finished or died, told by its lock, its end and its lines."""
+"""Whether a run is running, finished or dead, judged by its lock, its end and its lines."""
 
 from __future__ import annotations
 
