@@ -145,17 +145,10 @@ def test_command_line_names_objects_it_cannot_resume_with(tmp_path: Path) -> Non
     assert "polyturn.train(…, resume=True)" in called.err
 
 
-def test_training_works_in_a_running_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [{}, pytest.param({"ranks": 2}, marks=pytest.mark.cluster)])
+def test_training_works_in_a_running_loop(tmp_path: Path, ranks: dict[str, int]) -> None:
     async def cell() -> polyturn.Run:
-        return polyturn.train(**given(tmp_path, steps=1))
-
-    assert asyncio.run(cell()).metrics["step"] == [1]
-
-
-@pytest.mark.cluster  # it starts two processes
-def test_ranks_train_in_a_running_loop(tmp_path: Path) -> None:
-    async def cell() -> polyturn.Run:
-        return polyturn.train(**given(tmp_path, steps=1, ranks=2, num_threads=1))
+        return polyturn.train(**given(tmp_path, steps=1, **ranks))
 
     assert asyncio.run(cell()).metrics["step"] == [1]
 
