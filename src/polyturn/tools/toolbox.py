@@ -134,7 +134,7 @@ class Toolbox:
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            return finite(value, what="calc_reward")
+            return finite(value, what="episode")
         if f"{name}: texts" not in self._warned:
             self._warned.add(f"{name}: texts")
             logger.warning("tool %r: calc_reward returned a list of texts, which does not count as a reward", name)
