@@ -181,10 +181,8 @@ class E2BSandbox(BaseSandbox):
     async def _events(self, body: Any, headers: Mapping[str, str]) -> AsyncIterator[dict[str, Any]]:
         """Start a command and yield its events: start, data, end."""
         assert self._http is not None
-        data, json_type = (
-            json.dumps(body).encode(),
-            {"Content-Type": "application/connect+json", "Connect-Protocol-Version": "1"},
-        )
+        data = json.dumps(body).encode()
+        json_type = {"Content-Type": "application/connect+json", "Connect-Protocol-Version": "1"}
         message = b"\0" + len(data).to_bytes(4, "big") + data
         url = f"{self._origin}/process.Process/Start"
         async with self._http.post(url, data=message, headers={**headers, **json_type}) as reply:

@@ -42,6 +42,4 @@ def read_docstring(text: str) -> Docstring:
             elif current:
                 parameters[current].append(line.strip())
     described = {name: " ".join(filter(None, lines)) for name, lines in parameters.items()}
-    return Docstring(
-        "\n".join(head).strip(), {name: text_of_name for name, text_of_name in described.items() if text_of_name}
-    )
+    return Docstring("\n".join(head).strip(), {name: words for name, words in described.items() if words})

@@ -27,7 +27,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -118,14 +118,10 @@ class EpisodeTools:
         self._is_started = True
         self._names = self._toolbox.select(task)
         self._kwargs = task.tools_kwargs
-        created = await self._create(self._names)
-        return tuple(result for result in created if result is not None)
-
-    async def _create(self, names: Iterable[str]) -> list[ToolResult | None]:
         with first_error():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._create_one(name)) for name in names]
-        return [task.result() for task in tasks]
+                creating = [group.create_task(self._create_one(name)) for name in self._names]
+        return tuple(message for one in creating if (message := one.result()) is not None)
 
     async def call(self, calls: Sequence[ToolCall], *, messages: Messages = list) -> tuple[ToolResult, ...]:
         """Run the calls of one turn concurrently, each with a deadline; return the results in call order.
@@ -143,7 +139,8 @@ class EpisodeTools:
         if not self._is_started or self._closing is not None:
             raise LifecycleError(f"episode {self._episode_id!r}: tools called before their start or after their end")
         self._toolbox.check_abandoned()
-        runnable = calls[: self._toolbox.options.max_parallel_calls]
+        max_calls = self._toolbox.options.max_parallel_calls
+        runnable = calls[:max_calls]
         if len(runnable) == 1:
             answers = [await self._answer(runnable[0], messages)]
         else:
@@ -151,9 +148,7 @@ class EpisodeTools:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._answer(call, messages)) for call in runnable]
             answers = [t.result() for t in tasks]
-        limit = (
-            f"at most {self._toolbox.options.max_parallel_calls} calls a turn are run; make this one again in your next turn"
-        )
+        limit = f"at most {max_calls} calls a turn are run; make this one again in your next turn"
         answers += [self._failed(call, ToolFailure.SKIPPED, limit) for call in calls[len(runnable) :]]
         return tuple(answers)
 
@@ -347,9 +342,8 @@ class EpisodeTools:
         is_plain, concurrency = not self._toolbox.methods[call.name].is_async, self._toolbox.concurrency
         if not is_plain and not concurrency.has_limit(call.name):
             return await self._execute(call, messages)
-        alone = (
-            self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
-        )  # plain methods run in threads; no two of them may use an instance's state at the same time
+        # Plain methods run in threads; no two of them may use an instance's state at the same time.
+        alone = self._locks.setdefault(call.name, asyncio.Lock()) if is_plain else contextlib.nullcontext()
         # Waiting for the lock or for a slot does not count towards the call's deadline.
         async with alone, concurrency.turn(call.name) as waited_s:
             result = await self._execute(call, messages)

@@ -185,15 +185,8 @@ def describe(result: RunResult, limits: SandboxLimits) -> str:
         "output": "The code printed without end and was stopped.",
         "killed": f"The code was killed (exit code {result.exit_code}), maybe it ran out of memory ({limits.memory_mb} MB).",
     }
-    sections = [f"{result.stdout}{result.stderr}"]
-    if result.is_truncated:
-        sections.append("[The rest of the output is left out.]")
-    sections.append(ends[result.status])
-    if not result.is_alive:
-        sections.append("Its variables are gone.")
-    text = (
-        sections[0]
-        + ("\n" if sections[0] and not sections[0].endswith("\n") and any(sections[1:]) else "")
-        + " ".join(filter(None, sections[1:]))
-    )
-    return text or "The code ran and printed nothing."
+    cut = "[The rest of the output is left out.]" if result.is_truncated else ""
+    gone = "" if result.is_alive else "Its variables are gone."
+    output, end = f"{result.stdout}{result.stderr}", " ".join(filter(None, (cut, ends[result.status], gone)))
+    gap = "\n" if output and end and not output.endswith("\n") else ""
+    return output + gap + end or "The code ran and printed nothing."
