@@ -242,9 +242,14 @@ def list_tools(name: str, settings: Mapping[str, Any], *, timeout_s: float = 60.
         return not is_final and words.http_status not in (401, 403) and (START_PAUSE_S if "url" in settings else 0.1)
 
     async def fetch_in_time() -> list[dict[str, Any]]:
-        tries = 2 if "command" in settings else START_TRIES
-        async with asyncio.timeout(timeout_s):
-            return await retried(fetch, again=again, tries=tries, wait_s=START_PAUSE_S)
+        tries, limit = 2 if "command" in settings else START_TRIES, asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await retried(fetch, again=again, tries=tries, wait_s=START_PAUSE_S)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ConnectionError(f"it did not list its tools within {timeout_s:g} s") from None
 
     try:
         tools: list[dict[str, Any]] = in_own_loop(fetch_in_time)
