@@ -7,6 +7,8 @@ a fresh process, and the settings alternate. Prints one JSON line (target 1.7).
 
     python benchmarks/async_speedup.py
     python benchmarks/async_speedup.py --steps 6 --repeats 1        a quick look
+    python benchmarks/async_speedup.py --sums --steps 4             examples/sums with SmolLM2-135M: in turns with all cores,
+                                                                    at once with one thread each
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from support.runs import write_tiny_run
 TARGET = 1.7
 WARM_STEPS = 2
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+SUMS = Path(__file__).resolve().parent.parent / "examples/sums/config.yaml"
+SUMS_SETTINGS = ["evaluation.data=null", "evaluation.before=false"]
 SETTINGS = [
-    "num_threads=1",
     "model.init.hidden_size=128",
     "model.init.num_hidden_layers=4",
     "model.init.num_attention_heads=4",
@@ -67,18 +70,20 @@ class Times(Observer):
         self.metrics.append(dict(metrics))
 
 
-def run_once(*, staleness: int, size: int, steps: int) -> dict[str, float]:
+def run_once(*, staleness: int, size: int, steps: int, sums: bool) -> dict[str, float]:
     """Train in this process; return the seconds of a step and of its parts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        config, settings = (SUMS, SUMS_SETTINGS) if sums else (write_tiny_run(folder), SETTINGS)
         overrides = [
-            *SETTINGS,
+            *settings,
+            f"num_threads={os.cpu_count() if sums and staleness == 0 else 1}",
             f"train.max_staleness={staleness}",
             f"train.group_size={size}",
             f"train.steps={steps + WARM_STEPS}",
         ]
-        place, _ = open_source(write_tiny_run(folder), overrides)
-        parts, tasks = build.settle(build.build_parts(place), build.build_run_tasks(place))
+        source, _ = open_source(config, overrides)
+        parts, tasks = build.settle(build.build_parts(source), build.build_run_tasks(source))
         times = Times()
         trainer = build.build_trainer(parts, tasks, folder=folder / "run", observer=times)
 
@@ -107,15 +112,15 @@ def run_once(*, staleness: int, size: int, steps: int) -> dict[str, float]:
     }
 
 
-def run_apart(*, staleness: int, size: int, steps: int) -> dict[str, float]:
+def run_apart(*, staleness: int, size: int, steps: int, sums: bool = False) -> dict[str, float]:
     """Do the same in another process."""
-    options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}"]
+    options = ["--one", f"--staleness={staleness}", f"--size={size}", f"--steps={steps}", *(["--sums"] if sums else [])]
     done = subprocess.run(
         [sys.executable, __file__, *options],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
     )
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -139,20 +144,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--size", type=int, default=0, help="trajectories of a group; 0 looks for the balanced number")
     parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--sums", action="store_true", help="train examples/sums in place of a tiny model")
     parser.add_argument("--one", action="store_true")
     options = parser.parse_args()
     if options.one:
-        one = run_once(staleness=options.staleness, size=options.size, steps=options.steps)
+        one = run_once(staleness=options.staleness, size=options.size, steps=options.steps, sums=options.sums)
         print(json.dumps(one))
         return
-    size = options.size or balanced_size()
+    size = options.size or (8 if options.sums else balanced_size())
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     for _ in range(options.repeats):
         for staleness in runs:
-            runs[staleness].append(run_apart(staleness=staleness, size=size, steps=options.steps))
+            runs[staleness].append(run_apart(staleness=staleness, size=size, steps=options.steps, sums=options.sums))
     result = {
         "benchmark": "async_speedup",
-        "target": TARGET,
+        "model": "SmolLM2-135M" if options.sums else "tiny",
+        "target": None if options.sums else TARGET,
         "group_size": size,
         "speedup": round(median(a["step_s"] / b["step_s"] for a, b in zip(runs[0], runs[1], strict=True)), 2),
         "step_s": {f"staleness_{k}": round(median(r["step_s"] for r in each), 3) for k, each in runs.items()},
