@@ -160,8 +160,10 @@ class ChatClient:
         hosts = _HOSTS.setdefault(asyncio.get_running_loop(), _Hosts())
         try:
             async with hosts.slot(endpoint.url, limit=endpoint.max_concurrent):
+                used = self._length_name, self._sends_seed
                 answer = await self._post(body)
-                if answer.status == 400 and self._learns_from(answer.excerpt(1 << 16)):
+                while answer.status == 400 and self._learns_from(answer.excerpt(1 << 16), *used):
+                    used = self._length_name, self._sends_seed
                     answer = await self._post(body)
         except LargeAnswerError as problem:
             raise EngineError(f"{endpoint.url}: {problem}; a model does not write that much") from problem
@@ -185,13 +187,17 @@ class ChatClient:
             sent[self._length_name] = self.endpoint.max_tokens
         return await self._client.send("POST", f"{self.endpoint.url.rstrip('/')}/chat/completions", sent)
 
-    def _learns_from(self, refusal: str) -> bool:
-        """Stop sending an optional parameter that the server refuses; return whether to retry without it."""
-        if "max_completion_tokens" in refusal and self._length_name == "max_tokens":
+    def _learns_from(self, refusal: str, length_name: str, has_seed: bool) -> bool:
+        """Stop sending a parameter that the server refuses; return whether to retry the request without it.
+
+        `length_name` and `has_seed` describe the refused request: a concurrent one may have learned the same meanwhile.
+        """
+        if "max_completion_tokens" in refusal and length_name == "max_tokens":
             self._length_name = "max_completion_tokens"
             return True
-        if "seed" in refusal and self._sends_seed:
-            logger.warning("%s does not accept a seed, so its samples are not reproducible", self.endpoint.url)
+        if "seed" in refusal and has_seed:
+            if self._sends_seed:
+                logger.warning("%s does not accept a seed, so its samples are not reproducible", self.endpoint.url)
             self._sends_seed = False
             return True
         return False

@@ -24,6 +24,7 @@ from polyturn.core.messages import Message
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.engines.chat_completions import ChatEngine, Endpoint
 from polyturn.engines.text_codec import read_chat, text_codec, write_turn
+from polyturn.partners.client import ChatClient
 from polyturn.rewards.router import RewardRouter
 from polyturn.rollout.context import RolloutContext
 from polyturn.rollout.limits import Limits
@@ -245,6 +246,23 @@ def test_server_is_asked_in_the_words_it_knows(serve: Any):
     server = serve(picky)
     ask(ChatEngine(Endpoint(url=server.url, model="m", max_tokens=5)))
     assert server.asked[-1]["max_completion_tokens"] == 5 and len(server.asked) == 2
+
+
+async def test_concurrent_requests_all_leave_out_what_is_refused(serve: Any):
+    both_arrived = threading.Barrier(2)
+
+    def picky(body: dict[str, Any], n: int) -> Reply:
+        if n <= 2:
+            both_arrived.wait(60)
+        if "max_tokens" in body:
+            return 400, {"error": {"message": "Unsupported parameter: use 'max_completion_tokens' instead"}}, {}
+        return (400, {"error": "unknown parameter: seed"}, {}) if "seed" in body else says("Yes.")
+
+    server = serve(picky)
+    client = ChatClient(Endpoint(url=server.url, model="m", max_tokens=5, max_tries=1))
+    async with client.in_use():
+        replies = await asyncio.gather(*(client.ask({"messages": [], "seed": n}) for n in range(2)))
+    assert [reply["choices"][0]["message"]["content"] for reply in replies] == ["Yes.", "Yes."]
 
 
 def context(url: str, *, limits: Limits | None = None) -> RolloutContext:
