@@ -162,8 +162,10 @@ class ConversationJudge:
 
     def _about(self, task: Task) -> dict[str, Any]:
         goal = None if task.interaction is None else task.interaction.kwargs.get("goal")
-        out = {} if goal is None else {"goal_of_the_user": goal}
-        return {**out, "right_answer": task.ground_truth} if self.settings.shows_truth and task.ground_truth else out
+        out: dict[str, Any] = {} if goal is None else {"goal_of_the_user": goal}
+        if self.settings.shows_truth and task.ground_truth not in (None, ""):
+            out["right_answer"] = task.ground_truth
+        return out
 
     def _as_read(self, message: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a message as the judge sees it, or None to leave it out."""
