@@ -149,7 +149,7 @@ class InteractionSession:
             )
         return InteractionReply(
             is_done=is_done,
-            content=self._content(content),
+            content=self._content(content, method),
             score=None if score is None else self._number(method, score),
             metadata=dict(metadata or {}),
         )
@@ -203,7 +203,7 @@ class InteractionSession:
             self.loaded.live_ids.discard(instance_id)
         return None
 
-    def _content(self, content: Any) -> str | tuple[Mapping[str, Any], ...]:
+    def _content(self, content: Any, method: Callable[..., Any]) -> str | tuple[Mapping[str, Any], ...]:
         """Convert the reply's content (a text, a `ToolResponse`, or a list of parts) to message content."""
         try:
             if isinstance(content, ToolResponse):
@@ -211,7 +211,7 @@ class InteractionSession:
             if isinstance(content, list | tuple):
                 return Message.from_openai({"role": "user", "content": content}).content
         except DataError as problem:
-            raise InteractionError(f"interaction {self.name!r}: generate_response: {problem}") from problem
+            raise InteractionError(f"interaction {self.name!r}: {method.__name__}: {problem}") from problem
         return "" if content is None else str(content)
 
     def _live(self) -> str:
@@ -223,6 +223,7 @@ class InteractionSession:
         self, method: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None, limit_s: float | None = None
     ) -> Any:
         """Call an author's method with a deadline: `limit_s`, or `timeout_s` by default. A plain method runs in a thread."""
+        key = "rollout.interaction_timeout_s" if limit_s is None else "the interaction's reply_timeout_s"
         limit_s = self.loaded.timeout_s if limit_s is None else limit_s
         is_owed = method.__name__ == "finalize_interaction"
         bounded = self.loaded.bounded
@@ -232,7 +233,7 @@ class InteractionSession:
             return await bounded.run(functools.partial(method, *args, **kwargs or {}), timeout_s=limit_s, is_owed=is_owed)
         except Exception as problem:
             if isinstance(problem, DeadlineError):
-                why = f"took longer than {limit_s:g} s; raise rollout.interaction_timeout_s or make it quicker"
+                why = f"took longer than {limit_s:g} s; raise {key} or make it quicker"
             else:
                 why = f"raised {one_line(problem)}"
             if isinstance(problem, KeyError) and kwargs is not None and problem.args[:1] not in [(key,) for key in kwargs]:

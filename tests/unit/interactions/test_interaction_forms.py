@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from polyturn.core.errors import InteractionError
 from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef
 from polyturn.interactions.adapters import in_usual_form
-from polyturn.interactions.base import BaseInteraction
+from polyturn.interactions.base import BaseInteraction, ViewInteraction
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.interactions.weather import WeatherInteraction
 from polyturn.rollout.interaction_session import InteractionSession, LoadedInteraction
@@ -57,6 +58,22 @@ async def test_missing_column_of_an_interaction_is_reported() -> None:
     session = InteractionSession(LoadedInteraction(Reads({}), "mine", timeout_s=60), ref)
     await session.start("e")
     await refuses_later(lambda: session.reply([]), InteractionError, "'ground_truth'", "answer, item")
+    await session.close()
+
+
+class Replies(ViewInteraction):
+    reply_timeout_s = 0.05
+
+    async def respond(self, view: Any, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        await asyncio.sleep(0 if messages else 3600)
+        return False, ToolResponse(image=["/there/is/no.png"]), 0.0, {}
+
+
+async def test_error_of_a_reply_names_its_method_and_its_own_deadline() -> None:
+    session = InteractionSession(LoadedInteraction(Replies({}), "slow", timeout_s=60), InteractionRef(name="slow"))
+    await session.start("e")
+    await refuses_later(lambda: session.reply([]), InteractionError, "respond took longer than 0.05 s", "reply_timeout_s")
+    await refuses_later(lambda: session.reply([said("Hi.")]), InteractionError, "respond: ", "no.png")
     await session.close()
 
 
