@@ -48,7 +48,7 @@ PARTS: Mapping[str, Sequence[str]] = {
 
 _ANSI = re.compile(r"\x1b\[([\d;]*)m")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_WORD = re.compile(r"[A-Za-z_]+|\d+")
+_WORD = re.compile(r"[A-Za-z_]+|-?\d+")
 
 
 class Gymnasium(Adapter):
@@ -164,6 +164,8 @@ def reader(space: Any, names: Sequence[str], *, spaces: Any, name: str) -> Calla
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         known = {str(start + n): start + n for n in range(int(space.n))} | {w: start + n for n, w in enumerate(names)}
+        if start >= 0:
+            known |= {f"-{number}": value for number, value in known.items()}  # "choose -3": a dash, no sign
         return lambda text: next((known[w] for w in reversed(_words(text)) if w in known), None)
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary | spaces.Box):
         return lambda text: _numbers(space, text)

@@ -69,6 +69,8 @@ def test_prompt_shows_the_picture_and_the_actions() -> None:
         (gymnasium.spaces.MultiDiscrete([3, 4]), "<action>2 9</action>", None),
         (gymnasium.spaces.Box(-1, 1, (2,)), "0.5 and -1", [0.5, -1.0]),
         (gymnasium.spaces.Box(-1, 1, (2,)), "0.5", None),
+        (gymnasium.spaces.Discrete(3, start=-1), "<action>-1</action>", -1),
+        (gymnasium.spaces.Discrete(3), "step-1", 1),
         (gymnasium.spaces.Text(5), "abc", "abc"),
         (gymnasium.spaces.Text(2), "abc", None),
     ],
