@@ -63,11 +63,13 @@ class TextArena(Adapter):
         )
 
     def _fits(self, number: int, *, or_raise: bool) -> int:
-        """Return `number` if the game starts with that many players; else return 0, or raise with `or_raise`."""
+        """Return `number` if it is a number of players for the game; else return 0, or raise with `or_raise`."""
         game = self._game()
         try:
             with OwnRandom().held(seed=0):
                 game.reset(num_players=number, seed=0)
+            if number == 1 and not isinstance(game.state, self._package.SinglePlayerState):
+                raise ValueError("it is a game for several players")
         except Exception as problem:  # a game may raise anything
             if not or_raise:
                 return 0
@@ -75,8 +77,7 @@ class TextArena(Adapter):
                 f"env {self.name!r} does not start with {number} players: {one_line(problem)}; install what the game "
                 "needs, or set kwargs.num_players"
             ) from problem
-        is_alone = isinstance(game.state, self._package.SinglePlayerState)
-        return number if number > 1 or is_alone else 0
+        return number
 
 
 class TextArenaEnv:

@@ -81,6 +81,15 @@ def test_other_spaces_are_read_as_numbers_or_text(space: Any, text: str, wanted:
     refuses(lambda: reader(gymnasium.spaces.Dict({}), (), spaces=gymnasium.spaces, name="x"), ConfigError, "wrap it")
 
 
+def test_game_for_several_players_is_refused_for_one() -> None:
+    refuses(
+        lambda: find_adapter("textarena:MarketEntryGame-v0", {"num_players": 1}),
+        ConfigError,
+        "does not start with 1 players",
+        "for several players",
+    )
+
+
 async def test_move_that_breaks_a_game_ends_it_against_the_player() -> None:
     guess = find_adapter("textarena:GuessTheNumber-v0", {"max_turns": 1})
     t = (await play(guess, seed=3, actions=["[4]", "nothing", "nothing"])).trajectory
