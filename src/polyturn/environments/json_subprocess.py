@@ -66,6 +66,7 @@ class JsonSubprocess:
         self._ids = itertools.count(1)
         self._process: ManagedProcess | None = None
         self._waiting: dict[int, Future[Any]] = {}
+        """Unanswered requests of the current process; each start makes a new dict, which belongs to the new process."""
         self._is_closed = False
 
     @property
@@ -112,15 +113,16 @@ class JsonSubprocess:
             process.end(grace_s=END_S, asks=False)
 
     def _send(self, do: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:
-        self.start()
-        id = next(self._ids)
-        answer: Future[Any] = Future()
-        self._waiting[id] = answer
-        try:
-            self._write({"id": id, "do": do, **arguments})
-        except SchedulerError:
-            self._waiting.pop(id, None)
-            raise
+        id, answer = next(self._ids), Future[Any]()
+        with self._lock:  # the process that gets the request must be the one whose answers are read into `waiting`
+            self.start()
+            waiting = self._waiting
+            waiting[id] = answer
+            try:
+                self._write({"id": id, "do": do, **arguments})
+            except SchedulerError:
+                waiting.pop(id, None)
+                raise
         return id, answer
 
     def _write(self, request: Mapping[str, Any]) -> None:
@@ -156,7 +158,10 @@ class JsonSubprocess:
                     f"{self._name}: {self._command[0]!r} cannot be started ({problem.strerror})"
                 ) from problem
             atexit.register(self.close)
-            threading.Thread(target=self._read, args=(process,), name=f"answers-{self._name}", daemon=True).start()
+            self._waiting = {}
+            threading.Thread(
+                target=self._read, args=(process, self._waiting), name=f"answers-{self._name}", daemon=True
+            ).start()
             if self._greet is not None:
                 try:
                     self._greet(self.ask)
@@ -165,13 +170,14 @@ class JsonSubprocess:
                     process.end(grace_s=END_S, asks=False)
                     raise
 
-    def _read(self, process: ManagedProcess) -> None:
+    def _read(self, process: ManagedProcess, waiting: dict[int, Future[Any]]) -> None:
+        """Deliver a process's answers to the requests `waiting`; fail the rest when the process has ended."""
         assert process.stdout is not None
         with contextlib.suppress(ValueError):  # the output was closed while this thread was reading
             for line in process.stdout:
                 try:
                     reply = json.loads(line)
-                    answer = self._waiting.pop(reply["id"], None)
+                    answer = waiting.pop(reply["id"], None)
                 except (ValueError, KeyError, TypeError, RecursionError):
                     # Not an answer: code in the process may print anything.
                     continue
@@ -182,8 +188,8 @@ class JsonSubprocess:
                 else:
                     answer.set_result(reply.get("value"))
         process.wait(END_S)
-        waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
+        while waiting:
+            _, answer = waiting.popitem()
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(SchedulerError(f"{self._name}: its process has ended: {self._tail(process)}"))
 

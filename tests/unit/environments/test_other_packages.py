@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from polyturn.environments import Adapter, find_adapter
 from polyturn.environments.base import OwnRandom
 from polyturn.environments.json_subprocess import JsonSubprocess
 from polyturn.environments.scheduler import EnvScheduler, Stage
+from polyturn.infra.process import ManagedProcess
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
 from polyturn.testing.episodes import scripted_context
@@ -263,6 +269,39 @@ def test_dead_worker_is_replaced_by_the_next_request(tmp_path: Path):
     worker.close()
     assert worker.pid is None
     refuses(lambda: worker.start(), SchedulerError, "the run has ended")
+
+
+def test_end_of_a_dead_worker_fails_only_its_own_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script, arrived, go = tmp_path / "worker.py", tmp_path / "arrived", tmp_path / "go"
+    script.write_text(
+        "import json, pathlib, sys, time\n"
+        "for line in sys.stdin:\n"
+        "    pathlib.Path(sys.argv[1]).touch()\n"
+        "    while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\n"
+        "    print(json.dumps({'id': json.loads(line)['id'], 'value': 'done'}), flush=True)\n"
+    )
+    worker = JsonSubprocess((sys.executable, str(script), str(arrived), str(go)), name="it")
+    worker.start()
+    dead, wait, may_end = worker.pid, ManagedProcess.wait, threading.Event()
+    assert dead is not None
+    (reader,) = [thread for thread in threading.enumerate() if thread.name == "answers-it"]
+
+    def wait_at_the_gate(process: ManagedProcess, timeout_s: float) -> bool:
+        return wait(process, timeout_s) and (process.pid != dead or may_end.wait(60))
+
+    monkeypatch.setattr(ManagedProcess, "wait", wait_at_the_gate)
+    os.kill(dead, signal.SIGKILL)
+    while worker.pid is not None:
+        time.sleep(0.01)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(worker.ask, "work")
+        while not arrived.exists():
+            time.sleep(0.01)
+        may_end.set()
+        reader.join(60)
+        go.touch()
+        assert answer.result(60) == "done"
+    worker.close()
 
 
 def test_worker_has_no_secret_unless_it_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
