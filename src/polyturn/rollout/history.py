@@ -411,6 +411,8 @@ class History:
         pairs = enumerate(zip(self._messages, messages, strict=False))
         kept = next((i for i, (a, b) in pairs if a is not b), min(len(self._messages), len(messages)))
         self._messages, self._openai = list(messages), to_openai(messages)
+        if not self.builder.is_open:  # the edit replaces the prompt; `last` is the beginning of the first turn
+            self.num_prompt = len(self._messages) - (last is not None)
         self.next = Render(tuple(waiting), last)
         self.is_canonical = False
         behind = tuple(messages[kept:])

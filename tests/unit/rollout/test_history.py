@@ -212,6 +212,15 @@ def test_sampled_spans_are_found_in_any_order():
     assert set(segment.loss_weights[segment.turn_ids == turn.index].tolist()) == {0.0, 0.5}
 
 
+def test_prompt_before_a_prefill_is_never_left_out():
+    found, rules = history(), Message(role="system", content="Be brief.", origin=Origin.OWNER)
+    rewrite(found, [rules, *PROMPT, Message(role="assistant", content="It", origin=Origin.OWNER)], goes_on=True)
+    for _ in range(3):
+        found.record(say(found, " is 3"), Reply(messages=(user("No, it is not that, by far."),)))
+    limits = Limits(max_context=found.next_prompt().length, context_policy=ContextPolicy.DROP_OLDEST)
+    assert shorten_to_fit(found, limits) and found.messages[:2] == (rules, *PROMPT)
+
+
 def test_ids_of_an_agent_are_not_shortened():
     found = history()
     answers(found)
