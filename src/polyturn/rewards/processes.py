@@ -100,6 +100,7 @@ class _Process:
     """One process that calls a function; see `process_worker`."""
 
     def __init__(self, function: str, base: Path | None, log: Literal["inherited", "none"]) -> None:
+        self._hint = "; its output says why" if log == "inherited" else ""
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
@@ -129,9 +130,7 @@ class _Process:
         except (EOFError, ConnectionError) as problem:
             self._process.wait(END_S)
             code = self._process.returncode
-            raise EndedCallError(
-                f"the process that called it ended with exit code {code}; what it printed says why"
-            ) from problem
+            raise EndedCallError(f"the process of the function ended with exit code {code}{self._hint}") from problem
         return answer
 
     def close(self) -> None:

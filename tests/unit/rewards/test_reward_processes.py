@@ -110,6 +110,12 @@ async def test_error_in_the_process_is_a_reward_error(folder: Path, function: st
     await refuses_later(lambda: scored(folder, f"plain.py:{function}", "abc"), RewardError, said)
 
 
+@pytest.mark.parametrize(("log", "hint"), [("inherited", "; its output says why"), ("none", "")])
+def test_ended_process_refers_to_its_output_if_there_is_any(folder: Path, log: Any, hint: str) -> None:
+    with pytest.raises(EndedCallError, match=f"ended with exit code 3{hint}$"):
+        Processes("plain.py:ends", base=folder, num=1, timeout_s=60.0, log=log)(solution_str="abc")
+
+
 def test_call_past_its_deadline_is_killed(folder: Path) -> None:
     hangs = Processes("plain.py:hangs", base=folder, num=1, timeout_s=0.2)
     for _ in range(2):
