@@ -122,7 +122,10 @@ def read_embedder(value: Any, *, base: Path | None = None) -> Embedder | None:
     for key in value:
         if key not in known:
             raise ConfigError(f"embed has no option {key!r}.{did_you_mean(str(key), known)}")
-    timeout_s = float(value.get("timeout", 30.0))
+    try:
+        timeout_s = float(value.get("timeout", 30.0))
+    except (TypeError, ValueError):
+        raise ConfigError(f"embed: timeout is {value['timeout']!r:.100}; use a number of seconds") from None
     return EndpointEmbedder(str(value["url"]), model=str(value["model"]), token=value.get("token"), timeout_s=timeout_s)
 
 

@@ -108,7 +108,11 @@ def test_modes_that_cannot_work_are_refused(tmp_path: Path):
         " Did you mean 'bm25'",
     )
     refuses(lambda: Searcher.of_config({"index": "dense", "mode": "dense"}, base=tmp_path), ConfigError, "dense")
-    for embed, message in (({"model": "m", "modle": "m"}, "'modle'.* Did you mean 'model'"), ({}, "model")):
+    for embed, message in (
+        ({"model": "m", "modle": "m"}, "'modle'.* Did you mean 'model'"),
+        ({}, "model"),
+        ({"model": "m", "timeout": "10 s"}, "timeout is '10 s'"),
+    ):
         with pytest.raises(ConfigError, match=message):
             read_embedder({"url": "http://x", **embed})
     for option in (("--embed", "http://127.0.0.1:1/v1/embeddings"), ("--embed-model", "m")):
