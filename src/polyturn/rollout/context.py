@@ -39,7 +39,7 @@ from polyturn.tools.toolbox import Toolbox
 logger = logging.getLogger(__name__)
 
 MAX_TOOL_SETS = 256
-"""The most tool lists of agents (`encoder_listing`) for which an encoder is cached."""
+"""Largest number of agents' tool lists (`encoder_listing`) whose encoders are cached."""
 _EXPECTED = " (rollout.tokenization_sanity_check_mode: ignore_strippable hides this line)"
 """The end of the warning about a difference with a known, harmless cause."""
 
@@ -84,7 +84,7 @@ class RolloutContext:
     """The model's processor for images, videos and sounds in messages; None for a text-only model."""
 
     reported: Counter[str] = field(default_factory=Counter)
-    """Number of occurrences of each reason that is not logged every time: why trajectories failed, and `warn_of`."""
+    """Reason -> number of occurrences, for warnings that are not repeated each time: failed trajectories, and `warn_of`."""
 
     running: Counter[EpisodeState] = field(default_factory=Counter)
     """Number of episodes and forks that are now generating, calling tools or waiting for an interaction."""

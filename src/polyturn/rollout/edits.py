@@ -36,7 +36,7 @@ def shorten(
     num_prompt: int,
     fits: Callable[[Sequence[Message]], bool],
 ) -> list[Message] | None:
-    """Return the history with as little left out as fits; None if the policy cannot make it fit.
+    """Return the longest shortened history that fits; None if the policy cannot make it fit.
 
     Args:
         messages: The prompt, then turns and their observations, the newest observation last.
@@ -99,8 +99,8 @@ def kept_of(codec: Codec, completion: Completion, keep: str | int | None) -> Kep
         return Kept(count, codec.decode(ids[:count]), "")
     if not text.startswith(keep):
         raise SchedulerError(
-            f"the turn cannot keep {keep[:80]!r}, because it says {text[:80]!r}; keep a beginning of `turn.text`, or "
-            "edit the history with `rewrite`"
+            f"the turn cannot keep {keep[:80]!r}, because its text is {text[:80]!r}; keep a prefix of `turn.text`, or edit "
+            "the history with `rewrite`"
         )
     low, high = 0, total  # finds the largest number of ids whose text is a prefix of `keep`
     while low < high:

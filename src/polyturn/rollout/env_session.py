@@ -24,8 +24,7 @@ from polyturn.core.snapshots import SnapshotHooks
 from polyturn.rollout.env import Env, EnvStep, first_observation
 
 GRACE_S = 1.0
-"""Seconds that the end of an episode waits for a busy environment. After that, the thread of the late method closes
-the environment when the method returns."""
+"""Seconds that the end of an episode waits for a busy environment, whose thread closes it when its method returns."""
 
 
 class EnvSession:
@@ -132,7 +131,7 @@ class EnvSession:
             SnapshotError: the digests differ.
         """
         if self.trace != trace:
-            raise SnapshotError(f"the environment {self.name!r} answered otherwise when its actions were replayed")
+            raise SnapshotError(f"the environment {self.name!r} answered differently when its actions were replayed")
 
     async def step(self, action: str) -> EnvStep:
         """Take an action.
@@ -179,7 +178,7 @@ class EnvSession:
         return env
 
     def _taken(self) -> Env | None:
-        """Hand the environment to the caller that closes it; later calls return None."""
+        """Return the environment once, to be closed; later calls return None."""
         env, self._open = self._open, None
         return env
 

@@ -181,8 +181,8 @@ class Episode:
         shared, history = self.resources, self.history
         is_first = not shared.is_started
         if is_first:
-            if message := await shared.start():
-                history.set_prompt([*history.messages, *message])
+            if opening := await shared.start():
+                history.set_prompt([*history.messages, *opening])
         elif shared.on_turn is not None:
             await shared.on_turn()
         await self.process_media(history.to_encode)
@@ -272,9 +272,9 @@ class Episode:
         if budget.tokens < 1 or (self.limits.max_turns is not None and number >= self.limits.max_turns):
             raise SchedulerError(
                 f"episode {self.id!r}: another turn was asked for at {number} turns and {at.context_tokens} tokens, where a "
-                "limit ends the episode; await `prepare` before each `generate` and end where it returns a reason"
+                "limit ends the episode; await `prepare` before each `generate`, and end when it returns a reason"
             )
-        generate_request = dataclasses.replace(
+        turn_sampling = dataclasses.replace(
             sampling,
             max_tokens=budget.tokens,
             seed=derive_seed(self.seed, number) if sampling.seed is None else sampling.seed,
@@ -285,7 +285,7 @@ class Episode:
             request_id=f"{self.id}/{number}",
             session_id=self.id,
             prompt_ids=history.context,
-            sampling=generate_request,
+            sampling=turn_sampling,
             media=history.builder.media,
             routed_from=history.builder.num_routed,
         )
@@ -348,7 +348,7 @@ class Episode:
         """
         interaction = self.resources.interaction
         if interaction is None:
-            raise LifecycleError(f"task {self.task.id!r} has no interaction; ask `has_partner` first")
+            raise LifecycleError(f"task {self.task.id!r} has no interaction; check `has_partner` first")
         view = EpisodeView(self.id, self.seed, self.num_user_turns, self._speak)
         # Waiting for a person does not count for the time limit, unless the run sets `counts_people`.
         leaves_time = interaction.loaded.asks_person and not self.limits.counts_people

@@ -178,7 +178,7 @@ class History:
         return has_same_control and codec.decode(kept) == codec.decode(rendered)
 
     def append_prompt(self, prompt: Prompt) -> None:
-        """Make `prompt` the context: append its new ids to a segment, or open a segment. The last turn lists its span."""
+        """Make `prompt` the context: append its new ids to a segment, or open a segment; add the span to the last turn."""
         last, builder, waiting = self.turns[-1] if self.turns else None, self.builder, self.waiting
         turn = -1 if last is None else last.index
         ref: SpanRef | None = None
@@ -314,7 +314,7 @@ class History:
         )
 
     def _as_written(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages for a full render; without a reasoning field in the template, the content has the reasoning."""
+        """Return messages for a full render; if the template has no reasoning field, the reasoning is in the content."""
         codec = self.encoder.codec
         return messages if codec.template.has_reasoning_field else as_written(messages, opened=codec.opened_reasoning)
 

@@ -123,15 +123,15 @@ class InteractionSession:
         Raises:
             InteractionError: the method raised, was late, or did not return (should_terminate, content, score, metadata).
         """
-        partner, kwargs = self.loaded.takes_view, self._ref.kwargs
+        viewer, kwargs = self.loaded.takes_view, self._ref.kwargs
         method: Callable[..., Any]
-        if partner is not None:
-            method, limit_s = partner.respond, partner.reply_timeout_s
+        if viewer is not None:
+            method, limit_s = viewer.respond, viewer.reply_timeout_s
             answer = await self._call(method, view, self._live(), messages, kwargs=kwargs, limit_s=limit_s)
         else:
             method = self._interaction.generate_response
             answer = await self._call(method, self._live(), messages, kwargs=kwargs)
-        with plugin_errors_as(f"interaction {self.name!r}: to read what {method.__name__} returned", InteractionError):
+        with plugin_errors_as(f"interaction {self.name!r}: reading the result of {method.__name__}", InteractionError):
             return self._read(answer, method)
 
     def _read(self, answer: Any, method: Callable[..., Any]) -> InteractionReply:
@@ -188,9 +188,9 @@ class InteractionSession:
         A failed start is finalized too, because it may have taken resources; errors of that call are ignored.
         """
         if self._half_started is not None:
-            given_scores, self._half_started = self._half_started, None
+            failed_id, self._half_started = self._half_started, None
             with contextlib.suppress(InteractionError):
-                await self._call(self._interaction.finalize_interaction, given_scores)
+                await self._call(self._interaction.finalize_interaction, failed_id)
         if self._id is None:
             return None
         instance_id, self._id = self._id, None
@@ -237,7 +237,7 @@ class InteractionSession:
             else:
                 why = f"raised {one_line(problem)}"
             if isinstance(problem, KeyError) and kwargs is not None and problem.args[:1] not in [(key,) for key in kwargs]:
-                why += f"; of this task's row kwargs holds {', '.join(kwargs) or 'nothing'}"
+                why += f"; the interaction kwargs of this task's row are {', '.join(kwargs) or 'empty'}"
             raise InteractionError(f"interaction {self.name!r}: {method.__name__} {why}") from problem
 
     def _number(self, method: Callable[..., Any], value: Any) -> float:

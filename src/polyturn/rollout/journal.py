@@ -130,7 +130,7 @@ class EpisodeJournal:
         schemas = context.tools.schemas_of(task)
         facts = (FORMAT, task.id, task.data_source, task.prompt, task.interaction, task.tools_kwargs, schemas, sampling)
         self._digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
-        self._held = journal.recall(id)
+        self._record = journal.recall(id)
 
     def attach(self, episode: Episode, scheduler: Scheduler) -> None:
         """Record `episode`, which `scheduler` drives, from now on."""
@@ -142,21 +142,21 @@ class EpisodeJournal:
 
     def trajectory(self) -> Trajectory | None:
         """Return the trajectory if the episode was over and scored, else None."""
-        entries = self._usable()
-        if entries is None or "trajectory" not in entries.lines[-1]:
+        record = self._usable()
+        if record is None or "trajectory" not in record.lines[-1]:
             return None
-        self._held = None
+        self._record = None
         self._journal.count("resumed")
-        *_, last = map(self._texts.unpack, entries.lines)
+        *_, last = map(self._texts.unpack, record.lines)
         return _read_trajectory(last["trajectory"], self._id, self._task)
 
     def can_resume(self) -> bool:
         """Return whether there is a complete turn to resume from; count a record that cannot be used."""
-        entries = self._held = self._usable()
-        if entries is not None and entries.why_not is not None:
-            self._journal.count("restarted", reason=entries.why_not)
+        record = self._record = self._usable()
+        if record is not None and record.why_not is not None:
+            self._journal.count("restarted", reason=record.why_not)
             return False
-        return entries is not None
+        return record is not None
 
     async def restore(self, episode: Episode, scheduler: Scheduler) -> None:
         """Bring a new episode to the state after the last recorded turn.
@@ -164,10 +164,10 @@ class EpisodeJournal:
         Raises:
             PolyturnError: a plug-in raised or was late.
         """
-        entries, self._held = self._held, None
-        assert entries is not None
+        record, self._record = self._record, None
+        assert record is not None
         history, resources, changed = episode.history, episode.resources, dict[str, Any]()
-        lines = [self._texts.unpack(line) for line in entries.lines]
+        lines = [self._texts.unpack(line) for line in record.lines]
         for line in lines:
             replay(history, read_events(line["events"]))
             changed.update(line["turns"])
@@ -186,7 +186,7 @@ class EpisodeJournal:
         self._offered_by(scheduler)
         if self._hooks.restore is not None:
             await episode.call(scheduler, self._hooks.restore, episode, kept["scheduler"])
-        self._num_kept, self._num_lines, self._is_begun = len(history.turns), len(entries.lines), True
+        self._num_kept, self._num_lines, self._is_begun = len(history.turns), len(record.lines), True
         self.stop = None if state["stop"] is None else StopReason(state["stop"])
         self._journal.count("resumed")
 
@@ -198,17 +198,16 @@ class EpisodeJournal:
 
     def _usable(self) -> JournaledEpisode | None:
         """Return the recorded episode, or count it and return None if it cannot be used."""
-        entries = self._held
-        if entries is None:
+        record = self._record
+        if record is None:
             return None
-        why = None
-        if entries.digest != self._digest:
+        if record.digest != self._digest:
             why = "its task, its tools, its sampling settings or the journal's format changed"
-        elif not entries.lines:
-            why = entries.why_not or "it had no complete turn"
-        if why is None:
-            return entries
-        self._held = None
+        elif not record.lines:
+            why = record.why_not or "it had no complete turn"
+        else:
+            return record
+        self._record = None
         self._journal.count("restarted", reason=why)
         return None
 

@@ -158,12 +158,12 @@ class RolloutPool:
             async with asyncio.TaskGroup() as tasks:
                 members = [tasks.create_task(member(i, spec.sampling), name=f"{spec.id}/{i}") for i in range(spec.size)]
                 greedy = dataclasses.replace(spec.sampling or self.context.sampling, temperature=0.0)
-                one_more = tasks.create_task(member("greedy", greedy)) if spec.has_baseline else None
+                baseline = tasks.create_task(member("greedy", greedy)) if spec.has_baseline else None
         return TrajectoryGroup(
             id=spec.id,
             task=spec.task,
             trajectories=tuple(m.result() for m in members),
-            baseline=None if one_more is None else one_more.result(),
+            baseline=None if baseline is None else baseline.result(),
         )
 
     async def run(self, specs: Iterable[GroupSpec]) -> list[TrajectoryGroup]:
@@ -182,10 +182,9 @@ class FailureBudget:
     """
 
     MIN_COUNT = 64
-    """Smallest number of trajectories that the share is taken of while others run: failed trajectories often end before the
-    others, so among the first few their share is too large."""
+    """The share is taken of at least this many trajectories while others still run, because failed ones often end first."""
     MIN_FINISHED = 16
-    """Smallest number of trajectories that the share is taken of when all have ended."""
+    """The share is taken of at least this many trajectories when all have ended."""
     WINDOW = 1024
     """Number of the latest trajectories that count."""
 

@@ -64,7 +64,7 @@ class Resources:
         self.is_started = False
         """Whether tools and interaction have been started."""
         self.on_turn: Callable[[], Awaitable[None]] | None = None
-        """The journal's hook; `prepare` calls it after the first prompt and before each later one. None if there is none."""
+        """The journal's hook, or None; `prepare` calls it after the first prompt and before each later one."""
         self._now = loop_clock()
         self.began = self._now()
         """Start time on the loop's clock, in seconds; a resume moves it back by the time spent in an earlier process."""
@@ -95,10 +95,10 @@ class Resources:
         self.is_started = True
         if not self._has_partners:
             return ()
-        message = await self.tools.start(self.task)
+        opening = await self.tools.start(self.task)
         if self.interaction is not None:
             await self.interaction.start(self.id)
-        return as_messages(message)
+        return as_messages(opening)
 
     @property
     def why_not(self) -> str | None:
@@ -169,8 +169,8 @@ class Resources:
                     await self._context.engine.abort(request_id)
             except TimeoutError:
                 logger.warning(
-                    "%s: the engine did not accept an abort within %g s and samples on; the episode waits for the end of "
-                    "the completion",
+                    "%s: the engine did not accept an abort within %g s and keeps sampling; the episode waits until the "
+                    "completion ends",
                     request_id,
                     ABORT_S,
                 )

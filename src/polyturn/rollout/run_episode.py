@@ -126,7 +126,7 @@ def trajectory_of(
         error: The error, if it failed.
         extra: Further metrics.
     """
-    with_first_prompt, task = episode.history.prompt, episode.task
+    first_prompt, task = episode.history.prompt, episode.task
     turns = (
         Turn(
             index=turn.index,
@@ -144,7 +144,7 @@ def trajectory_of(
     )
     return Trajectory(
         id=episode.id,
-        task=task if with_first_prompt in (None, task.prompt) else dataclasses.replace(task, prompt=with_first_prompt),
+        task=task if first_prompt in (None, task.prompt) else dataclasses.replace(task, prompt=first_prompt),
         segments=episode.history.builder.build(),
         turns=tuple(turns),
         stop_reason=stop_reason,
@@ -256,8 +256,8 @@ async def _score(
         except BROKEN:
             raise
         except PolyturnError as problem:
-            failed = _failure_text(context, episode.id, problem)
-            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=failed)
+            error = _failure_text(context, episode.id, problem)
+            trajectory = dataclasses.replace(trajectory, stop_reason=StopReason.ERROR, error=error)
     total = None if trajectory.reward is None else trajectory.reward.total
     reason, count = trajectory.stop_reason.value, len(trajectory.turns)
     logger.debug("%s ends: %s after %d turns, reward %s", episode.id, reason, count, total)
@@ -273,7 +273,7 @@ def _end(episode: Episode, state: EpisodeState) -> None:
 
 
 def _failure_text(context: RolloutContext, episode_id: str, problem: PolyturnError) -> str:
-    """Return why an episode failed, and warn the first, tenth, hundredth … time that a reason occurs.
+    """Return the error of an episode as text, and warn the first, tenth, hundredth … time that a reason occurs.
 
     Errors with the same origin in an author's code count as one reason. The first warning has the author's traceback.
     """
@@ -330,8 +330,8 @@ def _check_scores(turns: Sequence[OpenTurn]) -> None:
 def _check_tokens(context: RolloutContext, episode: Episode) -> dict[str, float]:
     """Compare the episode's token ids with a full render of the same messages, if a check is due; return metrics.
 
-    Differences are counted, and `warn_of` reports them; the ids do not change. A history that is not
-    canonical is not compared, because it was edited, or because each of its prompts is already a full render.
+    Differences are counted, and `warn_of` reports them; the ids do not change. A history that was edited, or whose prompts
+    are full renders already, is not compared (`is_canonical`).
     """
     if not episode.resources.turns or not context.is_sanity_due():
         return {}

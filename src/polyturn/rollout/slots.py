@@ -94,5 +94,5 @@ class EpisodeSlots:
             self.limit = min(self.most, self.limit + (max(1, self.limit // 8) if self._has_shrunk else self.limit))
             if load is None and self.limit == self.most and not self._is_warned:
                 self._is_warned = True
-                logger.warning("the engine reports no load, so that rollout.max_concurrent episodes are in flight")
+                logger.warning("the engine reports no load, so up to rollout.max_concurrent episodes run at once")
         self._admit()

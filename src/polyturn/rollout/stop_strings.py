@@ -42,9 +42,9 @@ async def generate_until(engine: Engine, request: GenerateRequest, *, stops: Seq
     parts: list[Completion] = []
     while True:
         # All pieces have the id of `request`, so an abort reaches the piece that is running.
-        request_left = continued(request, parts)
-        sampling = dataclasses.replace(request_left.sampling, max_tokens=min(PIECE, request_left.sampling.max_tokens))
-        piece = await engine.generate(dataclasses.replace(request_left, sampling=sampling))
+        rest = continued(request, parts)
+        sampling = dataclasses.replace(rest.sampling, max_tokens=min(PIECE, rest.sampling.max_tokens))
+        piece = await engine.generate(dataclasses.replace(rest, sampling=sampling))
         parts.append(piece)
         whole = joined(parts)
         stop_match = find_stop(whole.token_ids.tolist(), stops, codec)
@@ -74,5 +74,5 @@ def find_stop(ids: Sequence[int], stops: Sequence[str], codec: Codec) -> tuple[i
         else:
             low = middle + 1
     written = codec.decode(ids[:low])
-    there = [stop for stop in stops if stop in written] or [stop for stop in stops if stop in text]
-    return low, min(there, key=written.find)
+    present = [stop for stop in stops if stop in written] or [stop for stop in stops if stop in text]
+    return low, min(present, key=written.find)

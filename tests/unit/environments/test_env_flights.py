@@ -127,7 +127,7 @@ async def test_own_environment_replays_or_restores_itself(tmp_path: Path, made: 
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (LoadedDice, "the environment 'own:Dice' answered otherwise when its actions were replayed"),
+        (LoadedDice, "the environment 'own:Dice' answered differently when its actions were replayed"),
         (SilentDice, "the environment 'own:Dice' offers no snapshot"),
     ],
 )

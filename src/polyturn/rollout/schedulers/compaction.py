@@ -70,11 +70,10 @@ class Compaction(MultiTurnScheduler):
             return [without_reasoning(m) if i != turns[-1] else m for i, m in enumerate(history)]
         if policy == "summarise" and (summary := await self._summary(episode, messages)) is not None:
             return [*_with_notes(history[:start], summary), *history[turns[-1] :]]
-        shorter = history[:start] + history[turns[-1] :]
         for first in turns:
-            candidate = history[:start] + history[first:]
-            if episode.count_tokens([*candidate, *messages]) <= self.budget:
-                return candidate
+            shorter = history[:start] + history[first:]
+            if episode.count_tokens([*shorter, *messages]) <= self.budget:
+                break
         return shorter
 
     async def _summary(self, episode: Episode, messages: Sequence[Message]) -> str | None:

@@ -148,7 +148,7 @@ class Gym(EnvironmentLoop):
         config = {**self._default, **own}
         if not isinstance(config.get("name"), str):
             raise DataError(
-                f"task {task.id!r} names no environment; put `name` into its env_config, or set scheduler_kwargs.env"
+                f"task {task.id!r} has no environment; set `name` in its env_config, or rollout.scheduler_kwargs.env"
             )
         return config
 
