@@ -37,7 +37,7 @@ def write_bm25(folder: Path, texts: Iterable[str]) -> None:
     """Score every word of every text and write the index to a folder.
 
     Raises:
-        ConfigError: bm25s is not installed.
+        ConfigError: the texts contain no words, or bm25s is not installed.
     """
     vocabulary: dict[str, int] = {}
     cut: list[Any] = [array("i", (vocabulary.setdefault(w, len(vocabulary)) for w in words(text))) for text in texts]

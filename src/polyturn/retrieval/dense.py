@@ -48,7 +48,7 @@ def as_matrix(values: object, *, what: str) -> NDArray[np.float32]:
     try:
         matrix = np.asarray(values, np.float32)
     except (TypeError, ValueError) as problem:
-        raise DataError(f"{what}: the vectors do not all have the same length ({problem})") from problem
+        raise DataError(f"{what}: vectors must consist of numbers and have one length ({problem})") from problem
     if matrix.ndim != 2 or not matrix.size:
         raise DataError(f"{what}: vectors must be a matrix with a row per text; this has the shape {matrix.shape}")
     return matrix

@@ -65,7 +65,7 @@ def build_index(
         embedder: Name of the vectors' embedder; searchers with another embedder are refused.
 
     Raises:
-        ConfigError: the folder exists, or bm25s is not installed.
+        ConfigError: the folder exists, the passages contain no words, or bm25s is not installed.
         DataError: there are no passages, or the number of vectors differs from the number of passages.
     """
     if folder.exists():
