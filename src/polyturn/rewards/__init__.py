@@ -1,1 +1,1 @@
-"""Rewards: compute the reward of a finished trajectory, and the named scores that it was made of."""
+"""Rewards: compute the reward of a finished trajectory, and the named scores that it consists of."""

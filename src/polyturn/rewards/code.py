@@ -6,7 +6,7 @@ The sandbox is a SandboxFusion service: POST `run_code` with {"code", "language"
 {"status", "run_result": {"status", "stdout", …}}. Without an address, `local_sandbox.py` runs programs on this machine and
 answers in the same form. A program that fails, is late or prints something else fails its test. An unreachable sandbox is an
 error, never a score of 0. If the sandbox does not answer the request for a program, it is asked to run a trivial program. If
-it runs that one, the sandbox works, and the first program counts as failed.
+it runs that one, the request is sent once more, and a program that again gets no answer counts as failed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Sandbox(SandboxOptions):
         try:
             return self._ask(url, request, num_tries=1)
         except RewardError as problem:
-            logger.warning("a program is taken to have failed, because a sandbox that works gives no answer: %s", problem)
+            logger.warning("a program counts as failed, because the sandbox works but does not answer for it: %s", problem)
             return {"status": "Failed", "run_result": {"status": "Error", "stderr": str(problem)}}
 
     def _ask(self, url: str, request: Mapping[str, Any], *, num_tries: int = NUM_TRIES) -> Mapping[str, Any]:
@@ -137,8 +137,8 @@ class Sandbox(SandboxOptions):
             if num_asked < num_tries:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 4.0)
-        tries = "a try" if num_tries == 1 else f"{num_tries} tries"
-        raise RewardError(hide(f"the sandbox {url} cannot be asked, after {tries}: {problem}", self.token))
+        message = f"the sandbox {url} did not run the program ({num_asked} of {num_tries} tries): {problem}"
+        raise RewardError(hide(message, self.token))
 
     def _works(self, url: str) -> bool:
         """Return whether the sandbox runs the trivial program `PROBE`."""

@@ -96,7 +96,7 @@ class RewardFunction:
             if supplied := sorted(k for k in supplies or {} if k in self._kwargs and k not in (kwargs or {})):
                 raise ConfigError(
                     f"reward {name!r}: its parameter {supplied[0]!r} is an object of this process, and reward.num_processes "
-                    f"({num_processes}) calls it in another; set that to null, or give the parameter in the configuration"
+                    f"({num_processes}) calls the function in another; set that to null, or give the parameter in the config"
                 )
             self._called = Processes(source, base=base, num=num_processes, timeout_s=self._options.timeout_s)
         self._batch: Batch[dict[str, Any]] | None = None
@@ -240,7 +240,7 @@ def _misread(first: str) -> str | None:
     Return None otherwise: the parameter then takes the trajectory, whatever its name.
     """
     if first in _OTHERS:
-        return f" (what is meant may be {_OTHERS[first]!r})"
+        return f" (here, its name is {_OTHERS[first]!r})"
     near = difflib.get_close_matches(first, (*ANSWER, *ANSWERS), n=1, cutoff=0.8)
     return f" (did you mean {near[0]!r}?)" if near else None
 
@@ -263,7 +263,7 @@ def _inputs(parameters: Mapping[str, inspect.Parameter], kwargs: Mapping[str, An
         if unfilled := [n for n in required if n not in known]:
             raise ConfigError(
                 f"reward {name!r} needs the parameter {unfilled[0]!r}, which nothing fills; give the parameter a default, "
-                f"or set it in the kwargs of the function (filled are {', '.join(known)})"
+                f"or set it in the kwargs of the function (the run fills {', '.join(known)})"
             )
         if taken := sorted(set(kwargs) & set(known)):
             raise ConfigError(f"reward {name!r}: its kwargs set {taken[0]!r}, which the run fills; remove that from kwargs")

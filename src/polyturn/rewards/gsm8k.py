@@ -44,7 +44,7 @@ def compute_score(
     """Return `score` for the right answer, `format_score` for a wrong one, and 0 if the text has no answer.
 
     Args:
-        solution_str: What the model wrote; anything but text has no answer in it.
+        solution_str: The model's text; a value that is not a string has no answer.
         ground_truth: The right answer, compared as text.
         method: "strict" or "flexible".
         format_score: For an answer in the right form that is wrong.

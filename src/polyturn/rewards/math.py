@@ -52,7 +52,7 @@ def compute_score(solution_str: Any, ground_truth: Any, *, score: float = 1.0, f
     r"""Return `score` for the right answer, `format_score` for another boxed answer, and 0.0 if the text has no box.
 
     Args:
-        solution_str: What the model wrote; anything but text has no answer in it.
+        solution_str: The model's text; a value that is not a string has no answer.
         ground_truth: The right answer, as LaTeX or plain text, boxed or not.
         score: For the right answer.
         format_score: For an answer in the right form that is wrong.
@@ -69,7 +69,7 @@ def stated_score(solution_str: Any, ground_truth: Any) -> float:
 
 
 def is_near(answer: str, truth: str) -> bool:
-    """Return whether two answers are mathematically equal, or numbers that differ by 1e-4 or by a factor of 100."""
+    """Return whether two answers are mathematically equal, or are numbers whose ratio is 0.01, 1 or 100, up to 1e-4."""
     if len(answer) > MAX_CHARS:
         return False
     pairs = [(a, t * scale) for a in _numbers(answer) for t in _numbers(truth) for scale in (0.01, 1.0, 100.0)]

@@ -18,12 +18,12 @@ from polyturn.core.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """A penalty that grows over the last tokens before the limit, as DAPO has it."""
+    """A penalty that grows over the last tokens before the limit, as in DAPO."""
 
     PART: ClassVar[str] = "the penalty for length"
 
     buffer: Annotated[int, Field(ge=0)] = 0
-    """Over how many tokens before `max_tokens` it grows from 0 to `penalty`; 0 means no penalty."""
+    """Number of tokens before `max_tokens` over which it grows from 0 to `penalty`; 0 means no penalty."""
     penalty: Annotated[float, Field(ge=0)] = 1.0
     """The whole penalty, at the limit."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -32,7 +32,7 @@ class Overlong:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and not 0 <= self.buffer <= self.max_tokens:
             raise ConfigError(
-                f"reward.overlong: buffer is {self.buffer} and max_tokens is {self.max_tokens}; the buffer must be shorter"
+                f"reward.overlong: buffer is {self.buffer} and max_tokens is {self.max_tokens}; use 0 to max_tokens"
             )
 
     def score(self, trajectory: Trajectory) -> float:

@@ -95,7 +95,7 @@ def score_search_r1(trajectory: Trajectory) -> float:
 
 @rewards.register("code")
 def score_code(trajectory: Trajectory, sandbox: code.Sandbox, continuous: bool = True) -> float:
-    """Run the program in the last answer on the tests: the share that it passes, or 1 if it passes all and else 0."""
+    """Return the share of tests that the program in the last answer passes, or 1 if it passes all and else 0."""
     return code.compute_score(last_answer(trajectory), ground_truth(trajectory), sandbox=sandbox, continuous=continuous)
 
 

@@ -132,7 +132,7 @@ class RewardRouter:
         resolve = _Resolver(options=options, sandbox=sandbox, policies=policies, base=base)
         self._routes = {pattern: resolve(target) for pattern, target in (routes or {}).items()}
         self._function = None if function is None else resolve(function)
-        # The configured rate limit is for services, and built-in routes lead to no function that calls one.
+        # The configured rate limit is for services. Built-in routes use only the sandbox, which has a limit of its own.
         unhurried = dataclasses.replace(options, rate=CallRate())
         resolve = _Resolver(options=unhurried, sandbox=sandbox, policies=policies, base=base)
         self._built_in = {pattern: resolve(target) for pattern, target in BUILT_IN_ROUTES.items()}
@@ -197,18 +197,18 @@ class RewardRouter:
         Args:
             trajectory: The record; its turns carry the scores of the interaction and of the tool calls.
             tool_rewards: Tool name -> the result of its `calc_reward`.
-            outcome: The score and further values to record, if the episode's scheduler gave them. Then no reward function
-                is called.
+            outcome: The score and further values to record, if the episode's scheduler gave them; the reward functions are
+                then not called.
 
         Raises:
             RewardError: the reward function raised, was late or returned no finite number, or there is none.
         """
         of_tools = {f"tool/{name}": value for name, value in (tool_rewards or {}).items() if value is not None}
-        turns = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
+        replies = [t.scores["interaction"] for t in trajectory.turns if "interaction" in t.scores]
         scores = [pair for t in trajectory.turns for pair in t.scores.items() if pair[0] != "interaction"]
         steps = [s for name, s in scores if name.startswith("tool/")]
-        scores_given = [s for name, s in scores if not name.startswith("tool/")]
-        interaction_score = _AGGREGATES[self._weighing.interaction](turns) if turns else None
+        of_turns = [s for name, s in scores if not name.startswith("tool/")]
+        interaction_score = _AGGREGATES[self._weighing.interaction](replies) if replies else None
         if outcome is None:
             target = self._target_of(trajectory, of_tools)
             if isinstance(target, RewardFunction):
@@ -217,13 +217,13 @@ class RewardRouter:
                 # Without a score, a limit ended the episode before the interaction answered; the outcome is then 0.
                 outcome = 0.0 if interaction_score is None else interaction_score, {}
             else:
-                outcome = math.fsum(scores_given if target == "turns" else of_tools.values()), {}
+                outcome = math.fsum(of_turns if target == "turns" else of_tools.values()), {}
         value, info = outcome
         components = {"outcome": value, "tool_step": math.fsum(steps), **of_tools}
         if interaction_score is not None:
             components["interaction"] = interaction_score
-        if scores_given:
-            components["turns"] = math.fsum(scores_given)
+        if of_turns:
+            components["turns"] = math.fsum(of_turns)
         weights, overlong = self._weighing.weights, self._weighing.overlong
         total = math.fsum(weight * components.get(name, 0.0) for name, weight in weights.items())
         if overlong is not None:
@@ -253,8 +253,8 @@ class RewardRouter:
             target = "tools"
         if target == "tools" and not of_tools and self._may_be_given and not trajectory.stop_reason.is_truncation:
             raise RewardError(
-                f"nothing says what the episode of task {trajectory.task.id!r} is worth: its agent returned None and posted "
-                f"no reward, and no reward function scores the data_source {trajectory.task.data_source!r}"
+                f"the episode of task {trajectory.task.id!r} has no reward: its agent returned None and posted no reward, "
+                f"and no reward function scores the data_source {trajectory.task.data_source!r}"
             )
         return target
 
@@ -312,9 +312,9 @@ class _Resolver:
             name = target if isinstance(target, str) else target.name
             if isinstance(target, LiveObject) and self._options.num_processes and not inspect.iscoroutinefunction(function):
                 raise ConfigError(
-                    f"reward {name!r} is a function of this program, and reward.num_processes "
-                    f"({self._options.num_processes}) calls it in processes that cannot import it; name it as "
-                    "'file.py:function' or 'package.module:function', or set that to null"
+                    f"reward {name!r} is a function of this program, which the reward.num_processes "
+                    f"({self._options.num_processes}) other processes cannot import; name it as 'file.py:function' or "
+                    "'package.module:function', or set reward.num_processes to null"
                 )
         else:
             function = target

@@ -26,7 +26,7 @@ def compute_score(
     A right answer in a text with more than `MAX_TAGS` tags of one kind gets a quarter of `score`.
 
     Args:
-        solution_str: What the model wrote.
+        solution_str: The model's text; a value that is not a string has no answer.
         ground_truth: The right answer, a list of right ones, or {"target": either}.
         method: Not used; callers of this interface pass it.
         format_score: For an answer in the right form that is wrong.

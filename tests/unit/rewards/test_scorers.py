@@ -227,7 +227,7 @@ def test_broken_sandbox_is_an_error_and_never_a_zero(service: Service, monkeypat
     service[1].broken += [(500, {})] * code.NUM_TRIES
     assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0, "it works again as soon as it is looked at"
     service[1].is_down = (500, {})
-    refuses(lambda: code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox), RewardError, "after 4 tries:", "500")
+    refuses(lambda: code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox), RewardError, "4 of 4 tries", "500")
 
 
 def test_busy_sandbox_is_waited_for(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_busy_sandbox_is_waited_for(service: Service, monkeypatch: pytest.Monkey
     assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0
     monkeypatch.setattr(code, "QUEUE_S", 0.2)
     service[1].is_down = (503, {})
-    refuses(lambda: code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox), RewardError, "cannot be asked", "503")
+    refuses(lambda: code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox), RewardError, "did not run the program", "503")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_program_that_breaks_a_sandbox_is_wrong(
     service[1].refuses, service[1].reply_of_refused = "hostile", answer
     sandbox = code.Sandbox(url=service[0])
     assert code.compute_score("```python\n# hostile\nprint(2)\n```", ONE_TEST, sandbox=sandbox) == 0.0
-    assert "a program is taken to have failed" in caplog.text
+    assert "a program counts as failed" in caplog.text
     assert code.compute_score(PLUS_ONE, ONE_TEST, sandbox=sandbox) == 1.0
 
 

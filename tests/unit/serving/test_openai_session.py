@@ -265,7 +265,7 @@ async def asks_a_lost_engine(client: Client) -> float:
     [
         (raises, ["x"], "no such page"),
         (silent, ["x"], "without a single request"),
-        (without_a_reward, ["x"], "nothing says what the episode"),
+        (without_a_reward, ["x"], "has no reward: its agent returned None"),
         (asks_a_lost_engine, [OSError("lost")], "lost"),
     ],
 )
