@@ -2,8 +2,8 @@
 
     actions        Discrete: its name if the environment has names (left, down, …), else its number; Text: the text itself
                    MultiDiscrete, MultiBinary, Box: the numbers
-    observations   Text: as it is; if the environment draws text pictures (render_mode "ansi"): the picture; else the value
-                   in words ("observation: 5", "[0.01, -0.2]"), with the names of its parts if they are known
+    observations   Text: as it is; else the value in words ("observation: 5", "[0.01, -0.2]"), below a picture if the
+                   environment draws one as text (render_mode "ansi"), or with the names of its parts if they are known
 
 The action is read from <action>…</action> if the model writes these tags, else from the last valid word or number. An
 invalid action changes nothing: the model reads which actions are valid, and the turn earns `invalid_reward` (a kwarg,
@@ -102,7 +102,7 @@ class Gymnasium(Adapter):
         return f"Write your action as numbers in <action> and </action>: {space}."
 
     def _show(self, env: Any, observation: Any) -> str:
-        """Return an observation as text: the environment's picture if it draws one, else the value."""
+        """Return an observation as text, below the environment's picture if it draws one."""
         if isinstance(observation, str):
             return observation
         if env.render_mode == "ansi" and (drawn := env.render()) is not None:
@@ -180,7 +180,6 @@ def uncoloured(drawn: str) -> str:
 
     uncoloured("\\x1b[41mS\\x1b[0mFFF")  ->  "[S]FFF"
     """
-
     first, *pieces = _ANSI.split(drawn)
     out, colour, coloured = [first], "", ""
     for code, text in zip(pieces[::2], pieces[1::2], strict=True):

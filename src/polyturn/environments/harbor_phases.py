@@ -110,13 +110,13 @@ class HarborPhases:
         Raises:
             RewardError: the verifier's output lacks the key.
         """
-        key, of = self._reward_key, self.rewards
-        if not any(key in rewards for rewards in of):
-            names = sorted({name for rewards in of for name in rewards})
+        key, verified = self._reward_key, self.rewards
+        if not any(key in rewards for rewards in verified):
+            names = sorted({name for rewards in verified for name in rewards})
             raise RewardError(f"task {self.task.name!r}: the verifier wrote {names} but not {key!r} (env.kwargs.reward_key)")
         if self.task.file.multi_step_reward_strategy == "final":
-            of = of[-1:]
-        return math.fsum(rewards.get(key, 0.0) for rewards in of) / len(of)
+            verified = verified[-1:]
+        return math.fsum(rewards.get(key, 0.0) for rewards in verified) / len(verified)
 
     async def end(self) -> None:
         """Close the sandbox."""

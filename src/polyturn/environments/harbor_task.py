@@ -338,7 +338,8 @@ def read_task(folder: Path) -> HarborTask:
         raise DataError(f"{path}: {one_line(problem)}") from problem
     if not (folder / "environment").is_dir() and file.environment.docker_image is None:
         raise DataError(f"{folder} has neither a folder environment/ nor environment.docker_image in task.toml")
-    _megabytes(file.environment.memory), _megabytes(file.environment.storage)
+    for size in (file.environment.memory, file.environment.storage):
+        _megabytes(size)
     for inside in folder.rglob("*"):
         if inside.is_symlink() and not inside.resolve().is_relative_to(folder.resolve()):
             raise DataError(f"{inside} is a link to a path outside the task")

@@ -6,7 +6,7 @@
 
 The process starts with the first request; if it has died, the next request starts it again. It ends when its input closes or
 this process dies. The end of its output is kept for error messages. It gets a few of the trainer's environment variables
-(`core.secrets.PASSED_ON` and the folders of caches) and no secrets.
+(`core.secrets.PASSED_ON` and the settings of caches) and no secrets except those in `variables`.
 """
 
 from __future__ import annotations

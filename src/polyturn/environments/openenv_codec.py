@@ -2,7 +2,7 @@
 
     schema {"properties": {"message": {"type": "string"}, "metadata": …}}       "hello"   ->  {"message": "hello"}
     schema {"properties": {"action_id": {"type": "integer"}, …}}                "I go 3"  ->  {"action_id": 3}
-    any other schema                                                            one JSON object anywhere in the text
+    any other schema                                                            the last JSON object in the text
 
     {"echoed": "hello"}  ->  "hello"         {"board": [0, 1], "turn": "x"}  ->  the same, as JSON
 

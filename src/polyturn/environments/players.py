@@ -311,4 +311,4 @@ def _endpoint_maker(seat: Mapping[str, Any], *, name: str) -> MakePlayer:
     client = ChatClient(endpoint)
     options = {"temperature": seat["temperature"]} if "temperature" in seat else {}
     system = seat.get("system")
-    return lambda endpoint: EndpointPlayer(client, system=system, options=options)
+    return lambda slot: EndpointPlayer(client, system=system, options=options)

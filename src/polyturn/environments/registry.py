@@ -36,7 +36,7 @@ ADAPTER = Shape(
         "close": CallShape(num=0, write="def close(self)"),
     },
 )
-"""The methods that an adapter's class needs."""
+"""The signatures of an adapter's methods; its class needs `make`, `make_for` or `scheduler`."""
 
 
 def find_adapter(name: NameOrObject, kwargs: Mapping[str, Any] | None = None, *, base: Path | None = None) -> Adapter:

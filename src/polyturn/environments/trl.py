@@ -112,12 +112,12 @@ class _MethodTool(FunctionTool):
         """Call the method, after earlier calls of the episode have finished."""
         if instance_id not in self._live:
             raise SchedulerError(f"tool {self.name!r}: there is no environment for the episode {instance_id!r}")
-        arguments, of = self.read_arguments(parameters), self._live[instance_id]
-        async with of.turn_taking:
+        arguments, live = self.read_arguments(parameters), self._live[instance_id]
+        async with live.turn_taking:
             if inspect.iscoroutinefunction(self._called):
-                reply = await self._called(of.env, **arguments)
+                reply = await self._called(live.env, **arguments)
             else:
-                reply = await self.threads.run(functools.partial(self._called, of.env, **arguments))
+                reply = await self.threads.run(functools.partial(self._called, live.env, **arguments))
         return normalize(reply if isinstance(reply, dict | str) else str(reply))
 
 
