@@ -51,7 +51,7 @@ class HumanSettings(Settings):
     @model_validator(mode="after")
     def _has_a_desk(self) -> Self:
         if (self.at == "desk") != (self.desk is not None):
-            raise ValueError(f"at is {self.at!r} and desk is {self.desk!r}; for a desk set at: desk and desk to a folder")
+            raise ValueError(f"at is {self.at!r} and desk is {self.desk!r}; for a desk, set `at: desk` and `desk: FOLDER`")
         return self
 
 

@@ -7,8 +7,8 @@
 
 The model is at an OpenAI-compatible endpoint, is a further policy of the run (`policy: NAME`, a key of the section
 `policies`), or is the trained policy itself (`model: policy`). In the last case its text is recorded under a separate agent
-and by default not trained. Only the number of requests is stored between replies. Everything else follows from the
-messages, so branches of a conversation do not affect each other.
+and by default not trained. Only counters are stored between replies. Everything else follows from the messages, so branches
+of a conversation do not affect each other.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ConversationJudge:
         self.settings = JudgeSettings.read(config, who=who)
         self._who = who
         self._partner = partner_of(self.settings, who=who, base=base, policies=policies)
-        self._is_required = False
+        self._is_checked = False
 
     def require(self) -> None:
         """Check that the endpoint answers; only the first call does anything.
@@ -119,9 +119,9 @@ class ConversationJudge:
         Raises:
             ConfigError: the endpoint does not answer.
         """
-        if not self._is_required:
+        if not self._is_checked:
             self._partner.require()
-            self._is_required = True
+            self._is_checked = True
 
     async def score(self, messages: Sequence[Message], *, task: Task) -> Verdict:
         """Judge a conversation; equal conversations of a task lead to equal requests, which a cache can answer.

@@ -78,7 +78,7 @@ class PartnerReply:
     text: str
     """Without reasoning."""
     is_cut: bool = False
-    """Whether `max_tokens` cut the reply."""
+    """Whether a limit cut the reply."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     is_cached: bool = False
@@ -141,9 +141,9 @@ def partner_of(
         policy = policy_named(settings.policy, policies or {}, who=who)
         settings.refuse_endpoint(but=("policy",), who=who, instead=f"policy is {policy.name!r}")
         return PolicyPartner(policy, sampling=sampled_with(policy, settings.model_dump(include={*SAMPLED_WITH}), who=who))
-    for name, example in (("base_url", "http://127.0.0.1:8000/v1"), ("model", "the model's name at the endpoint")):
+    for name, value in (("base_url", "an address such as http://127.0.0.1:8000/v1"), ("model", "its name at the endpoint")):
         if getattr(settings, name) is None:
-            raise ConfigError(f"{who}: {name} is None; set it, for example to {example!r}")
+            raise ConfigError(f"{who}: {name} is None; set it to {value}")
     return EndpointPartner(settings, who=who, base=base)
 
 

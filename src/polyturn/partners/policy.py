@@ -38,7 +38,7 @@ class PolicyReply:
     version: int
     """Version of the weights that sampled the last token."""
     is_cut: bool
-    """Whether a limit cut the reply."""
+    """Whether a limit or an abort cut the reply."""
     prompt_tokens: int
     completion_tokens: int
 
