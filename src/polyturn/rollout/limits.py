@@ -56,7 +56,7 @@ class Limits:
     max_context: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and response together; in a run, the default is the model's own limit."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """A task with a longer prompt is refused when the run starts."""
+    """A task with a longer prompt is an error at the start of a run, or is dropped (data.drop_long_prompts)."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which an episode is truncated; null means no limit."""
     counts_people: bool = False

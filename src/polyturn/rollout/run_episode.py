@@ -78,7 +78,7 @@ async def run_episode(
         seed: Determines every random choice of the episode.
         sampling: Overrides the context's sampling.
         limits: Overrides the context's limits.
-        on_start: Called with the episode before anything else happens.
+        on_start: Called with the episode before the scheduler drives it.
     """
 
     def make() -> Episode:
