@@ -166,10 +166,10 @@ class SimulatedUser(ViewInteraction):
         user_id = instance_id if view is None else view.id
         if settings.max_user_turns is not None and number >= settings.max_user_turns:
             return self._end("", why="max_user_turns", number=number)
-        if settings.max_calls is not None and live.num_calls.get(user_id, 0) >= settings.max_calls:
-            return self._end("", why="max_calls", number=number)
         messages_seen = flipped(messages, instructions=self._instructions(kwargs))
         reply = await self._say(view, messages_seen, live=live, user_id=user_id, number=number)
+        if reply is None:
+            return self._end("", why="max_calls", number=number)
         text, why = reply.text, None
         if settings.stop_marker and settings.stop_marker in text:
             text, why = text.replace(settings.stop_marker, "").strip(), "marker"
@@ -216,9 +216,11 @@ class SimulatedUser(ViewInteraction):
         live: _SimulatedEpisode,
         user_id: str,
         number: int,
-    ) -> PartnerReply:
-        """Return the simulated user's next reply, which is not empty."""
+    ) -> PartnerReply | None:
+        """Return the simulated user's next reply, which is not empty; None if `max_calls` allows no further request."""
         for attempt in range(MAX_EMPTY):
+            if self._settings.max_calls is not None and live.num_calls.get(user_id, 0) >= self._settings.max_calls:
+                return None
             live.num_calls[user_id] = live.num_calls.get(user_id, 0) + 1
             if self._partner is not None:
                 start = (user_id, self._settings.seed) if view is None else (view.seed, self._settings.seed)

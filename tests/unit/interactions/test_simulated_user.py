@@ -151,6 +151,13 @@ async def test_calls_of_the_model_are_bounded() -> None:
     assert found.turns[-1].info["user_stop"] == "max_calls"
 
 
+async def test_requests_after_empty_answers_are_bounded_too() -> None:
+    async with serve(says("")) as server:
+        context = scripted_context(["a", "b"], interactions={"user": user(server.url, max_calls=2)})
+        found = await run_episode(context, about_goal(), id="e")
+    assert len(server.asked) == 2 and found.turns[0].info["user_stop"] == "max_calls"
+
+
 async def test_busy_server_is_asked_again() -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         return {1: (429, {"error": {"message": "slow down"}}), 2: (500, "oops")}.get(number) or says("Two.")(asked, number)
