@@ -273,14 +273,15 @@ def _of_agents(scores: Any, shared: float, weights: Mapping[str, float]) -> dict
 
     `shared` is the trajectory's reward without the weighted outcome.
     """
-    if not isinstance(scores, Mapping) or not all(
-        isinstance(s, int | float) and as_score(s) is not None for s in scores.values()
-    ):
-        raise RewardError(
-            f"a reward function returned the agents {brief(scores)}; give a finite number of at most {MAX_REWARD:g} by name "
-            "of agent"
-        )
-    return {str(agent): shared + weights.get("outcome", 0.0) * score for agent, score in scores.items()}
+    weight, rewards_by_agent = weights.get("outcome", 0.0), dict[str, float]()
+    for agent, score in scores.items() if isinstance(scores, Mapping) else [("", None)]:
+        if (number := as_score(score)) is None:
+            raise RewardError(
+                f"a reward function returned the agents {brief(scores)}; map names of agents to finite numbers of at most "
+                f"{MAX_REWARD:g}"
+            )
+        rewards_by_agent[str(agent)] = shared + weight * number
+    return rewards_by_agent
 
 
 class _Resolver:

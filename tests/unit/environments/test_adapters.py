@@ -187,12 +187,12 @@ async def test_reward_function_may_score_each_agent() -> None:
     played = await play(find_adapter("textarena:Nim-v0"), seed=0, actions=["[0 3]", "[1 4]", "[2 5]"])
 
     def judge(trajectory: Any) -> Any:
-        return {"score": 0.5, "agents": {"seat 0": 2.0, "seat 1": -1.0}}
+        return {"score": 0.5, "agents": {"seat 0": np.float32(2.0), "seat 1": -1}}
 
     router = RewardRouter({"env/*": judge}, weighing=Weighing(weights={"outcome": 2.0, "turns": 1.0}))
     reward = await router.score(played.trajectory)
     assert reward.total == 1.0
     assert dict(reward.agents) == {"seat 0": 4.0, "seat 1": -2.0}
     assert (reward.of("seat 1"), reward.of("nobody")) == (-2.0, 1.0)
-    with pytest.raises(RewardError, match="by name of agent"):
+    with pytest.raises(RewardError, match="map names of agents to finite numbers"):
         await RewardRouter({"env/*": lambda t: {"score": 0.5, "agents": {"seat 0": float("nan")}}}).score(played.trajectory)
