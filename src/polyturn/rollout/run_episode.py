@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from polyturn.rollout.episode import Episode
 from polyturn.rollout.history import History
 from polyturn.rollout.journal import EpisodeJournal
 from polyturn.rollout.limits import Limits
-from polyturn.rollout.open_turn import OpenTurn
+from polyturn.rollout.open_turn import GivenReward, OpenTurn
 from polyturn.tokens import sanity
 
 logger = logging.getLogger(__name__)
@@ -249,8 +250,7 @@ async def _score(
     """Return the trajectory with its reward; if the reward raises, the trajectory has failed."""
     if not trajectory.stop_reason.is_failure:
         try:
-            given_reward = episode.given_reward
-            outcome = None if given_reward is None else (given_reward.score, given_reward.info)
+            outcome = _outcome_of(episode.given_reward)
             reward = await context.rewarder.score(trajectory, tool_rewards, outcome=outcome)
             trajectory = dataclasses.replace(trajectory, reward=reward)
         except BROKEN:
@@ -262,6 +262,23 @@ async def _score(
     reason, count = trajectory.stop_reason.value, len(trajectory.turns)
     logger.debug("%s ends: %s after %d turns, reward %s", episode.id, reason, count, total)
     return trajectory
+
+
+def _outcome_of(reward: Any) -> tuple[float, Mapping[str, Any]] | None:
+    """Return the score and the info of the reward that the scheduler gave, or None.
+
+    Raises:
+        SchedulerError: the reward is not a `GivenReward` with a finite score.
+    """
+    if reward is None:
+        return None
+    score = as_score(reward.score) if isinstance(reward, GivenReward) else None
+    if score is None or not isinstance(reward.info, Mapping):
+        raise SchedulerError(
+            f"the scheduler set episode.given_reward to {brief(reward)}; use GivenReward(score=…) with a finite number of "
+            f"at most {MAX_REWARD:g}"
+        )
+    return score, reward.info
 
 
 def _end(episode: Episode, state: EpisodeState) -> None:

@@ -11,7 +11,7 @@ from polyturn.core.errors import SchedulerError
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.messages import Message
 from polyturn.rollout.run_episode import run_episode
-from polyturn.rollout.scheduler import MultiTurnScheduler, Reply
+from polyturn.rollout.scheduler import GivenReward, MultiTurnScheduler, Reply
 from polyturn.testing.episodes import scripted_context, task
 from support.parts import Steps, add, call
 from support.refusals import refuses
@@ -85,6 +85,15 @@ async def test_scheduler_is_copied_for_every_trajectory_unless_shared():
         turns = [len((await run_episode(context, task(), id=f"e{i}")).turns) for i in range(2)]
         assert turns == lengths
     assert own.num_turns == 0 and shared.num_turns == 4
+
+
+@pytest.mark.parametrize("reward", [0.5, GivenReward(score="good"), GivenReward(score=float("nan"))])  # type: ignore[arg-type]
+async def test_invalid_reward_of_a_scheduler_fails_its_trajectory(reward: Any) -> None:
+    def step(episode: Any, turn: Any) -> None:
+        episode.given_reward = reward
+
+    t = await run_episode(scripted_context(["x"], scheduler=Steps(step)), task(), id="e")
+    assert t.is_failed and "episode.given_reward" in str(t.error)
 
 
 async def test_asking_a_missing_interaction_is_an_error() -> None:
