@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.core.errors import ConfigError, DataError, did_you_mean
 from polyturn.infra.threads import DaemonThreads
 from polyturn.retrieval.embedders import Embedder, EmbeddingError, read_embedder
 from polyturn.retrieval.index import Hit, Mode, SearchIndex
@@ -83,7 +83,7 @@ class Searcher:
         """Return the best passages for each query.
 
         Raises:
-            EmbeddingError: the queries could not be embedded.
+            EmbeddingError: the queries could not be embedded, or the vector of one has no direction.
         """
         vectors: NDArray[np.float32] | None = None
         if self._embedder is not None and self.mode is not Mode.BM25:
@@ -95,7 +95,10 @@ class Searcher:
                 )
         if self.mode is Mode.BM25 and len(self.index) * len(queries) <= INLINE_PASSAGES:
             return self._search(queries, vectors, topk)
-        hits: list[list[Hit]] = await self._threads.run(self._search, queries, vectors, topk)
+        try:
+            hits: list[list[Hit]] = await self._threads.run(self._search, queries, vectors, topk)
+        except DataError as problem:
+            raise EmbeddingError(str(problem)) from problem
         return hits
 
     def _search(self, queries: Sequence[str], vectors: NDArray[np.float32] | None, topk: int) -> list[list[Hit]]:

@@ -71,6 +71,7 @@ async def test_vectors_come_from_a_function_of_a_file(tmp_path: Path):
     (tmp_path / "embed_lengths.py").write_text(
         "def two(texts):\n    return [[0.0, 1.0] for t in texts]\n\n"
         "def three(texts):\n    return [[1, 1, 1] for t in texts]\n\n"
+        "def zero(texts):\n    return [[0.0, 0.0] for t in texts]\n\n"
         "def broken(texts):\n    raise OSError('no weights')\n"
     )
 
@@ -79,6 +80,7 @@ async def test_vectors_come_from_a_function_of_a_file(tmp_path: Path):
         return Searcher.of_config(config, base=tmp_path)
 
     assert (await titles(of("two"), "x"))[0] == "cars"
+    await refuses_later(lambda: titles(of("zero"), "x"), EmbeddingError, "vector 0 is zero or not finite")
     await refuses_later(lambda: titles(of("three"), "x"), EmbeddingError, "returned vectors of size 3; the index has 2")
     await refuses_later(
         lambda: titles(of("broken"), "x"), EmbeddingError, "embed_lengths.py:broken failed: OSError: no weights"
