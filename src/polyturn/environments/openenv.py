@@ -43,7 +43,7 @@ _FENCE = {"type": "state"}
 """A message that is sent after every request. Answers do not name their requests, so an extra answer would pass for the
 answer to the next request. The answer to this message has its own type; another type shows that the server answered
 twice."""
-_OUR_FAULT = ("VALIDATION_ERROR", "INVALID_JSON")
+_REFUSALS = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes for an action that the environment does not accept. The model reads the error, and the episode continues."""
 
 
@@ -344,7 +344,7 @@ class OpenEnvSession:
 
     def _refusal(self, data: Mapping[str, Any], kind: str) -> dict[str, Any]:
         code, message = data.get("code"), data.get("message")
-        if code in _OUR_FAULT:
+        if code in _REFUSALS:
             wrong = [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in data.get("errors") or ()]
             return {"error": "; ".join(wrong) or message}
         if code == "CAPACITY_REACHED":

@@ -27,7 +27,7 @@ from typing import Any  # noqa: E402
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
 os.dup2(2, 1)  # prints go to the log
 
-ANSWERED_ALL_THE_SAME = ("EmptyModelResponseError", "InvalidModelResponseError")
+MODEL_ERRORS = ("EmptyModelResponseError", "InvalidModelResponseError")
 """Names of errors that the model's text causes: the rollout counts, with the environment's score."""
 LIMITS = ("limit", "context_full", "context_length_exceeded", "episode_ended")
 """Error codes of the endpoint if a limit of the run ended the episode: the rollout counts, with the environment's score."""
@@ -201,7 +201,7 @@ def what_failed(error):
     if error is None:
         return None
     text = str(error.get("error_chain_repr") or error) if isinstance(error, dict) else repr(error)
-    return None if any(name in text for name in ANSWERED_ALL_THE_SAME) else text[:600]
+    return None if any(name in text for name in MODEL_ERRORS) else text[:600]
 
 
 def is_download(problem):

@@ -192,7 +192,7 @@ class FailureBudget:
         self.max_share = max_share
         self._latest: deque[str | None] = deque(maxlen=self.WINDOW)
         """The reason why each of the latest trajectories failed; None for a success."""
-        self._has_one = False
+        self._has_success = False
         """Whether any trajectory succeeded."""
 
     def count(self, group: TrajectoryGroup) -> None:
@@ -205,7 +205,7 @@ class FailureBudget:
             # Without the trajectory's id, so that failures with the same cause are counted together.
             reason = (trajectory.error or trajectory.stop_reason.value).replace(trajectory.id, "…")
             self._latest.append(reason if trajectory.is_failed else None)
-            self._has_one |= not trajectory.is_failed
+            self._has_success |= not trajectory.is_failed
         self._check(of_at_least=self.MIN_COUNT)
 
     def check_finished(self) -> None:
@@ -215,7 +215,7 @@ class FailureBudget:
             RolloutError: all failed, however few, or more than `max_share` of the latest; the message has the most common
                 reasons.
         """
-        if self._latest and not self._has_one:
+        if self._latest and not self._has_success:
             raise RolloutError(f"all {len(self._latest)} trajectories failed. Most common: {self._common()}")
         self._check(of_at_least=self.MIN_FINISHED)
 
