@@ -53,13 +53,9 @@ def text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    parts = []
-    for part in content:
-        kind = str(part.get("type", "text")) if isinstance(part, Mapping) else "text"
-        parts.append(
-            str(part.get("text", "")) if kind == "text" and isinstance(part, Mapping) else f"[{kind.split('_')[0]}]"
-        )
-    return "\n".join(parts)
+    parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
+    kinds = [str(part.get("type", "text")).partition("_")[0] for part in parts]
+    return "\n".join(str(p.get("text", "")) if kind == "text" else f"[{kind}]" for kind, p in zip(kinds, parts, strict=True))
 
 
 @dataclass(slots=True)

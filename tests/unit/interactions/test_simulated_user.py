@@ -89,7 +89,7 @@ def test_roles_alternate_whatever_the_conversation() -> None:
     shown = flipped(
         [
             {"role": "user", "content": [{"type": "text", "text": "This one"}, {"type": "image_url", "image_url": {}}]},
-            {"role": "user", "content": "and that."},
+            {"role": "user", "content": ["and that."]},
             {"role": "assistant", "content": ""},
         ],
         instructions="…",
