@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyturn.core.errors import DataError, RewardError, one_line
+from polyturn.core.errors import ConfigError, DataError, RewardError, one_line
 from polyturn.core.secrets import bearer, hide, token_from
 from polyturn.infra.deadline import Stretch
 from polyturn.infra.http import send_now
@@ -92,10 +92,15 @@ class Sandbox(SandboxOptions):
 
         Raises:
             RewardError: the sandbox does not work.
-            ConfigError: there is no address, and this machine cannot isolate programs.
+            ConfigError: there is no address, and this machine cannot isolate programs, or `language` is not Python.
         """
         with Stretch.paused():
             if not self.url:
+                if language != "python":
+                    raise ConfigError(
+                        f"the program is in {language!r}, but this machine only runs Python; set reward.sandbox.url to the "
+                        "address of a SandboxFusion service"
+                    )
                 with self.slots:
                     return self._here().run(code, stdin=stdin)
             return self._run_there(self.url, self._request(code, stdin=stdin, language=language))

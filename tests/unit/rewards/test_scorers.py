@@ -303,6 +303,10 @@ def test_unreadable_tests_are_a_data_error_whatever_the_program(tests: Any, mess
     refuses(lambda: code.compute_score(PLUS_ONE, tests, sandbox=code.Sandbox(url="http://nowhere")), DataError, message)
 
 
+def test_other_languages_need_a_service() -> None:
+    refuses(lambda: code.Sandbox().run("int main() {}", language="cpp"), ConfigError, "'cpp'", "reward.sandbox.url")
+
+
 def test_programs_without_a_sandbox_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: code.Sandbox(url=None, python="/nowhere/python").require(), ConfigError, "'/nowhere/python'")
     monkeypatch.setattr("polyturn.sandbox.python.isolation.find_isolation", lambda: (Isolation.NONE, "no bubblewrap"))
