@@ -60,8 +60,11 @@ class Gymnasium(Adapter):
         super().__init__(name, id, kwargs, base=base)
         self._package: Any = require("gymnasium", install=INSTALL, needed_by=name)
         known_id(id, self._package.registry, name=name)
-        self._invalid_reward = float(self.kwargs.pop("invalid_reward", 0.0))
-        self._max_invalid = int(self.kwargs.pop("max_invalid", 3))
+        try:
+            self._invalid_reward = float(self.kwargs.pop("invalid_reward", 0.0))
+            self._max_invalid = int(self.kwargs.pop("max_invalid", 3))
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(f"env {name!r}: invalid_reward and max_invalid must be numbers: {problem}") from problem
         env = check_kwargs(self._env, name=name, kwargs=kwargs)
         if "ansi" in env.metadata.get("render_modes", ()) and "render_mode" not in self.kwargs:
             self.kwargs["render_mode"] = "ansi"
