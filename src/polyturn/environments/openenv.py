@@ -381,8 +381,10 @@ def _options(name: str, kwargs: Mapping[str, Any]) -> OpenEnvOptions:
         if key not in known:
             raise ConfigError(f"env {name!r}: there is no env.kwargs.{key}.{did_you_mean(key, known)}")
     options = OpenEnvOptions(**{**kwargs, "python": os.path.expanduser(str(kwargs.get("python", sys.executable)))})
-    if options.sessions < 1 or options.servers < 1:
-        raise ConfigError(f"env {name!r}: sessions is {options.sessions} and servers is {options.servers}; use at least 1")
+    if not all(isinstance(number, int) and number >= 1 for number in (options.sessions, options.servers)):
+        raise ConfigError(
+            f"env {name!r}: sessions is {options.sessions!r} and servers is {options.servers!r}; use integers of at least 1"
+        )
     return options
 
 

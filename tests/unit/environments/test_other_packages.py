@@ -142,7 +142,8 @@ def test_hanging_environment_does_not_hold_the_random_state(monkeypatch: pytest.
         ("openenv:./nowhere", {}, ConfigError, "there is no .*openenv.yaml"),
         ("openenv:word", {}, ConfigError, "is not an application"),
         ("openenv:http://127.0.0.1:1", {"sesions": 2}, ConfigError, "Did you mean 'sessions'"),
-        ("openenv:http://127.0.0.1:1", {"servers": 0}, ConfigError, "use at least 1"),
+        ("openenv:http://127.0.0.1:1", {"servers": 0}, ConfigError, "of at least 1"),
+        ("openenv:http://127.0.0.1:1", {"sessions": "two"}, ConfigError, "sessions is 'two'"),
     ],
 )
 def test_environment_that_cannot_work_is_refused(name: str, kwargs: Mapping[str, Any], error: type[Exception], said: str):
