@@ -196,4 +196,4 @@ class JsonSubprocess:
     def _tail(self, process: ManagedProcess | None = None) -> str:
         process = process or self._process
         tail = "" if process is None else process.tail(3)
-        return " / ".join(tail.splitlines())[-_TAIL_BYTES:] or "it said nothing"
+        return " / ".join(tail.splitlines())[-_TAIL_BYTES:] or "it wrote nothing"

@@ -39,7 +39,7 @@ def rewrite(history: History, messages: Sequence[Message], *, goes_on: bool = Fa
     if goes_on:
         if messages[-1].role != "assistant" or messages[-1].tool_calls or len(messages) == 1:
             raise SchedulerError(
-                f"only an assistant message without calls, behind other messages, can go on; the last one is "
+                f"only an assistant message without calls that follows other messages can go on; the last one is "
                 f"{messages[-1].to_openai()!r:.120}"
             )
         if history.waiting:
