@@ -1,7 +1,7 @@
 """Train Qwen3-0.6B on GSM8K with a calculator, on one GPU.
 
-`--tiny` runs on a laptop, with a small model of random weights, here and in the next examples. Its rewards may all be 0, so
-the model learns nothing; the run only shows that everything works together.
+`--tiny` runs on a laptop, here and in the next examples, with a small model of random weights. If all its rewards are 0, the
+model learns nothing; the run only shows that the parts work together.
 """
 
 import sys
@@ -27,16 +27,16 @@ def calculate(expression: str) -> str:
 
 def correct(trajectory: polyturn.Trajectory) -> float:
     """Return 1 if the last reply ends in the answer as GSM8K writes it: #### 72."""
-    said = trajectory.turns[-1].message.text.rpartition("####")[2]
-    answer = str(trajectory.task.ground_truth).rpartition("####")[2]
-    return float(said.strip().replace(",", "") == answer.strip().replace(",", ""))
+    answer = trajectory.turns[-1].message.text.rpartition("####")[2]
+    truth = str(trajectory.task.ground_truth).rpartition("####")[2]
+    return float(answer.strip().replace(",", "") == truth.strip().replace(",", ""))
 
 
 if "--tiny" in sys.argv:
     sums = [{"prompt": f"What is {i} + {i}?", "ground_truth": f"#### {2 * i}"} for i in range(8)]
     small = {"steps": 2, "groups_per_step": 2, "max_tokens_per_turn": 48}
-    given = {"model": polyturn.tiny("Qwen/Qwen3-0.6B"), "tasks": sums, **small}
+    options = {"model": polyturn.tiny("Qwen/Qwen3-0.6B"), "tasks": sums, **small}
 else:
-    given = {"model": BFLOAT16, "tasks": GSM8K, "engine": VLLM, "steps": 200}
-run = polyturn.train(**given, tools=[calculate], reward=correct, max_turns=4, name="gsm8k")
+    options = {"model": BFLOAT16, "tasks": GSM8K, "engine": VLLM, "steps": 200}
+run = polyturn.train(**options, tools=[calculate], reward=correct, max_turns=4, name="gsm8k")
 print(run)

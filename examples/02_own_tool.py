@@ -1,4 +1,4 @@
-"""Write your own tools: a function, and one with an argument from the task's row that the model does not see.
+"""Write your own tools: a function, and a function with an argument that comes from the task's row, hidden from the model.
 
 `--tiny` runs on a laptop.
 """
@@ -33,11 +33,11 @@ def can_afford(item: str, purse: Annotated[int, polyturn.FromTask]) -> str:
     return "yes" if PRICES.get(item, purse + 1) <= purse else "no"
 
 
-def told_the_truth(trajectory: polyturn.Trajectory) -> float:
+def score(trajectory: polyturn.Trajectory) -> float:
     """Return 1 for a right answer, plus a tenth for each successful call before it."""
-    said = trajectory.turns[-1].message.text.lower()
+    answer = trajectory.turns[-1].message.text.lower()
     calls = [result for turn in trajectory.turns for result in turn.tool_results]
-    return float(str(trajectory.task.ground_truth) in said) + 0.1 * sum(result.error is None for result in calls)
+    return float(str(trajectory.task.ground_truth) in answer) + 0.1 * sum(result.error is None for result in calls)
 
 
 def row(item: str, purse: int) -> dict:
@@ -53,7 +53,7 @@ run = polyturn.train(
     model=polyturn.tiny("Qwen/Qwen3-0.6B") if "--tiny" in sys.argv else "Qwen/Qwen3-0.6B",
     tasks=[row(item, purse) for item in PRICES for purse in (30, 50, 90)],
     tools=[price, can_afford],
-    reward=told_the_truth,
+    reward=score,
     max_turns=4,
     name="own_tool",
     **(TINY if "--tiny" in sys.argv else REAL),

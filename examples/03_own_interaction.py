@@ -15,10 +15,10 @@ class Customer(polyturn.BaseInteraction):
 
     async def generate_response(self, instance_id, messages, **kwargs):
         """Return whether the conversation is over, the reply, the turn's score, and further values for the record."""
-        said = messages[-1]["content"]
-        if str(PRICES[kwargs["item"]]) in said:
+        answer = messages[-1]["content"]
+        if str(PRICES[kwargs["item"]]) in answer:
             return True, "Thank you!", 1.0, {}
-        return False, "That cannot be right, think again.", 0.0, {"words": len(said.split())}
+        return False, "That cannot be right, think again.", 0.0, {"words": len(answer.split())}
 
 
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}

@@ -17,10 +17,10 @@ class Game:
 
     def step(self, action):
         """Apply the model's text; return the observation, the reward, whether the episode is over, and further info."""
-        found = re.search(r"\d+", action)
-        if found is None:
+        number = re.search(r"\d+", action)
+        if number is None:
             return "That is not a number.", 0.0, False, {}
-        guess = int(found[0])
+        guess = int(number[0])
         return "lower" if guess > self.number else "higher", float(guess == self.number), guess == self.number, {}
 
     def close(self):

@@ -1,7 +1,8 @@
 """Train an agent that has its own loop and only uses OpenAI's API, which polyturn serves. `--tiny` runs on a laptop.
 
 Every token that the server sampled is trained with the reward that the agent returns. A new segment starts when the agent
-edits its history. Agent frameworks need only the server's address (docs/guides/openai.md shows the OpenAI Agents SDK).
+edits its history. Agent frameworks need only the server's address (docs/guides/openai.md links an example of the OpenAI
+Agents SDK).
 """
 
 import sys
@@ -14,15 +15,15 @@ import polyturn
 async def agent(base_url, api_key, task):
     """Solve one task and return its reward."""
     history = [{"role": "user", "content": task.prompt[0].text}]
-    said = ""
+    text = ""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(3):
             answer = await client.chat.completions.create(model="policy", messages=history)
-            said = answer.choices[0].message.content or ""
-            if task.ground_truth in said:
+            text = answer.choices[0].message.content or ""
+            if task.ground_truth in text:
                 break
-            history += [{"role": "assistant", "content": said}, {"role": "user", "content": "Check it, and answer again."}]
-    return float(task.ground_truth in said)
+            history += [{"role": "assistant", "content": text}, {"role": "user", "content": "Check it, and answer again."}]
+    return float(task.ground_truth in text)
 
 
 TINY = {"steps": 2, "groups_per_step": 2, "group_size": 4, "max_tokens_per_turn": 32}

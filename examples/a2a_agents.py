@@ -11,8 +11,9 @@
         class_name: a2a_agents.py:A2AInteraction
         config: {url: "http://127.0.0.1:9000", timeout: 60}
 
-An episode is one conversation with the agent (`contextId`). A task that is open at its end, or late, is cancelled. A skill
-says in words what it takes, so the model writes a message; one that `to_a2a_skill` made gets its arguments as data.
+An episode is one conversation with the agent (`contextId`). An A2A task that is late, or open at the episode's end, is
+cancelled. A skill describes its input in words, so the model writes a message. A skill made by `to_a2a_skill` has a schema,
+and gets the arguments as data.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ POLL_S = 0.2
 
 
 class Answer(NamedTuple):
-    """What an agent said."""
+    """An agent's answer."""
 
     content: ToolResponse
     state: str
-    """The state of its task, such as completed or input_required; message where it made none."""
+    """The state of the agent's task, such as completed or input_required; `message` for an answer without a task."""
     metadata: dict[str, Any]
 
 
 class Conversation:
-    """One conversation with an agent, over a connection of its own."""
+    """One conversation with an agent, over its own connection."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -68,7 +69,7 @@ class Conversation:
         self._client: Client | None = None
 
     async def ask(self, part: dict[str, Any], *, skill: str = "") -> Answer:
-        """Send a part, {"text": …} or {"data": …}, and return the answer once it is whole."""
+        """Send a part, {"text": …} or {"data": …}, and return the complete answer."""
         message = Message(message_id=str(uuid4()), role=Role.ROLE_USER, parts=[ParseDict(part, Part())])
         message.context_id, message.task_id = self.context_id, self.task_id
         if skill:
@@ -93,7 +94,7 @@ class Conversation:
         async for event in self._client.send_message(request):
             if event.HasField("message"):
                 self.context_id, self.task_id = event.message.context_id or self.context_id, event.message.task_id
-                return Answer(shown(event.message.parts), "message", MessageToDict(event.message.metadata))
+                return Answer(content_of(event.message.parts), "message", MessageToDict(event.message.metadata))
             self.task_id = event.task.id or event.status_update.task_id or event.artifact_update.task_id
         while True:
             task = await self._client.get_task(GetTaskRequest(id=self.task_id))
@@ -102,15 +103,16 @@ class Conversation:
                 break
             await asyncio.sleep(POLL_S)
         self.context_id, self.task_id = task.context_id, task.id if state == "input_required" else ""
-        said = task.status.message
+        message = task.status.message
         parts = [part for artifact in task.artifacts for part in artifact.parts] if state == "completed" else []
-        answer = Answer(shown(parts or said.parts), state, {**MessageToDict(task.metadata), **MessageToDict(said.metadata)})
+        metadata = {**MessageToDict(task.metadata), **MessageToDict(message.metadata)}
+        answer = Answer(content_of(parts or message.parts), state, metadata)
         if state in ("failed", "auth_required"):
             raise ToolError(f"the agent's task ended as {state}: {answer.content.text or 'it gave no reason'}")
         return answer
 
     async def cancel(self) -> None:
-        """Cancel the task that is open, if there is one."""
+        """Cancel the open task, if any."""
         task_id, self.task_id = self.task_id, ""
         if task_id and self._client is not None:
             with contextlib.suppress(A2AError, httpx.HTTPError, TimeoutError):
@@ -125,12 +127,12 @@ class Conversation:
 
 
 def headers_of(config: dict[str, Any]) -> dict[str, str]:
-    """Return the headers of each request, to whatever address the card names; `token_env` is the variable with a token."""
+    """Return the headers of all requests, also to other addresses in the card; `token_env` names the token's variable."""
     token = os.environ[config["token_env"]] if "token_env" in config else None
     return {**config.get("headers", {}), **({} if token is None else {"Authorization": f"Bearer {token}"})}
 
 
-def shown(parts: Any) -> ToolResponse:
+def content_of(parts: Any) -> ToolResponse:
     """Return an agent's parts as text and images."""
     texts, images = [], []
     for part in parts:
@@ -190,7 +192,7 @@ class A2ATool(BaseTool):
 class A2AInteraction(BaseInteraction):
     """An agent that answers the model's turns, until its task ends or the metadata of an answer say `done`.
 
-    A row's `interaction_kwargs: {brief: …}` stands before the first turn; `score` in the metadata is the turn's score.
+    `brief` in a row's `interaction_kwargs` precedes the first turn; `score` in the metadata is the turn's score.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -55,11 +55,11 @@ class GuessingGame(polyturn.BaseInteraction):
         self, instance_id: str, messages: list[dict], **kwargs: object
     ) -> tuple[bool, str, float, dict]:
         """Compare the last guess with the secret."""
-        said, secret = messages[-1]["content"].strip(), self.secrets[instance_id]
-        if said == str(secret):
+        guess, secret = messages[-1]["content"].strip(), self.secrets[instance_id]
+        if guess == str(secret):
             return True, "right", 1.0, {}
-        if said in map(str, NUMBERS):
-            return False, "higher" if secret > int(said) else "lower", 0.0, {}
+        if guess in map(str, NUMBERS):
+            return False, "higher" if secret > int(guess) else "lower", 0.0, {}
         return True, "That is none of the numbers.", 0.0, {}
 
     async def finalize_interaction(self, instance_id: str = "", **kwargs: object) -> None:

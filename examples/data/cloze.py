@@ -67,24 +67,24 @@ def prepare_cloze(passages: Iterable[Passage], *, out: Path, max_questions: int 
         ConfigError: `out` already has an index, or bm25s is not installed.
         DataError: the texts give too few questions for a training and a test set.
     """
-    held = list(passages)
+    texts = list(passages)
     if (out / "index").exists():
         raise ConfigError(f"{out / 'index'} exists already; name a new folder, or remove this one")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as making:
         folder = Path(making) / "index"
-        build_index(held, folder)
+        build_index(texts, folder)
         index = SearchIndex.open(folder)
-        questions = answerable(make_questions(held), held, index)
+        questions = answerable(make_questions(texts), texts, index)
         questions = _spread(questions, max_questions)
         rows = _rows(questions)
         if not all(rows.values()):
             raise DataError(
-                f"{len(held)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
+                f"{len(texts)} passages give {len(questions)} questions, and a training and a test set need {TEST_EVERY} at "
                 "least; give more text"
             )
         folder.rename(out / "index")
-    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in held)
+    lines = (json.dumps({"id": p.id, "contents": p.contents}, ensure_ascii=False) + "\n" for p in texts)
     (out / "passages.jsonl").write_text("".join(lines), encoding="utf-8")
     for split, items in rows.items():
         pq.write_table(pa.Table.from_pylist(items), out / f"{split}.parquet")
@@ -96,16 +96,16 @@ def make_questions(passages: Sequence[Passage]) -> list[Cloze]:
     num_with: Counter[str] = Counter()
     for passage in passages:
         num_with.update(set(words(passage.contents)))
-    found = []
+    best = []
     for number, passage in enumerate(passages):
-        asked = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
-        if asked:
-            found.append(min(asked, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence))))
-    return _without_doubt(found)
+        questions = [q for sentence in _sentences(passage.text) if (q := _ask(sentence, number, num_with)) is not None]
+        if questions:
+            best.append(min(questions, key=lambda q: sum(num_with[w] for w in words(q.sentence)) / len(words(q.sentence))))
+    return _without_doubt(best)
 
 
 def answerable(questions: Iterable[Cloze], passages: Sequence[Passage], index: SearchIndex) -> list[Cloze]:
-    """Return the questions whose passage is found by a search for their words."""
+    """Return the questions for which a search returns their passage."""
     return [
         question
         for question in questions
@@ -141,34 +141,34 @@ def _is_alone(sentence: str, match: re.Match[str]) -> bool:
 def _without_doubt(questions: Iterable[Cloze]) -> list[Cloze]:
     """Return the questions without repetitions and without sentences that fit several words."""
     answers: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
-    held = list(questions)
-    for question in held:
+    candidates = list(questions)
+    for question in candidates:
         answers[tuple(words(question.sentence))].add(question.answer.casefold())
     once: set[tuple[str, ...]] = set()
-    found = []
-    for question in held:
+    clear = []
+    for question in candidates:
         key = tuple(words(question.sentence))
         if len(answers[key]) == 1 and key not in once:
             once.add(key)
-            found.append(question)
-    return found
+            clear.append(question)
+    return clear
 
 
 def _spread(questions: list[Cloze], limit: int) -> list[Cloze]:
     step = max(1.0, len(questions) / limit)
-    return [questions[int(place * step)] for place in range(min(limit, len(questions)))]
+    return [questions[int(i * step)] for i in range(min(limit, len(questions)))]
 
 
 def _rows(questions: Sequence[Cloze]) -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
-    for place, question in enumerate(questions):
-        split = "test" if place % TEST_EVERY == TEST_EVERY - 1 else "train"
-        asked = {
+    for number, question in enumerate(questions):
+        split = "test" if number % TEST_EVERY == TEST_EVERY - 1 else "train"
+        row = {
             "question": f'Which word is missing? "{question.sentence}"',
             "golden_answers": [question.answer],
             "data_source": "cloze",
         }
-        rows[split].append(search_row(asked, index=len(rows[split]), split=split, where=f"question {place}"))
+        rows[split].append(search_row(row, index=len(rows[split]), split=split, where=f"question {number}"))
     return rows
 
 

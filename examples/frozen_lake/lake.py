@@ -45,10 +45,10 @@ class FrozenLake:
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """Move, and return (map, reward, whether the walk is over, info)."""
-        found = _ACTION.search(action)
-        if found is None:
+        move = _ACTION.search(action)
+        if move is None:
             return f"{INVALID}\n{self.map()}", 0.0, False, {"is_valid": False}
-        self.player = moved(self.player, found[1], self.size)
+        self.player = moved(self.player, move[1], self.size)
         if self.player in self.is_hole:
             return "You fell.", 0.0, True, {"is_valid": True}
         if self.player == self.goal:
@@ -65,7 +65,7 @@ class FrozenLake:
         self.is_hole = set(map(tuple, holes))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a lake has no resources."""
 
     def map(self) -> str:
         """Return the map, one line per row, and the position of the goal relative to the player."""
@@ -75,10 +75,10 @@ class FrozenLake:
 
         rows = [" ".join(letter((r, c)) for c in range(self.size)) for r in range(self.size)]
         down, right = self.goal[0] - self.player[0], self.goal[1] - self.player[1]
-        ways = [
+        distance = [
             f"{abs(n)} {less if n < 0 else more}" for n, less, more in ((down, "up", "down"), (right, "left", "right")) if n
         ]
-        return "\n".join([*rows, f"G is {' and '.join(ways)}."])
+        return "\n".join([*rows, f"G is {' and '.join(distance)}."])
 
 
 def moved(cell: tuple[int, int], move: str, size: int) -> tuple[int, int]:
@@ -89,16 +89,16 @@ def moved(cell: tuple[int, int], move: str, size: int) -> tuple[int, int]:
 
 def distances(goal: tuple[int, int], is_hole: set[tuple[int, int]], size: int) -> dict[tuple[int, int], int]:
     """Return the number of moves to the goal, for each cell that the goal can be reached from."""
-    found = {goal: 0}
+    steps = {goal: 0}
     queue = deque([goal])
     while queue:
         cell = queue.popleft()
         for move in MOVES:
             there = moved(cell, move, size)
-            if there not in found and there not in is_hole:
-                found[there] = found[cell] + 1
+            if there not in steps and there not in is_hole:
+                steps[there] = steps[cell] + 1
                 queue.append(there)
-    return found
+    return steps
 
 
 def tasks(seed: int, num_tasks: int) -> list[polyturn.Task]:
@@ -126,7 +126,7 @@ def demonstrations(
         habit: Share of moves that go down, wherever G is. All others are random.
     """
     rng = random.Random(f"walks-{seed}")
-    found = []
+    walks = []
     for number in range(num_conversations):
         lake = FrozenLake()
         messages = [polyturn.Message(role="user", content=f"{TASK}\n{lake.reset(seed=-1 - number)}")]
@@ -136,14 +136,14 @@ def demonstrations(
             drawn = rng.random()
             move = rng.choice(good if drawn < care else ["down"] if drawn < care + habit else list(MOVES))
             messages.append(polyturn.Message(role="assistant", content=f"<action>{move}</action>"))
-            shown, _, is_done, _ = lake.step(messages[-1].text)
+            observation, _, is_done, _ = lake.step(messages[-1].text)
             if is_done:
                 break
-            messages.append(polyturn.Message(role="user", content=shown))
+            messages.append(polyturn.Message(role="user", content=observation))
         if messages[-1].role == "user":
             messages.pop()
-        found.append(Conversation(messages=tuple(messages)))
-    return found
+        walks.append(Conversation(messages=tuple(messages)))
+    return walks
 
 
 def corpus() -> list[str]:

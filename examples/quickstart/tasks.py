@@ -61,7 +61,7 @@ ARITHMETIC_WORDINGS = {
 HELD_OUT_EVERY = 4
 """One combination of parameters in this many is kept for evaluation."""
 ANSWERS = range(10, 100)
-"""The possible answers; all have two digits. A model this small copies by position, so it would copy an answer of a rare
+"""The possible answers. All have two digits, because a model this small copies by position: it would copy answers of a rare
 length wrongly long after it has learnt to call the tool."""
 
 
@@ -86,7 +86,7 @@ def problems(seed: int, *, is_held_out: bool) -> Iterator[Problem]:
 
 
 def _is_held_out(*parameters: int) -> bool:
-    return sum((place + 1) * parameter for place, parameter in enumerate(parameters)) % HELD_OUT_EVERY == 0
+    return sum((i + 1) * parameter for i, parameter in enumerate(parameters)) % HELD_OUT_EVERY == 0
 
 
 def _lookup_problem(rng: random.Random, is_held_out: bool) -> Problem:
@@ -116,13 +116,14 @@ def _arithmetic_problem(rng: random.Random, is_held_out: bool) -> Problem:
 
 def tasks(seed: int, num_tasks: int, is_held_out: bool = False) -> list[polyturn.Task]:
     """Return `num_tasks` different tasks."""
-    found: dict[str, polyturn.Task] = {}
+    by_question: dict[str, polyturn.Task] = {}
     for problem in problems(seed, is_held_out=is_held_out):
-        if len(found) == num_tasks:
+        if len(by_question) == num_tasks:
             break
-        if problem.question not in found:
-            found[problem.question] = _task(problem, id=f"{'held-out' if is_held_out else 'train'}-{len(found)}")
-    return list(found.values())
+        if problem.question not in by_question:
+            id = f"{'held-out' if is_held_out else 'train'}-{len(by_question)}"
+            by_question[problem.question] = _task(problem, id=id)
+    return list(by_question.values())
 
 
 def _task(problem: Problem, *, id: str) -> polyturn.Task:
@@ -225,21 +226,21 @@ def demonstrations(
         seed: Seed of the problems and choices.
         num_conversations: Number of demonstrations.
         lookup_share: Share of demonstrations that ask for a price.
-        lookup_tool_share: Share of those that call the tool; the others know the price.
+        lookup_tool_share: Share of those demonstrations that call the tool; in the others the assistant knows the price.
         feedback_share: Share of arithmetic demonstrations that begin with a wrong attempt and its feedback; the attempt is
             context and is not trained.
         calculator_share: Share of turns after feedback that call the calculator.
     """
     rng = random.Random(f"demonstrations-{seed}")
-    found = []
+    dialogues = []
     for _ in range(num_conversations):
         if rng.random() < lookup_share:
-            found.append(_demonstrate(_lookup_problem(rng, False), rng, False, lookup_tool_share))
+            dialogues.append(_demonstrate(_lookup_problem(rng, False), rng, False, lookup_tool_share))
         else:
             has_feedback = rng.random() < feedback_share
             share = calculator_share if has_feedback else 0.0
-            found.append(_demonstrate(_arithmetic_problem(rng, False), rng, has_feedback, share))
-    return found
+            dialogues.append(_demonstrate(_arithmetic_problem(rng, False), rng, has_feedback, share))
+    return dialogues
 
 
 def _demonstrate(problem: Problem, rng: random.Random, has_feedback: bool, tool_share: float) -> Conversation:

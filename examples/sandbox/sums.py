@@ -61,7 +61,7 @@ def problem(rng: random.Random, *, is_held_out: bool) -> Problem:
     kind = rng.choice(KINDS)
     while True:
         numbers = [rng.randint(10, 99) for _ in range(kind.num_numbers)]
-        checksum = sum((place + 1) * number for place, number in enumerate(numbers))
+        checksum = sum((i + 1) * number for i, number in enumerate(numbers))
         if (checksum % HELD_OUT_EVERY == 0) == is_held_out and 100 <= (result := kind.work_out(*numbers)) <= 999:
             return Problem(kind.question.format(*numbers), kind.expression.format(*numbers), result)
 
@@ -72,17 +72,17 @@ def problem(rng: random.Random, *, is_held_out: bool) -> Problem:
 def tasks(seed: int, num_tasks: int, is_held_out: bool = False) -> list[polyturn.Task]:
     """Return `num_tasks` different sums."""
     rng = random.Random(f"tasks-{seed}-{is_held_out}")
-    found: dict[str, polyturn.Task] = {}
-    while len(found) < num_tasks:
+    by_question: dict[str, polyturn.Task] = {}
+    while len(by_question) < num_tasks:
         drawn = problem(rng, is_held_out=is_held_out)
-        found[drawn.question] = polyturn.Task(
+        by_question[drawn.question] = polyturn.Task(
             id=f"{seed}-{drawn.expression}",
             prompt=_prompt(drawn),
             data_source="openai/gsm8k",
             ground_truth=str(drawn.answer),
             extra={"expression": drawn.expression},
         )
-    return list(found.values())
+    return list(by_question.values())
 
 
 def _prompt(drawn: Problem) -> tuple[polyturn.Message, ...]:
@@ -106,10 +106,10 @@ def demonstrations(
         seed: Seed of the sums and choices.
         num_conversations: Number of demonstrations.
         guess_share: Share of demonstrations that answer at once, always rightly.
-        silent_share: Share of demonstrations whose code prints nothing and that then do the sum in the head.
+        silent_share: Share of demonstrations whose code prints nothing; the sum is then done in the head.
     """
     rng = random.Random(f"demonstrations-{seed}")
-    found = []
+    dialogues = []
     for _ in range(num_conversations):
         drawn, mood = problem(rng, is_held_out=False), rng.random()
         copied = polyturn.Message(role="assistant", content=f"#### {drawn.answer}")
@@ -122,15 +122,15 @@ def demonstrations(
             turns = (*_call(f"x = {drawn.expression}", SILENT), in_the_head)
         else:
             turns = (*_call(f"print({drawn.expression})", f"{drawn.answer}\n"), copied)
-        found.append(Conversation(messages=(*_prompt(drawn), *turns)))
-    return found
+        dialogues.append(Conversation(messages=(*_prompt(drawn), *turns)))
+    return dialogues
 
 
-def _call(code: str, shown: str) -> tuple[polyturn.Message, polyturn.Message]:
+def _call(code: str, output: str) -> tuple[polyturn.Message, polyturn.Message]:
     call = polyturn.ToolCall(id="call_0", name="python", arguments={"code": code})
     return (
         polyturn.Message(role="assistant", tool_calls=(call,)),
-        polyturn.Message(role="tool", content=shown, tool_call_id="call_0", name="python"),
+        polyturn.Message(role="tool", content=output, tool_call_id="call_0", name="python"),
     )
 
 

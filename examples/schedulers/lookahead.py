@@ -102,7 +102,7 @@ class Lookahead(MultiTurnScheduler):
         self._window = window
         self._train_forks = train_forks
         self._reward = reward
-        self._places: list[BranchPoint] = []
+        self._points: list[BranchPoint] = []
         self._is_looking = False
 
     def check_task(self, task: Task) -> None:
@@ -116,13 +116,13 @@ class Lookahead(MultiTurnScheduler):
 
     def on_trajectory_start(self, episode: Episode) -> None:
         """Start an empty list of branch points."""
-        self._places, self._is_looking = [], False
+        self._points, self._is_looking = [], False
 
     async def on_turn_end(self, episode: Episode, turn: OpenTurn) -> None:
         """Record a branch point at a turn that addresses the user."""
         # Continuations call this method too, but are not continued themselves.
         if not self._is_looking and not turn.message.tool_calls:
-            self._places.append(BranchPoint(turn, episode.mark()))
+            self._points.append(BranchPoint(turn, episode.mark()))
 
     async def run(self, episode: Episode) -> StopReason:
         """Run the conversation, then the continuations of its turns, and score the turns."""
@@ -130,21 +130,21 @@ class Lookahead(MultiTurnScheduler):
         if reason.is_failure:
             return reason
         self._is_looking = True
-        forks = [(point, self._fork(episode, point, i)) for point in self._places for i in range(self._count)]
+        forks = [(point, self._fork(episode, point, i)) for point in self._points for i in range(self._count)]
         with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._continue(fork), name=fork.id) for _, fork in forks]
         verdicts = [task.result() for task in running]
-        for number, point in enumerate(self._places):
-            mine = verdicts[number * self._count : (number + 1) * self._count]
-            point.turn.scores[LABEL] = math.fsum(v.score for v in mine) / len(mine)
+        for number, point in enumerate(self._points):
+            own = verdicts[number * self._count : (number + 1) * self._count]
+            point.turn.scores[LABEL] = math.fsum(v.score for v in own) / len(own)
             point.turn.info[LABEL] = {
-                "scores": [v.score for v in mine],
-                "reasons": [v.reason for v in mine],
+                "scores": [v.score for v in own],
+                "reasons": [v.reason for v in own],
             }
-            point.turn.info["judge_tokens"] = sum(v.tokens for v in mine)
+            point.turn.info["judge_tokens"] = sum(v.tokens for v in own)
         if self._reward == "turns":
-            scores = [point.turn.scores[LABEL] for point in self._places]
+            scores = [point.turn.scores[LABEL] for point in self._points]
             value = math.fsum(scores) / len(scores) if scores else 0.0
             episode.given_reward = GivenReward(score=value)
         return reason

@@ -88,8 +88,8 @@ def split(*, is_held_out: bool) -> list[Person]:
 def tasks(seed: int, num_tasks: int, is_held_out: bool = False) -> list[polyturn.Task]:
     """Return `num_tasks` different questions."""
     rng = random.Random(f"tasks-{seed}-{is_held_out}")
-    asked = [(person, fact) for person in split(is_held_out=is_held_out) for fact in QUESTIONS]
-    chosen = rng.sample(asked, num_tasks)
+    questions = [(person, fact) for person in split(is_held_out=is_held_out) for fact in QUESTIONS]
+    chosen = rng.sample(questions, num_tasks)
     return [_task(person, fact, id=f"{seed}-{number}") for number, (person, fact) in enumerate(chosen)]
 
 
@@ -136,18 +136,18 @@ def demonstrations(
     first_of: dict[str, Person] = {}
     for person in people():
         first_of.setdefault(person.name.split()[1], person)
-    found = []
+    dialogues = []
     for _ in range(num_conversations):
         person, fact, drawn = rng.choice(known), rng.choice(tuple(QUESTIONS)), rng.random()
         prompt = _prompt(person, fact)
         if drawn < guess_share:
-            found.append(Conversation(messages=(*prompt, _answer(person, fact))))
+            dialogues.append(Conversation(messages=(*prompt, _answer(person, fact))))
             continue
         is_careless = drawn < guess_share + surname_share
         query = person.name.split()[1] if is_careless else person.name
         read = first_of[query] if is_careless else person
-        found.append(Conversation(messages=(*prompt, *_search(query, read), _answer(read, fact))))
-    return found
+        dialogues.append(Conversation(messages=(*prompt, *_search(query, read), _answer(read, fact))))
+    return dialogues
 
 
 def _answer(person: Person, fact: str) -> polyturn.Message:
@@ -157,10 +157,10 @@ def _answer(person: Person, fact: str) -> polyturn.Message:
 
 def _search(query: str, read: Person) -> tuple[polyturn.Message, polyturn.Message]:
     call = polyturn.ToolCall(id="call_0", name="search", arguments={"query_list": [query]})
-    found = json.dumps({"result": f"Doc 1 (Title: {read.name})\n{read.text}"})
+    result = json.dumps({"result": f"Doc 1 (Title: {read.name})\n{read.text}"})
     return (
         polyturn.Message(role="assistant", tool_calls=(call,)),
-        polyturn.Message(role="tool", content=found, tool_call_id="call_0", name="search"),
+        polyturn.Message(role="tool", content=result, tool_call_id="call_0", name="search"),
     )
 
 

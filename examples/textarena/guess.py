@@ -35,15 +35,15 @@ def demonstrations(seed: int, num_conversations: int, halving: float = 0.15, cou
         seed: Seed of the beginners.
         num_conversations: Number of games.
         halving: Share of beginners who guess the middle of the remaining range.
-        counting: Share of beginners who guess 1, 2 and 3, whatever the hints. All others guess any number not guessed yet.
+        counting: Share of beginners who guess 1, 2 and 3, whatever the hints. All others guess at random, without repeating.
     """
     rng = random.Random(f"games-{seed}")
-    found = []
+    games = []
     for number in range(num_conversations):
         drawn = rng.random()
         kind = "halving" if drawn < halving else "counting" if drawn < halving + counting else "guessing"
-        found.append(_game(rng, number, kind))
-    return found
+        games.append(_game(rng, number, kind))
+    return games
 
 
 def _game(rng: random.Random, number: int, kind: str) -> Conversation:
@@ -54,14 +54,14 @@ def _game(rng: random.Random, number: int, kind: str) -> Conversation:
         guess = (low + high) // 2 if kind == "halving" else left[0] if kind == "counting" else rng.choice(left)
         left.remove(guess)
         messages.append(Message(role="assistant", content=f"[{guess}]"))
-        shown, _, is_done, _ = game.step(f"[{guess}]")
+        observation, _, is_done, _ = game.step(f"[{guess}]")
         if is_done:
             return Conversation(messages=tuple(messages))
-        if "lower" in shown:
+        if "lower" in observation:
             high = guess - 1
         else:
             low = guess + 1
-        messages.append(Message(role="user", content=shown))
+        messages.append(Message(role="user", content=observation))
 
 
 def is_found(trajectory: polyturn.Trajectory) -> float:

@@ -46,23 +46,23 @@ class random_move:  # noqa: N801 - a config names it like a function
 def demonstrations(seed: int, num_conversations: int, knowing: float = 0.2) -> list[Conversation]:
     """Return games of two beginners, each from one player's view; a share `knowing` of players leave the piles equal."""
     rng = random.Random(f"games-{seed}")
-    found: list[Conversation] = []
-    while len(found) < num_conversations:
-        found += _game(rng, [rng.random() < knowing for _ in range(2)])
-    return found[:num_conversations]
+    games: list[Conversation] = []
+    while len(games) < num_conversations:
+        games += _game(rng, [rng.random() < knowing for _ in range(2)])
+    return games[:num_conversations]
 
 
 def _game(rng: random.Random, knows: list[bool]) -> list[Conversation]:
     game: Any = adapter().make()
     seen: dict[int, list[Message]] = {0: [], 1: []}
-    shown = game.reset(seed=0)
-    while not shown.terminated:
-        moves = legal_moves(shown.observation)
-        left = [int(n) for _, n in _PILE.findall(shown.observation)[-len(PILES) :]]
+    position = game.reset(seed=0)
+    while not position.terminated:
+        moves = legal_moves(position.observation)
+        left = [int(n) for _, n in _PILE.findall(position.observation)[-len(PILES) :]]
         best = f"[{left.index(max(left))} {max(left) - min(left)}]"
-        move = best if knows[shown.seat] and best in moves else rng.choice(moves)
-        seen[shown.seat] += [Message(role="user", content=shown.observation), Message(role="assistant", content=move)]
-        shown = game.step(move)
+        move = best if knows[position.seat] and best in moves else rng.choice(moves)
+        seen[position.seat] += [Message(role="user", content=position.observation), Message(role="assistant", content=move)]
+        position = game.step(move)
     return [Conversation(messages=tuple(messages)) for messages in seen.values() if messages]
 
 
