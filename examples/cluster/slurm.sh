@@ -3,9 +3,9 @@
 #
 #   cd examples/recipes && sbatch ../cluster/slurm.sh gsm8k_tool.yaml qwen3.yaml thirty_two_gpus.yaml model.path=Qwen/Qwen3-32B
 #
-# polyturn, and what its config names, must be under the same paths on all nodes, and this folder on a disk that all of them see:
-# runs/slurm-JOB is written here. Ten minutes before the time limit, or when the job is preempted, the run leaves a checkpoint; the
-# job goes back into the queue and goes on from there.
+# polyturn, and the files that its config names, must have the same paths on all nodes. The working folder must be on a disk that all
+# nodes see: the run is written to runs/slurm-JOB. Ten minutes before the time limit, or when the job is preempted, the run writes a
+# checkpoint; the job goes back into the queue and resumes from it.
 #SBATCH --job-name=polyturn
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.request
 
-RULES = "Write one shell command in a block that begins with ```sh. Write no block once you are done."
+RULES = "Write one shell command in a block that begins with ```sh. When you are done, answer without a block."
 
 
 def ask(messages):

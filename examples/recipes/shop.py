@@ -1,8 +1,8 @@
 """A shop where a customer wants orders changed: the tasks, the tool that changes orders, and the reward.
 
-goal: cancel order 3, and send the lamp of order 1 to Oslo     the customer knows it, the model has to ask and to act
-orders({"order": 3, "status": "cancelled"})                    changes this episode's own orders
-reward 1                                                       all orders are as the goal says, whatever was said
+goal: send the lamp to Oslo instead                             known to the customer; the model has to ask, then act
+orders({"order": "417", "city": "Oslo"})                        changes this episode's own orders
+reward 1                                                        if all orders are as the goal requires
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import polyturn
 
 THINGS, CITIES = ("lamp", "chair", "kettle", "book", "tent"), ("Oslo", "Lima", "Bern", "Riga", "Cork")
 SYSTEM = (
-    "You serve the customers of a shop. Look orders up before you change them, and change nothing that nobody asked for."
+    "You serve the customers of a shop. Look orders up before you change them, and change only what the customer asks for."
 )
 Order = dict[str, Any]
 
@@ -32,9 +32,9 @@ class Orders(polyturn.BaseTool):
 
     def get_openai_tool_schema(self) -> Any:
         fields = {
-            "order": {"type": "string", "description": "Its number; leave it out to list all of them."},
-            "status": {"type": "string", "enum": ["open", "cancelled"], "description": "Its new status, to change that."},
-            "city": {"type": "string", "description": "Where it is to be sent now, to change that."},
+            "order": {"type": "string", "description": "The order's number; without it, all orders are listed."},
+            "status": {"type": "string", "enum": ["open", "cancelled"], "description": "The order's new status."},
+            "city": {"type": "string", "description": "The city to send the order to instead."},
         }
         function = {"name": "orders", "description": "List the customer's orders, or change one."}
         return {"type": "function", "function": {**function, "parameters": {"type": "object", "properties": fields}}}
