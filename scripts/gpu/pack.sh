@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Pack what scripts/gpu/run.sh needs on a machine without a network: wheels and SmolLM2, in parts that a small transfer takes.
+# Packs the files that scripts/gpu/run.sh needs on a machine without a network: wheels and SmolLM2, split for small transfers.
 #
 #   bash scripts/gpu/pack.sh [--python 3.12] [--part-mb 45] [--out .gpu]      writes .gpu/1, .gpu/2, ... (about 125 MB)
 #
-# Bring one part after the other (or all at once) into the checkout on that machine and run scripts/gpu/run.sh each time.
+# Copy one part at a time, or all at once, into the checkout on that machine, and run scripts/gpu/run.sh after each copy.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=3.12 part_mb=45 out=.gpu

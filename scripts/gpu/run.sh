@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that polyturn claims for a GPU, measured on this machine in at most six minutes. One JSON line for each part.
+# Measures all figures of benchmarks/gpu.md on this machine, in at most six minutes. Prints one JSON line for each part.
 #
 #   bash scripts/gpu/run.sh           on a machine with one GPU, PyTorch and no network: first scripts/gpu/pack.sh elsewhere
-#   bash scripts/gpu/run.sh --tiny    the same parts in small, on any machine
+#   bash scripts/gpu/run.sh --tiny    the same parts with tiny models, on any machine
 #
-# A checkout with an environment of its own (.venv, from `make install`) uses that. Else the parts of .gpu/ are collected under
-# /tmp/polyturn-gpu; while one is missing this says which, and ends. Where `OUT` names a folder, the JSON lines and logs are
-# written there too.
+# If the checkout has its own environment (.venv, from `make install`), the script uses it. Otherwise it collects the parts of
+# .gpu/ under /tmp/polyturn-gpu, and ends with a message while a part is missing. If the variable `OUT` names a folder, the
+# JSON lines and logs are written there too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kit=${POLYTURN_GPU_KIT:-/tmp/polyturn-gpu}
