@@ -4,10 +4,11 @@
 
 The same seed trains differently if floating-point sums are rounded differently: rounding sometimes decides which token is
 sampled, and the runs differ from then on. A recipe that works on one processor only would be luck, so each seed runs as in
-`make demo-tiny`, on one thread, with ATen's kernels without vector instructions, and from weights changed by a millionth.
+`make demo-tiny`, on one thread, with ATen's kernels without vector instructions, from weights changed by a millionth, and,
+on a processor with AVX-512, with the kernels for AVX2.
 
 Every run writes a JSON file to OUT and is not repeated while the file exists. So an interrupted call can be continued,
-several calls with different --seeds or --roundings can share OUT, and all of OUT is reported. It takes hours; `make verify`
+several calls with different --seeds or --roundings can share OUT, and all of OUT is reported. It takes hours; `make bench`
 runs it.
 """
 
@@ -41,7 +42,7 @@ ROUNDINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default ATen kernels": ({"ATEN_CPU_CAPABILITY": "default"}, ["num_threads=1"]),
     "perturbed weights": ({}, ["num_threads=1", "model.init.initializer_range=0.045000045"]),
 }
-"""Name -> environment variables and overrides; the last increases every initial weight by a millionth."""
+"""Name -> environment variables and overrides; `perturbed weights` increases every initial weight by a millionth."""
 if torch.backends.cpu.get_cpu_capability() == "AVX512":
     ROUNDINGS["AVX2"] = ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, ["num_threads=1"])
 MAX_BEFORE, MIN_AFTER, MAX_FIRST_TURN = 0.35, 0.90, 0.20

@@ -1,12 +1,12 @@
-"""The surfaces of fuzz.py that talk: our server of tools (MCP), MCP servers that lie, and the desk.
+"""The surfaces of fuzz.py with a peer: our MCP server, hostile MCP servers, and the desk.
 
     mcp_server    damaged requests to `polyturn serve --mcp`, over HTTP and over standard input
     mcp_stdio     an MCP server, a process, that writes damaged lines: no JSON, wrong ids, deep nesting, half a message
     mcp_http      the same behind a URL: damaged bodies, event streams, statuses
-    desk          requests to the desk's page, papers and answers in its folder, lines that are typed
+    desk          requests to the desk's page, papers and answers in its folder, typed lines
 
-Whatever a peer sends, our call must end with a result of a documented kind. The kind `exception` is what the model sees of a
-bug of ours, so it fails the case. Our server must answer a right request afterwards.
+Whatever a peer sends, our call must end with a result of a documented kind. The kind `exception` means a bug of ours, so it
+fails the case. After damaged requests our server must answer a right one.
 """
 
 # ruff: noqa: E501
@@ -240,7 +240,7 @@ class OnStdin:
         return self._process
 
 
-# --- peers that lie ----------------------------------------------------------------------------------------------------------------
+# --- hostile peers ----------------------------------------------------------------------------------------------------------------
 
 
 PROPERTIES = {"say": {"type": "string"}, "is_whole": {"type": "boolean"}}

@@ -111,5 +111,5 @@ def open_box(box: str) -> str:
 
 
 def reward() -> float:
-    """Return a reward that differs within a group, whatever the texts, so that every sample is trained."""
+    """Return a reward that differs within a group for any texts, so that every sample is trained."""
     return _chance.random()

@@ -1,4 +1,4 @@
-"""Measures how many faulty weight syncs, in which one group of parameters is not sent, are found. Prints one JSON line.
+"""Measures how many incomplete weight syncs, which lack one group of parameters, are detected. Prints one JSON line.
 
     python benchmarks/canary.py [--trials 100] [--true-trials 20] [--engines vllm,sglang] [--ways folder,gloo]
 
@@ -45,7 +45,7 @@ class Leaky:
         self._update = engine.update_weights
         self._true = true
         self.kept: frozenset[int] = frozenset()
-        """Where the tensors that are kept back lie."""
+        """Positions of the tensors that are not sent."""
 
     async def __call__(self, version: int, *, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Stand in for `update_weights`."""

@@ -1,4 +1,4 @@
-"""Measures the work of the leading process with two ranks, and how long the ranks wait. Prints one JSON line.
+"""Measures the work of a run's controller with two ranks, and how long the ranks wait. Prints one JSON line.
 
     python benchmarks/controller.py [--steps 8] [--hidden 256] [--layers 8]
 

@@ -1,4 +1,4 @@
-"""Measures bytes and CPU time per trajectory in the leading process of a run with workers and ranks. Prints one JSON line.
+"""Measures bytes and CPU time per trajectory in the controller of a run with workers and ranks. Prints one JSON line.
 
     python benchmarks/driver_bytes.py [--repeats 50]
 
@@ -36,7 +36,7 @@ CASES = ((70, 3), (1000, 8), (4000, 8))
 
 
 def group_of(prompt_tokens: int, turns: int) -> tuple[TrajectoryGroup, int]:
-    """Return one group of eight, and the bytes of its episodes' messages to the leader's journal."""
+    """Return one group of eight, and the bytes of its episodes' messages to the controller's journal."""
     rollout_loop.TURNS = turns  # read by the limits of the context
     context = context_of(ANSWER, interactions={"gsm8k": Gsm8kInteraction({})})
     assert context.limits == Limits(max_turns=turns)

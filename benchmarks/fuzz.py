@@ -1,4 +1,4 @@
-"""Feed damaged input to everything that reads input: rows, tool calls, configs, HTTP, peers (MCP), people. One JSON line.
+"""Feeds damaged input to every reader of input: rows, tool calls, configs, HTTP, peers (MCP), people. Prints one JSON line.
 
     python benchmarks/fuzz.py [--cases 100000] [--seed 0] [--only SURFACE] [--case NUMBER]
 
@@ -7,7 +7,7 @@ repeats it alone, with the whole traceback. It fails if
 
     it crashes    it raises anything but an error of ours, a server answers 5xx, or a crash is logged
     it hangs      it takes longer than 2 seconds, or never ends
-    it lies       the result breaks its contract: a call without its text, a row that cannot be written as JSON
+    it is wrong   the result breaks its contract: a call without its text, a row that cannot be written as JSON
 
 The time of every parser on ten times as much text is measured too (`worst_growth`; times under 10 ms count as 10 ms, with the
 garbage collector off). The exit code is 1 when anything failed, when growth passes 15, or when memory grew by more than 200 MB.
@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 2.0
 """Limit of a case, in seconds of processor time; other processes do not count."""
 WAIT_S = 15.0
-"""For an answer."""
+"""Limit of the wait for a server's answer, in seconds."""
 MAX_GROWTH_MB = 200.0
 MAX_TIME_GROWTH = 15.0
 SHARES = {
@@ -79,7 +79,7 @@ SHARES = {
 """Surface -> weight of its share of all cases."""
 
 ANSWERS: Counter[str] = Counter()
-"""How servers answered."""
+"""Kind of a server's answer -> number of answers."""
 
 Case = Callable[[random.Random], Awaitable[None]]
 
@@ -494,7 +494,7 @@ async def servers(folder: Path) -> AsyncIterator[dict[str, Case]]:
     from polyturn.viewer.run_view import RunView
 
     class Runs(sandbox_app.SandboxService):
-        """Runs no program: what is damaged here is the request."""
+        """Runs no program: only the request is damaged."""
 
         def __init__(self) -> None:
             pass
@@ -607,7 +607,7 @@ class Crashes(logging.Handler):
         self.found: list[BaseException] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep what is not an error of ours."""
+        """Record errors that are not polyturn's own."""
         is_told = record.name.partition(".")[0] in ("mcp", "client")  # an SDK tells what it could not read
         problem = record.exc_info[1] if record.exc_info and not is_told else None
         if problem is not None and not isinstance(problem, PolyturnError | asyncio.CancelledError):

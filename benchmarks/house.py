@@ -17,10 +17,10 @@ when the next new function is in another file that it has left before.
 call and answer: those of the functions on stacks between an episode's first rendered prompt and its record, from the point
 where the stacks differ (the loop over turns), without the inside of the engine.
 
-A reader who followed the calls by hand, with only the relevant functions, found 76 functions in 41 files with 18 returns,
+A reader who followed the calls by hand and counted only relevant functions found 76 functions in 41 files with 18 returns,
 and 14 files for a turn. A stack also has functions in between (wrappers, deadlines, checks of rendered text), and lacks
-functions that returned the sample unchanged before the next milestone (a filter, a buffer's `put`). So figures of this
-script are only comparable with one another.
+functions that returned the sample unchanged before the next milestone (a filter, a buffer's `put`). So compare figures of
+this script only with one another.
 
 `lines` are all lines of the files, including comments and blank lines, like `wc -l`. `keys` are the leaf paths of a
 configuration; a section that can occur in a list or under any name counts once. `plugin_keys` are the options of parts that
@@ -458,7 +458,7 @@ def documented(functions: Sequence[Function], *, root: str = "../src/polyturn") 
 
 
 def num_returns(functions: Sequence[Function]) -> int:
-    """Return how often the path returns to a file that it has left."""
+    """Return the number of returns of the path to a file that it has left."""
     files = [one.file for i, one in enumerate(functions) if not i or functions[i - 1].file != one.file]
     return len(files) - len(set(files))
 

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/journal_cost.py
 
-64 conversations run at once, with 8 turns each: 300 sampled tokens with logprobs and a tool result of 200 characters per
-turn, and a tool and an interaction with snapshots. Runs with and without a journal alternate. The figures are CPU time of
-the process, which does not depend on other work on the machine. Prints one JSON line.
+64 conversations run at once, with 8 turns each: 300 sampled tokens with logprobs, and a result of 200 characters from a tool
+with snapshots. Runs with and without a journal alternate. The figures are CPU time of the process, which hardly depends on
+other work on the machine, and bytes, including the line of each finished trajectory. Prints one JSON line.
 """
 
 from __future__ import annotations

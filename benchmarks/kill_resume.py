@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/kill_resume.py --kills 100
 
-A tiny model has conversations of four turns with an interaction that takes a random time and has a snapshot. Runs follow one
-another, and each is killed up to ten times by kill -9, within about two seconds of its first output. Asynchronous runs
-(max_staleness 1) and synchronous ones alternate. Prints one JSON line.
+A tiny model has conversations of four turns with an interaction that takes a random time and has a snapshot. One run at a
+time is killed up to ten times by kill -9, within about two seconds of its first output. Asynchronous runs (max_staleness 1)
+and synchronous ones alternate. Prints one JSON line.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python benchmarks/layout.py [--threads 1] [--repeats 5]
 
-All use the same samples (a multi-turn length distribution), the same model (Qwen3, 0.9 million parameters), the same loss
-and one backward pass, and must end with the same gradient. `layout` is `ModelPolicy.forward_backward` as in training, with
-coefficients, layout, entropy, metrics and checks. `sorted_rows` is a bare loop: rows sorted by length, padded, split at the
-same token budget, logits only at the targets, without metrics and checks. `dense` is a naive version: unsorted rows, an
-attention mask, logits at all positions. Figures are CPU seconds of this process, the best of alternating repeats, so a busy
-machine has little effect.
+All forms use the same samples (a multi-turn length distribution), the same model (Qwen3, 0.9 million parameters), the same
+loss and one backward pass, and must end with the same gradient. `layout` is `ModelPolicy.forward_backward` as in training,
+with coefficients, layout, entropy, metrics and checks. `sorted_rows` is a bare loop: rows sorted by length, padded, split
+at the same token budget, logits only at the targets, without metrics and checks. `dense` is a naive version: unsorted rows,
+an attention mask, logits at all positions. Figures are CPU seconds of this process, the best of alternating repeats, so a
+busy machine has little effect.
 """
 
 from __future__ import annotations

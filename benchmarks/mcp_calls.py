@@ -39,7 +39,7 @@ TYPED = {None, "connection", "timeout", "circuit_open"}
 
 
 def serve(port: int) -> None:
-    """Be the server."""
+    """Serve the tools."""
     from mcp.server import MCPServer
 
     server = MCPServer("bench", log_level="ERROR")
@@ -113,7 +113,7 @@ async def calls_per_s(settings: dict[str, Any], *, num_calls: int) -> tuple[floa
 
 
 async def bare_per_s(*, num_calls: int) -> float:
-    """Return the calls per second of the SDK's client alone."""
+    """Return the calls per second of the SDK's bare client."""
     from mcp import Client, StdioServerParameters
 
     async with Client(StdioServerParameters(**HERE)) as client:
@@ -156,7 +156,7 @@ async def first_calls(count: int = 8) -> list[float]:
 
 
 def living(pids: set[int]) -> int:
-    """Return how many of these processes exist."""
+    """Return the number of these processes that exist."""
     return sum(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -215,7 +215,7 @@ def ms(times: list[float]) -> dict[str, float]:
 
 
 async def measure(num_calls: int, storm_s: float) -> dict[str, Any]:
-    """Return every number."""
+    """Return all figures."""
     stdio, times = await calls_per_s(HERE, num_calls=num_calls)
     bare = await bare_per_s(num_calls=num_calls)
     free = bind("127.0.0.1", 0)

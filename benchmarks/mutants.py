@@ -170,8 +170,8 @@ class Calls(NamedTuple):
 
 
 class CallNotes:
-    """A plug-in of pytest that notes what each test calls; fixtures count for the test that is the first to need them, and
-    for all of its file."""
+    """A plug-in of pytest that records the functions that each test calls. A fixture counts for the first test that uses it,
+    and for all of its file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,10 +1,10 @@
-"""Run every benchmark and store the numbers: benchmarks/results/DATE.json.
+"""Runs every benchmark and stores the numbers in benchmarks/results/DATE.json.
 
 A benchmark is a script in this folder whose last line on stdout is one JSON object; its other output is for the reader. The
-results are stored with the date, the commit and the machine, because numbers without these mean nothing.
+results are stored with the date, the commit and the machine.
 
     python benchmarks/run_all.py                  all of them
-    python benchmarks/run_all.py throughput       benchmarks/throughput.py alone
+    python benchmarks/run_all.py layout           benchmarks/layout.py alone
 
 If a benchmark fails, {"error": ...} is stored, the others still run, and the exit code is 1. A second run on the same day
 updates that day's file: new results replace the earlier ones of the same benchmark.

@@ -1,10 +1,9 @@
-"""Nearly fifty attempts to get out of the Python sandbox, or to take the machine down from inside, and how fast one
-starts.
+"""Tries to leave the Python sandbox, or to overload the machine from inside, in 49 ways; measures how fast a sandbox starts.
 
-Each attempt is code, and a check from outside that nothing was reached: the attempt must not have printed ESCAPED, must end
-in time, must leave the next run of the same process able to work, and must leave no process behind. One JSON line at the end:
+Each attempt is code, followed by checks from outside: the attempt must not have printed ESCAPED, must end in time, must leave no
+process behind, and the next run in the same process must work. Prints one JSON line:
 
-    {"attempts": 42, "escapes": 0, "left_processes": 0, "first_call_p50_ms": 3.1, …}
+    {"attempts": 49, "escapes": 0, "left_processes": 0, "first_call_p50_ms": 3.1, …}
 
     python benchmarks/sandbox_escapes.py [--only NAME …] [--no-speed]
 """

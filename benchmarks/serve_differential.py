@@ -1,6 +1,6 @@
-"""Play 200 random schedulers in process and through the server's HTTP application; print one JSON line.
+"""Plays 200 random schedulers in process and through the server's HTTP application. Prints one JSON line.
 
-The prompt determines the model's texts, so the server causes every difference. The exit code is 1 if there is one.
+The prompt determines the model's texts, so the server causes every difference. The exit code is 1 if any result differs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Episodes of one to four turns run on simulated servers in virtual time, so that waiting costs nothing. Everything else is
 real: the loop, tools that are created, called and released, an interaction, deadlines, breakers, limits, rewards. Tools
-raise, hang and answer too much, interactions raise and hang, episodes are cancelled, servers are killed. After every 10,000
+raise, hang and return too much, interactions raise and hang, episodes are cancelled, servers are killed. After every 10,000
 episodes the garbage is collected and the resident memory is read. The slope is that of a straight line through the readings
 after the first 50,000 episodes, which fill caches and the allocator's pools.
 
@@ -60,10 +60,10 @@ SAYS = [*CALLS, '<tool_call>\n{"name": "flak', "#### 4", "#### 4", "#### 4", "##
 
 @polyturn.tool
 async def flaky(n: int) -> str:
-    """Do one of the things that go wrong.
+    """Fail in one of several ways.
 
     Args:
-        n: Which.
+        n: The kind of failure.
     """
     if n == 0:
         raise ValueError("no")

@@ -1,13 +1,13 @@
 """Checks that tokens are exact for all templates: the long form of the property tests. Prints one JSON line.
 
-    python benchmarks/token_exactness.py                                 all templates: minutes, on one core each of --jobs
-    python benchmarks/token_exactness.py --docs benchmarks/README.md  and rewrite that page's table
+    python benchmarks/token_exactness.py                                 all templates: minutes, on --jobs cores
+    python benchmarks/token_exactness.py --docs benchmarks/README.md     and rewrite that page's table
 
-For each published template in ../shared/data (with Qwen's vocabulary) 1,000 random dialogues of every kind, for each
-hand-written one 200 (1,000 where there are no others), run as real episodes and compared with an oracle that renders and
-encodes whole conversations with the tokenizer's own functions (I1 to I5); every fifth once more with each turn sampled
-from a full render. And 10,000 hostile texts, dealt out over all templates, each said in every field that an environment
-writes. Target: no violation, no control token.
+Each published template in ../shared/data (with Qwen's vocabulary) gets 1,000 random dialogues of every kind, each
+hand-written one 200 (1,000 if there are no published ones). They run as real episodes and are compared with an oracle that
+renders and encodes whole conversations with the tokenizer's own functions (I1 to I5); every fifth runs once more with each
+turn sampled from a full render. Another 10,000 hostile texts are divided among all templates, and each is written into
+every field that an environment can set. Target: no violation, no control token.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def write_docs(page: Path, rows: list[dict[str, Any]], summary: dict[str, Any]) 
         f"{table(rows)}\n\nIn {summary['dialogues']:,} dialogues and {summary['texts']:,} hostile texts (over "
         f"{summary['templates']} templates): {summary['violations']} violations, "
         f"{summary['control_tokens']} control tokens. "
-        f"Against a full render of the same messages the held ids were, over the templates in the table: {words}."
+        "Compared with a full render of the same messages, the ids of the histories were, over the templates in the table: "
+        f"{words}."
     )
     page.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}", encoding="utf-8")
 

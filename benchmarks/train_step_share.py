@@ -6,10 +6,10 @@
 It reports the median over training steps of `time/other_share` and of the parts of a step: generation (everything inside the
 engine's steps), training (forward, backward, optimizer), preparing (metrics, filters, samples, advantages), and the rest,
 which is the Python code of the rollout (episodes, templates, tools, rewards). `update_other_share` is the share of training
-and preparing that is outside forward, backward and optimizer (target 10 %). A run in this process is also timed where no
-metric does: recording, which happens after a step's metrics are complete; generation and training without the work of
-engine and trainer around the model; and the whole run, from reading the config to the last checkpoint, with evaluations.
-There, costs that do not grow with the number of steps have more weight than in a run of full length.
+and preparing that is outside forward, backward and optimizer (target 10 %). For a run in this process
+three more times are measured: recording, which happens after a step's metrics are complete; generation and training without
+the work of engine and trainer around the model; and the whole run, from reading the config to the last checkpoint, with
+evaluations. In it, costs that do not grow with the number of steps have more weight than in a run of full length.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _trajectory(id: str, scores: NDArray[np.float64]) -> Trajectory:
 
 
 def _sample(group: str, trajectory: str, taken: NDArray[np.int64], values: NDArray[np.float64]) -> TrainSample:
-    """Return a prompt token, then for each turn its action and an observation, of which the critic talks nonsense."""
+    """Return a prompt token, then each turn's action and an observation, where the critic's value is nonsense."""
     num = len(taken)
     return TrainSample(
         id=SampleId(group, trajectory, 0),

@@ -3,10 +3,10 @@
     python benchmarks/verl_releases.py --wheels DIR --checkouts DIR --write benchmarks/README.md
     python benchmarks/verl_releases.py --wheels DIR --names src/polyturn/compat/verl_config/names.txt
 
-The folder of wheels has files such as verl-0.6.1-….whl (`pip download --no-deps verl==0.6.1`), the folder of checkouts has a
-folder per release, such as 0.6.1. bash runs each script with stand-ins for python and torchrun, which record the command
-lines. Each is then composed, translated and validated as in `polyturn run-as verl`, both inside the checkout and from a copy
-of examples and recipe alone. The table is written between the markers of the page, followed by the results of
+The folder of wheels contains files such as verl-0.6.1-….whl (`pip download --no-deps verl==0.6.1`), the folder of checkouts
+has a folder per release, such as 0.6.1. bash runs each script with stand-ins for python and torchrun, which record the
+command lines. Each is then composed, translated and validated as in `polyturn run-as verl`, both inside the checkout and
+from a copy of examples and recipe alone. The table is written between the markers of the page, followed by the results of
 `verl_tests.py` (`--tests FILE`). `--names` writes the names of all keys with their releases, which distinguish a misspelt
 key from a key of verl in sections without a meaning here. `--modules` (for src/polyturn/compat/verl/modules.txt) writes the
 names of all modules, which distinguish verl's modules from a project's.
@@ -98,7 +98,7 @@ def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
 def tree_values(package: Path) -> dict[str, set[str]]:
     """Return the keys of the trees of a wheel or a checkout: `ppo_trainer` and Megatron's composed, generated ones as is.
 
-    Each with the kinds of its values: null, bool, number, or other; of an expression those of its value.
+    Each key comes with the kinds of its values (null, bool, number or other), an expression with the kind of its result.
     """
     with tempfile.TemporaryDirectory() as where:
         if package.is_dir():

@@ -1,10 +1,10 @@
-"""Call verl's shipped tools, or polyturn's under the same names, and write facts about the results to a file.
+"""Calls verl's shipped tools, or polyturn's under the same names, and writes facts about the results to a file.
 
     PYTHONPATH=UNPACKED_WHEEL python benchmarks/verl_sides.py verl facts.json        an environment in which verl works
     python benchmarks/verl_sides.py polyturn facts.json
 
-Both sides make the same calls to scripted services. Facts are numbers, shapes, fields of requests and digests of texts; they
-include no text of verl. verl's pools are Ray actors; here their functions run in threads.
+Both sides make the same calls to scripted services. Facts are numbers, shapes, fields of requests and digests of texts, but
+never a text of verl. verl's pools are Ray actors; here their functions run in threads.
 """
 
 from __future__ import annotations

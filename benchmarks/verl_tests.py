@@ -1,4 +1,4 @@
-"""verl's own tests of its multi-turn interfaces, run twice: with verl on a CPU, and as they are with polyturn in its place.
+"""Runs verl's own tests of its multi-turn interfaces twice, unchanged: with verl on a CPU, and with polyturn in its place.
 
     python benchmarks/verl_tests.py --cache DIR --python VENV/bin/python --out benchmarks/results/verl_tests.json
     python benchmarks/verl_releases.py --wheels DIR/wheels --checkouts DIR/checkouts --tests … --write benchmarks/README.md
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def fetched(release: str, cache: Path, *, repository: str, recipes: str) -> Path:
-    """Return the checkout of a release; download it and the wheel where they are missing."""
+    """Return the checkout of a release; download the checkout and the wheel if they are missing."""
     wheels, checkout = cache / "wheels", cache / "checkouts" / release
     if RELEASES[release] != "main" and not list(wheels.glob(f"verl-{release}-*.whl")):
         download = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), f"verl=={release}"]

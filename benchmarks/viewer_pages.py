@@ -2,11 +2,11 @@
 
     python benchmarks/viewer_pages.py [--trajectories 100000] [--steps 5000]
 
-Trajectories of the demo's size are written as a run of that length writes them: 128 a step, small parts joined. Then the
-requests of a first visit are made, in one process, the median of seven: opening the run, the first page of the table, a
-filter, a sort, the groups, one trajectory, words and an expression in what was said (and the first search, which reads the
-texts), the tables of tools and results, what a poll costs while nothing is new; of the metrics, opening them and ten curves
-with the bytes that travel. CPU time of all threads, because a machine that does other work tells little by its clock.
+Trajectories of the demo's size are written as a run of that length writes them: 128 a step, small parts joined. Then one
+process makes the requests of a first visit: opening the run, the first page of the table, a filter, a sort, the groups, one
+trajectory, a search for words and for an expression (and the first search, which reads the texts), the tables of tools and
+results, and a poll without news; for the metrics, opening them and ten curves, with the bytes sent. Figures are medians of
+seven, in CPU time of all threads, which hardly depends on other work on the machine.
 """
 
 from __future__ import annotations

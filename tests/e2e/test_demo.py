@@ -1,7 +1,7 @@
 """Runs learn: a tiny model raises its reward, the quick start of `make demo-tiny` uses its turns, SmolLM2 adds.
 
 benchmarks/README.md aims at 90 % for every seed and rounding; this asks for a little less, because other processors round
-differently. Other seeds, roundings and the controls run in `make verify` (`benchmarks/_demo_seeds.py`).
+differently. Other seeds, roundings and the controls run in `make bench` (`benchmarks/_demo_seeds.py`).
 """
 
 from __future__ import annotations
