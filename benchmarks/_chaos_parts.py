@@ -207,8 +207,8 @@ class Chaotic(BaseTool):
 
     def answer(self, fault: str, seed: int) -> Any:
         if fault in MADE:
-            made = MADE[fault](seed)
-            return made if self.world.is_hostile else "fine"
+            result = MADE[fault](seed)
+            return result if self.world.is_hostile else "fine"
         if self.world.is_hostile and fault == "crash":
             crash(seed)
         return "fine"
@@ -238,7 +238,7 @@ class ServerProcess:
         self._world = world
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._asked: dict[int, tuple[asyncio.Future[None], float]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[None], float]] = {}
         self._count = 0
         self._version = 0
 
@@ -255,15 +255,15 @@ class ServerProcess:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         while line := await process.stdout.readline():
-            future, _ = self._asked.pop(int(line), (None, 0.0))
+            future, _ = self._waiting.pop(int(line), (None, 0.0))
             if future is not None and not future.done():
                 future.set_result(None)
         now = time.monotonic()
-        for future, asked in self._asked.values():
+        for future, sent_at in self._waiting.values():
             if not future.done():
-                self.lost_s += now - asked
+                self.lost_s += now - sent_at
                 future.set_exception(EngineLostError(f"{self.name} was killed"))
-        self._asked.clear()
+        self._waiting.clear()
         await process.wait()
 
     def kill(self) -> None:
@@ -277,18 +277,18 @@ class ServerProcess:
             raise EngineLostError(f"{self.name} cannot be reached")
         episode, _, turn = request.request_id.rpartition("/")
         if not episode.startswith("g"):  # the pool checks whether the server works again
-            said = Turn(text="a", seconds=0.01)
+            turn_plan = Turn(text="a", seconds=0.01)
         else:
-            said = plan(self._world, int(episode[1:].partition("/")[0]))[int(turn)]
+            turn_plan = plan(self._world, int(episode[1:].partition("/")[0]))[int(turn)]
         self._count += 1
         number, future = self._count, asyncio.get_running_loop().create_future()
-        self._asked[number] = future, time.monotonic()
+        self._waiting[number] = future, time.monotonic()
         try:
-            process.stdin.write(b"%d %f\n" % (number, said.seconds))
+            process.stdin.write(b"%d %f\n" % (number, turn_plan.seconds))
             await future
         finally:
-            self._asked.pop(number, None)
-        ids = turn_ids(said.text)[: request.sampling.max_tokens]
+            self._waiting.pop(number, None)
+        ids = turn_ids(turn_plan.text)[: request.sampling.max_tokens]
         logprobs = np.full(len(ids), -0.5, np.float32)
         return Completion(
             token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.STOP, policy_versions=((0, self._version),)

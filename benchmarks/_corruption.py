@@ -130,29 +130,29 @@ def damaged_bytes(data: bytes, rng: random.Random) -> bytes:
 
 def damaged_words(words: Sequence[str], rng: random.Random, values: Callable[[random.Random], str]) -> list[str]:
     """Return a copy of a command line with words dropped, doubled, moved, cut or changed."""
-    found = list(words)
+    line = list(words)
     for _ in range(rng.choice((1, 1, 2, 3))):
-        kind, a = rng.randrange(6), rng.randrange(len(found) + 1)
-        if kind == 0 and found:
-            found.pop(a % len(found))
+        kind, a = rng.randrange(6), rng.randrange(len(line) + 1)
+        if kind == 0 and line:
+            line.pop(a % len(line))
         elif kind == 1:
-            found.insert(a, values(rng))
-        elif kind == 2 and found:
-            word = found[a % len(found)]
+            line.insert(a, values(rng))
+        elif kind == 2 and line:
+            word = line[a % len(line)]
             key, sign, _ = word.partition("=")
-            found[a % len(found)] = f"{key}{sign or '='}{values(rng)}"
-        elif kind == 3 and found:
-            word = found[a % len(found)]
+            line[a % len(line)] = f"{key}{sign or '='}{values(rng)}"
+        elif kind == 3 and line:
+            word = line[a % len(line)]
             at = rng.randrange(len(word) + 1)
-            found[a % len(found)] = (
+            line[a % len(line)] = (
                 word[:at] + rng.choice((".", "=", "+", "~", "[", "{", "'", "$", "-", "@", "\\", "")) + word[at:]
             )
-        elif kind == 4 and found:
-            found.insert(a, found[rng.randrange(len(found))])
-        elif found:
-            word = found[a % len(found)]
-            found[a % len(found)] = word[: rng.randrange(len(word) + 1)]
-    return found
+        elif kind == 4 and line:
+            line.insert(a, line[rng.randrange(len(line))])
+        elif line:
+            word = line[a % len(line)]
+            line[a % len(line)] = word[: rng.randrange(len(word) + 1)]
+    return line
 
 
 def a_text(rng: random.Random) -> str:

@@ -70,8 +70,8 @@ def slug(seed: int | str, name: str) -> str:
 def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the results in `path`; measure and write them if the file is missing."""
     if not path.is_file():
-        found = {**measure(), "commit": commit()}
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        measured = {**measure(), "commit": commit()}
+        path.write_text(json.dumps(measured, indent=2) + "\n")
     result: dict[str, Any] = json.loads(path.read_text())
     return result
 
@@ -147,8 +147,8 @@ def broken_promises(runs: Sequence[dict[str, Any]], controls: dict[str, list[dic
         if before["success"] > MAX_BEFORE or after["success"] < MIN_AFTER or first >= MAX_FIRST_TURN:
             reached = f"{before['success']:.3f} -> {after['success']:.3f}, first turn {first:.3f}"
             broken.append(f"seed {r['seed']}, {r['rounding']}: {reached}")
-    for name, found in controls.items():
-        for r in found:
+    for name, results in controls.items():
+        for r in results:
             success = r["after"]["greedy"]["success"]
             if success > MAX_BEFORE:
                 broken.append(f"control {name}, seed {r['seed']}: {success:.3f}")
@@ -198,11 +198,11 @@ def write_docs(path: Path, runs: Sequence[dict[str, Any]], controls: dict[str, l
             cells = [f"{mean(key, whole, 'before', name)} → {mean(key, whole, 'after', name)}" for name in sets]
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
     if any(controls.values()):
-        of = sorted({r["seed"] for found in controls.values() for r in found})
+        of = sorted({r["seed"] for results in controls.values() for r in results})
         lines += ["", "Greedy success of the controls, after:", ""]
         lines += ["| | " + " | ".join(f"seed {seed}" for seed in of) + " |", "|---|" + "---|" * len(of)]
-        for name, found in controls.items():
-            success = {r["seed"]: r["after"]["greedy"]["success"] for r in found}
+        for name, results in controls.items():
+            success = {r["seed"]: r["after"]["greedy"]["success"] for r in results}
             lines.append(f"| {name} | " + " | ".join(percent(success[s]) if s in success else "-" for s in of) + " |")
     seconds = [r["cpu_s"] for r in runs]
     lines += [

@@ -99,8 +99,8 @@ def _textarena(case: Case) -> Recorded:
     actions: list[str] = []
     offered = ["[0]"]
     for _ in range(case.max_actions):
-        _, shown = game.get_observation()
-        offered = list(case.moves) or moves_in(str(shown)) or offered
+        _, observation = game.get_observation()
+        offered = list(case.moves) or moves_in(str(observation)) or offered
         actions.append(chance.choice(offered))
         is_done, _ = game.step(action=actions[-1])
         if is_done:

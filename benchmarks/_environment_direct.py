@@ -16,37 +16,37 @@ ANSWER = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
 
-async def verifiers(told):
+async def verifiers(case):
     """Run one rollout of an environment with a client that returns the actions."""
     import verifiers as vf
     from openai.types.chat import ChatCompletion
     from verifiers.clients import OpenAIChatCompletionsClient
 
-    sys.path.insert(0, os.path.dirname(told["where"]))
-    env = vf.load_environment(os.path.basename(told["where"]).removesuffix(".py"), **told["arguments"])
-    row = env.get_dataset().to_list()[told["row"]]
-    actions = iter([right_answer(env, row) if a == "RIGHT" else a for a in told["actions"]])
-    said = []
+    sys.path.insert(0, os.path.dirname(case["where"]))
+    env = vf.load_environment(os.path.basename(case["where"]).removesuffix(".py"), **case["arguments"])
+    row = env.get_dataset().to_list()[case["row"]]
+    actions = iter([right_answer(env, row) if a == "RIGHT" else a for a in case["actions"]])
+    texts = []
 
     class Scripted(OpenAIChatCompletionsClient):
         async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs):
-            said.append(next(actions))
-            message = {"role": "assistant", "content": said[-1]}
-            if said[-1].startswith("<tool_call>"):
-                call = json.loads(said[-1].removeprefix("<tool_call>").removesuffix("</tool_call>"))
+            texts.append(next(actions))
+            message = {"role": "assistant", "content": texts[-1]}
+            if texts[-1].startswith("<tool_call>"):
+                call = json.loads(texts[-1].removeprefix("<tool_call>").removesuffix("</tool_call>"))
                 function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
                 message = {
                     "role": "assistant",
                     "content": "",
-                    "tool_calls": [{"id": f"call_{len(said)}", "type": "function", "function": function}],
+                    "tool_calls": [{"id": f"call_{len(texts)}", "type": "function", "function": function}],
                 }
             choice = {"index": 0, "message": message, "finish_reason": "stop"}
             return ChatCompletion.model_validate(
                 {"id": "x", "created": 0, "model": "m", "object": "chat.completion", "choices": [choice]}
             )
 
-    found = await env.run_rollout(row, Scripted(None), "m", {})
-    return {"reward": found["reward"], "actions": said}
+    rollout = await env.run_rollout(row, Scripted(None), "m", {})
+    return {"reward": rollout["reward"], "actions": texts}
 
 
 def right_answer(env, row):
@@ -54,31 +54,31 @@ def right_answer(env, row):
     return f"<answer>{env.rg_dataset[int(row['answer'])]['answer']}</answer>"
 
 
-async def openenv(told):
+async def openenv(case):
     """Step an environment's class without a server."""
     for name in [n for n in sys.modules if n.partition(".")[0] in ("server", "models")]:
         del sys.modules[name]  # it belongs to the previous folder
-    sys.path.insert(0, told["where"])
-    module, name = told["class"].split(":")
+    sys.path.insert(0, case["where"])
+    module, name = case["class"].split(":")
     env = getattr(importlib.import_module(module), name)()
-    kind, field = told["action"].split("(")[0].split(":"), told["field"]
+    kind, field = case["action"].split("(")[0].split(":"), case["field"]
     action = getattr(importlib.import_module(kind[0]), kind[1])
-    env.reset(**told["reset"])
-    rewards, said = [], []
-    for value in told["actions"]:
+    env.reset(**case["reset"])
+    rewards, texts = [], []
+    for value in case["actions"]:
         answer = env.step(action(**{field: value}))
-        said.append(str(value))
+        texts.append(str(value))
         rewards.append(answer.reward or 0.0)
         if answer.done:
             break
-    return {"reward": sum(rewards), "actions": said}
+    return {"reward": sum(rewards), "actions": texts}
 
 
 async def main():
     """Run one case after another."""
     drive = {"verifiers": verifiers, "openenv": openenv}[sys.argv[1]]
-    found = [await drive(told) for told in json.loads(sys.argv[2])]
-    ANSWER.write(json.dumps(found) + "\n")
+    results = [await drive(case) for case in json.loads(sys.argv[2])]
+    ANSWER.write(json.dumps(results) + "\n")
     ANSWER.flush()
 
 

@@ -68,8 +68,8 @@ def other_interpreter() -> Path | None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Path | None = module.interpreter("environments")
-    return found
+    path: Path | None = module.interpreter("environments")
+    return path
 
 
 _SCRATCH: list[tempfile.TemporaryDirectory[str]] = []
@@ -156,24 +156,24 @@ GEM = [
 
 def skyrl_case(id: str, row: Mapping[str, Any], actions: Sequence[str], **env_config: Any) -> Case:
     """Return a case of an environment that skyrl-gym registers."""
-    told = {key: value for key, value in row.items() if key != "prompt"}
+    info = {key: value for key, value in row.items() if key != "prompt"}
 
     def own() -> Own:
         import skyrl_gym
         from omegaconf import OmegaConf
 
-        extras = {"data_source": None, "extra_info": told, **told}
+        extras = {"data_source": None, "extra_info": info, **info}
         env = skyrl_gym.make(id, env_config=OmegaConf.create(env_config), extras=extras)
         env.init([{"role": "user", "content": row["prompt"]}])
-        said, total = [], 0.0
+        texts, total = [], 0.0
         for action in actions:
-            said.append(action)
+            texts.append(action)
             answer = env.step(action)
             total += float(answer["reward"])
             if answer["done"]:
                 break
         env.close()
-        return Own(said, total)
+        return Own(texts, total)
 
     kwargs = {"env_config": env_config} if env_config else {}
     return Case(name=f"skyrl:{id}", own=own, row=row, kwargs=kwargs)
@@ -184,15 +184,15 @@ def database() -> str:
     root = scratch()
     file = root / "spider/database/shop/shop.sqlite"
     file.parent.mkdir(parents=True)
-    with sqlite3.connect(file) as made:
-        made.execute("create table sale (item text, price integer)")
-        made.executemany("insert into sale values (?, ?)", [("tea", 3), ("milk", 2), ("tea", 4)])
+    with sqlite3.connect(file) as connection:
+        connection.execute("create table sale (item text, price integer)")
+        connection.executemany("insert into sale values (?, ?)", [("tea", 3), ("milk", 2), ("tea", 4)])
     return str(root)
 
 
 def skyrl_cases() -> list[Case]:
     """Return the cases of skyrl-gym."""
-    asked = {"prompt": "Tom has 9 bags of 8 apples. How many apples?"}
+    question = {"prompt": "Tom has 9 bags of 8 apples. How many apples?"}
     truth = {"method": "rule", "ground_truth": "72"}
     sql = {
         "prompt": "What did the tea cost in all?",
@@ -205,11 +205,11 @@ def skyrl_cases() -> list[Case]:
     tests = [{"input": "2 3\n", "output": "5\n", "testtype": "stdin", "metadata": {"func_name": None}}]
     add = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     return [
-        skyrl_case("gsm8k", {**asked, "reward_spec": truth}, ["9 * 8 = 72\n#### 72"]),
-        skyrl_case("gsm8k_multi_turn", {**asked, "reward_spec": truth, "max_turns": 3}, ["#### 70", "No.", "#### 72"]),
-        skyrl_case("aime", {**asked, "reward_model": truth}, ["It is 72.\nAnswer: 72"]),
+        skyrl_case("gsm8k", {**question, "reward_spec": truth}, ["9 * 8 = 72\n#### 72"]),
+        skyrl_case("gsm8k_multi_turn", {**question, "reward_spec": truth, "max_turns": 3}, ["#### 70", "No.", "#### 72"]),
+        skyrl_case("aime", {**question, "reward_model": truth}, ["It is 72.\nAnswer: 72"]),
         skyrl_case("text2sql", sql, [sum_of.format("sql"), sum_of.format("solution")], db_path=database()),
-        skyrl_case("lcb", {**asked, "reward_spec": {**truth, "ground_truth": json.dumps(tests)}}, [add]),
+        skyrl_case("lcb", {**question, "reward_spec": {**truth, "ground_truth": json.dumps(tests)}}, [add]),
     ]
 
 
@@ -221,22 +221,22 @@ class Direct:
 
     def __init__(self, python: Path, kind: str) -> None:
         self._command = [str(python), str(HERE / "_environment_direct.py"), kind]
-        self._told: list[dict[str, Any]] = []
-        self._found: list[Own] = []
+        self._cases: list[dict[str, Any]] = []
+        self._results: list[Own] = []
 
-    def case(self, where: Path, **told: Any) -> Callable[[], Own]:
+    def case(self, where: Path, **fields: Any) -> Callable[[], Own]:
         """Add a case, and return a function that gives its actions and reward."""
-        number = len(self._told)
-        self._told.append({"where": str(where), **told})
+        number = len(self._cases)
+        self._cases.append({"where": str(where), **fields})
         return lambda: self._all()[number]
 
     def _all(self) -> list[Own]:
-        if not self._found:
-            done = subprocess.run([*self._command, json.dumps(self._told)], capture_output=True, text=True, check=False)
+        if not self._results:
+            done = subprocess.run([*self._command, json.dumps(self._cases)], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{self._command[-1]} driven directly failed: {done.stderr.strip().splitlines()[-1:]}")
-            self._found = [Own(one["actions"], float(one["reward"])) for one in json.loads(done.stdout)]
-        return self._found
+            self._results = [Own(one["actions"], float(one["reward"])) for one in json.loads(done.stdout)]
+        return self._results
 
 
 def verifiers_case(
@@ -270,8 +270,8 @@ def verifiers_cases(python: Path) -> list[Case]:
 def openenv_cases(python: Path) -> list[Case]:
     """Return the cases of OpenEnv: the environment that its `init` creates, and one written for it."""
     folder, direct = scratch(), Direct(python, "openenv")
-    made = [str(python.parent / "openenv"), "init", "echo_env"]
-    subprocess.run(made, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [str(python.parent / "openenv"), "init", "echo_env"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     echo = {"class": "server.echo_env_environment:EchoEnvironment", "action": "models:EchoAction", "field": "message"}
     guess = {"class": "server.app:GuessEnvironment", "action": "server.app:Guess", "field": "number"}
     return [

@@ -18,14 +18,14 @@ def send(**message: Any) -> None:
 
 
 for line in sys.stdin:
-    asked = json.loads(line)
-    method, number = asked.get("method"), asked.get("id")
+    request = json.loads(line)
+    method, number = request.get("method"), request.get("id")
     if method == "initialize":
-        version = asked["params"]["protocolVersion"]
+        version = request["params"]["protocolVersion"]
         server = {"name": "hostile", "version": "1"}
         send(id=number, result={"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server})
     elif method == "tools/call":
-        arguments = asked["params"].get("arguments") or {}
+        arguments = request["params"].get("arguments") or {}
         sys.stdout.buffer.write(base64.b64decode(arguments["say"]).replace(b"@ID@", str(number).encode()) + b"\n")
         sys.stdout.buffer.flush()
         if arguments.get("is_whole"):

@@ -157,10 +157,10 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
             head = await reading.readuntil(b"\r\n\r\n")
         finally:
             writing.close()
-        found = [line for line in head.split(b"\r\n") if line.lower().startswith(b"mcp-session-id:")]
-        if not found:
+        headers = [line for line in head.split(b"\r\n") if line.lower().startswith(b"mcp-session-id:")]
+        if not headers:
             raise Broken(f"a right `initialize` was answered {head[:200]!r}")
-        return found[0].partition(b":")[2].strip().decode()
+        return headers[0].partition(b":")[2].strip().decode()
 
     live: list[str] = []
 
@@ -306,9 +306,9 @@ class HostilePeer:
                     0,
                 )
                 body = await reading.readexactly(length)
-                status, kind, said = self._answer(method, body)
-                more = f"Mcp-Session-Id: s\r\nContent-Type: {kind}\r\nContent-Length: {len(said)}\r\n\r\n"
-                writing.write(f"HTTP/1.1 {status} X\r\n{more}".encode() + said)
+                status, kind, answer = self._answer(method, body)
+                more = f"Mcp-Session-Id: s\r\nContent-Type: {kind}\r\nContent-Length: {len(answer)}\r\n\r\n"
+                writing.write(f"HTTP/1.1 {status} X\r\n{more}".encode() + answer)
                 await writing.drain()
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             pass
@@ -320,23 +320,23 @@ class HostilePeer:
             return (200, "application/json", self.document) if self.document else (405, "text/plain", b"")
         if method != b"POST":
             return 200, "text/plain", b""
-        asked = json.loads(body)
-        number = asked.get("id")
-        if asked.get("method") == "initialize":
+        request = json.loads(body)
+        number = request.get("id")
+        if request.get("method") == "initialize":
             server = {"name": "hostile", "version": "1"}
-            version = asked["params"]["protocolVersion"]
+            version = request["params"]["protocolVersion"]
             result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server}
             return 200, "application/json", json.dumps({"jsonrpc": "2.0", "id": number, "result": result}).encode()
-        if asked.get("method") == "tools/list":
+        if request.get("method") == "tools/list":
             result = {"tools": [{"name": "ask", "inputSchema": {"type": "object"}}]}
             return 200, "application/json", json.dumps({"jsonrpc": "2.0", "id": number, "result": result}).encode()
         if number is None:
             return 202, "text/plain", b""
-        if self.next is None or asked.get("method") not in ("tools/call", "SendMessage", "SendStreamingMessage"):
+        if self.next is None or request.get("method") not in ("tools/call", "SendMessage", "SendStreamingMessage"):
             error = {"code": -32601, "message": "Method not found"}
             return 200, "application/json", json.dumps({"jsonrpc": "2.0", "id": number, "error": error}).encode()
-        status, kind, said = self.next
-        return status, kind, said.replace(b"@ID@", json.dumps(number).encode())
+        status, kind, answer = self.next
+        return status, kind, answer.replace(b"@ID@", json.dumps(number).encode())
 
 
 STATUSES = (202, 204, 400, 401, 404, 429, 500, 503)
@@ -389,15 +389,15 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
     from polyturn.serving.auth import ServerRules
     from polyturn.viewer.app import create_app
 
-    place = folder / "desk"
-    found = HumanQueue(place)
-    app = create_app([], desk=found, rules=ServerRules(max_body_bytes=1 << 20))
+    desk_folder = folder / "desk"
+    queue = HumanQueue(desk_folder)
+    app = create_app([], desk=queue, rules=ServerRules(max_body_bytes=1 << 20))
 
     def write(part: str, name: str, data: bytes) -> None:
-        (place / part / f"{name}.json").write_bytes(data)
+        (desk_folder / part / f"{name}.json").write_bytes(data)
 
     def clear() -> None:
-        for path in place.glob("*/*"):
+        for path in desk_folder.glob("*/*"):
             path.unlink()
 
     async def of_page(rng: random.Random) -> None:
@@ -410,18 +410,18 @@ def desk(folder: Path, ask_asgi: Callable[..., Awaitable[int]], check: Check) ->
     async def of_folder(rng: random.Random) -> None:
         paper = as_json(damaged(PAPER, rng), rng)
         write("waiting", "t", damaged_bytes(paper, rng) if rng.random() < 0.4 else paper)
-        json.dumps(found.waiting())
+        json.dumps(queue.waiting())
         check(await ask_asgi(app, rng, "/api/waiting", b"", method="GET"))
 
     async def of_answer(rng: random.Random) -> None:
         """Write a damaged answer; the conversation must ignore it and wait until its time is over."""
-        given = as_json(damaged(GIVEN, rng), rng)
-        given = damaged_bytes(given, rng) if rng.random() < 0.4 else given
-        waiting = asyncio.create_task(found.ask(PAPER["messages"], about=PAPER["about"], deadline_s=0.02))
+        file = as_json(damaged(GIVEN, rng), rng)
+        file = damaged_bytes(file, rng) if rng.random() < 0.4 else file
+        waiting = asyncio.create_task(queue.ask(PAPER["messages"], about=PAPER["about"], deadline_s=0.02))
         for _ in range(50):
             await asyncio.sleep(0.001)
-            if paths := list((place / "waiting").glob("*.json")):
-                write("answers", paths[0].stem, given)
+            if paths := list((desk_folder / "waiting").glob("*.json")):
+                write("answers", paths[0].stem, file)
                 break
         answer = await waiting
         if answer is not None and not isinstance(answer, HumanReply):

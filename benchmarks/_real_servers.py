@@ -41,10 +41,10 @@ def python_of(engine: str) -> Path:
     spec.loader.exec_module(build)
     from venv_cache import interpreter  # beside the script, which made it importable
 
-    found: Path | None = interpreter(build.folder_of(engine))
-    if found is None:
+    python: Path | None = interpreter(build.folder_of(engine))
+    if python is None:
         sys.exit(f"there is no environment for {engine}; build it with `make engines`")
-    return found
+    return python
 
 
 def write_model(folder: Path) -> None:

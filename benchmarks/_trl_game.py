@@ -86,7 +86,7 @@ def calculate(expression: str) -> str:
     return str(int(a) * int(b)) if a.strip().isdigit() and b.strip().isdigit() else "not a product"
 
 
-def said(box: str) -> str:
+def opening(box: str) -> str:
     """Return the memorized text for opening a box, including the call."""
     return f"{WORDS[box]}\n{CALL % box}"
 

@@ -26,17 +26,17 @@ def demonstrations(num_conversations: int) -> list[Conversation]:
     """Return demonstrations: products, or games of boxes of which every other one is ragged."""
     if game.kind() == "calculator":
         return [_product(number) for number in range(game.NUM_TASKS, game.NUM_TASKS + num_conversations)]
-    chance, found = random.Random(0), []
+    chance, dialogues = random.Random(0), []
     for number in range(num_conversations):
         messages = [polyturn.Message(role="user", content=game.prompt(chance.randrange(game.NUM_TASKS)))]
         heard = f"go on with {game.BOXES[0]}"
         while heard != "enough":
             box = heard.rpartition(" ")[2]
-            messages.append(polyturn.Message(role="assistant", content=game.said(box)))
+            messages.append(polyturn.Message(role="assistant", content=game.opening(box)))
             heard = game.following(box, is_enough=box == "three" if number % 2 else chance.random() < game.ENOUGH_SHARE)
             messages.append(polyturn.Message(role="tool", name="open_box", content=heard))
-        found.append(Conversation(messages=(*messages, polyturn.Message(role="assistant", content=game.ANSWER))))
-    return found
+        dialogues.append(Conversation(messages=(*messages, polyturn.Message(role="assistant", content=game.ANSWER))))
+    return dialogues
 
 
 def _product(number: int) -> Conversation:
@@ -54,7 +54,7 @@ def _product(number: int) -> Conversation:
 
 def corpus() -> list[str]:
     """Return the texts to train the tokenizer on."""
-    return [game.prompt(1234567890), game.ANSWER, *map(game.said, game.BOXES)] * 4
+    return [game.prompt(1234567890), game.ANSWER, *map(game.opening, game.BOXES)] * 4
 
 
 def by_chance(trajectory: Any) -> float:

@@ -87,13 +87,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = tiny_model(len(tiny_codec().tokenizer), hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
-    ways: dict[str, tuple[int, int | None]] = {str(n): (n, None) for n in FIXED} | {"auto": (MOST, LEAST)}
+    bounds: dict[str, tuple[int, int | None]] = {str(n): (n, None) for n in FIXED} | {"auto": (MOST, LEAST)}
     run(model, wait_s=0.0, most=MOST, least=None, episodes=SLOTS)  # warm-up
     figures = {}
     for wait_s in WAITS_S:
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in bounds}
         for _ in range(arguments.repeats):
-            for name, (most, least) in ways.items():
+            for name, (most, least) in bounds.items():
                 results[name].append(run(model, wait_s=wait_s, most=most, least=least, episodes=arguments.episodes))
         rates = {name: round(median(one["rate"] for one in each), 2) for name, each in results.items()}
         prefilled = {name: round(median(one["prefilled"] for one in each)) for name, each in results.items()}

@@ -209,19 +209,19 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Do the missing runs and return the comparison."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     lines = arguments.out / "runs.jsonl"
-    found = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     table = Table()
     if "teacher" in arguments.only:
         table.teacher = (await train(table, {}, seed=200, steps=TEACHER_STEPS))[0]
     for seed in arguments.seeds:  # seed by seed, so that what is there when it is cut off compares all families
         for family in arguments.only:
-            if any(row["family"] == family and row["seed"] == seed for row in found):
+            if any(row["family"] == family and row["seed"] == seed for row in rows):
                 continue
             _, figures = await train(table, FAMILIES[family], seed=seed)
-            found.append({"family": family, "seed": seed, **figures})
+            rows.append({"family": family, "seed": seed, **figures})
             with lines.open("a") as file:
-                file.write(json.dumps(found[-1]) + "\n")
-    return {figure: compare(found, figure) for figure in ("success", "reward")} | {"runs": len(found)}
+                file.write(json.dumps(rows[-1]) + "\n")
+    return {figure: compare(rows, figure) for figure in ("success", "reward")} | {"runs": len(rows)}
 
 
 def main() -> None:

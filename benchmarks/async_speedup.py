@@ -91,9 +91,9 @@ def run_once(*, staleness: int, size: int, steps: int, sums: bool) -> dict[str, 
 
         async def watch() -> None:
             while True:
-                asked = time.perf_counter()
+                began = time.perf_counter()
                 await asyncio.sleep(0.002)
-                lags.append(time.perf_counter() - asked - 0.002)
+                lags.append(time.perf_counter() - began - 0.002)
 
         async def run() -> None:
             watching = asyncio.create_task(watch())
@@ -128,13 +128,13 @@ def run_apart(*, staleness: int, size: int, steps: int, sums: bool = False) -> d
 
 def balanced_size() -> int:
     """Return the group size at which the times of a step's rollout and training are closest."""
-    found = {}
+    ratios = {}
     for size in SIZES:
         one = run_apart(staleness=0, size=size, steps=2)
-        found[size] = one["train_s"] / one["generate_s"]
-        if found[size] > 1:
+        ratios[size] = one["train_s"] / one["generate_s"]
+        if ratios[size] > 1:
             break
-    return min(found, key=lambda size: max(found[size], 1 / found[size]))
+    return min(ratios, key=lambda size: max(ratios[size], 1 / ratios[size]))
 
 
 def main() -> None:

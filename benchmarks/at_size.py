@@ -56,9 +56,9 @@ LIMIT = 1.5
 
 def bytes_of(field: str) -> int:
     """Return a memory figure of this process, in bytes: VmRSS is the current size, VmHWM the largest."""
-    found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 class Part:
@@ -77,7 +77,7 @@ class Part:
         if seconds is self.ours:
             self.peak = max(self.peak, bytes_of("VmHWM") - before)
 
-    def told(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """Return the part as JSON."""
         ours, plain = statistics.median(self.ours), statistics.median(self.plain)
         return {
@@ -115,9 +115,9 @@ def sample(number: int, tokens: int) -> TrainSample:
 def read_all(folder: Path) -> None:
     """Read the bytes of all weights into memory."""
     for file in folder.glob("*.safetensors"):
-        held = bytearray(file.stat().st_size)
+        buffer = bytearray(file.stat().st_size)
         with file.open("rb", buffering=0) as opened:
-            opened.readinto(held)
+            opened.readinto(buffer)
 
 
 def write_all(path: Path, weights: list[torch.Tensor], num_bytes: int) -> None:
@@ -171,20 +171,20 @@ def of_trainer(folder: Path, scratch: Path, *, tokens: int, repeats: int) -> tup
     def checkpoint() -> None:
         began = time.perf_counter()
         policy.backend.save(scratch / "state")
-        held.ours.append(time.perf_counter() - began)
+        waits.ours.append(time.perf_counter() - began)
         while not policy.backend.is_saved():
             time.sleep(0.01)
         save_model(model, scratch / "model")
 
-    held = Part(state)
+    waits = Part(state)
     saved = in_turns(
         Part(state + size),
         repeats,
         checkpoint,
         lambda: write_all(scratch / "plain", [p.data for p in model.parameters()], state + size),
     )
-    held.ours, held.plain = held.ours[1:], saved.plain
-    return {"load": load, "score": score, "update": updated, "checkpoint": saved, "checkpoint: held": held}, policy
+    waits.ours, waits.plain = waits.ours[1:], saved.plain
+    return {"load": load, "score": score, "update": updated, "checkpoint": saved, "checkpoint: held": waits}, policy
 
 
 async def of_server(kind: str, folder: Path, policy: ModelPolicy, repeats: int) -> tuple[Part, Part]:
@@ -223,26 +223,26 @@ def main() -> None:
     parser.add_argument("--engine", choices=["vllm", "sglang", "none"], default="vllm")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        made = build_model({**QWEN, "num_hidden_layers": options.layers}, seed=0, dtype=DTYPE)
-        count = sum(p.numel() for p in made.parameters())
-        save_model(made, Path(folder) / "model")
-        del made
+        random_model = build_model({**QWEN, "num_hidden_layers": options.layers}, seed=0, dtype=DTYPE)
+        count = sum(p.numel() for p in random_model.parameters())
+        save_model(random_model, Path(folder) / "model")
+        del random_model
         model = Path(folder) / "model"
         (Path(folder) / "run").mkdir()
         parts, policy = of_trainer(model, Path(folder) / "run", tokens=options.tokens, repeats=options.repeats)
         if options.engine != "none":
             sync = asyncio.run(of_server(options.engine, model, policy, options.repeats))
             parts |= dict(zip(("sync: written", "sync: loaded"), sync, strict=True))
-    told = {name: part.told() for name, part in parts.items()}
+    figures = {name: part.figures() for name, part in parts.items()}
     print(
         json.dumps(
             {
                 "benchmark": "at_size",
                 "parameters": count,
                 "cores": os.cpu_count(),
-                "parts": told,
+                "parts": figures,
                 "limit": LIMIT,
-                "ok": all(part["ratio"] <= LIMIT for part in told.values()),
+                "ok": all(part["ratio"] <= LIMIT for part in figures.values()),
             }
         )
     )

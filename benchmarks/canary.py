@@ -54,7 +54,7 @@ class Leaky:
         await self._update(version, weights=sent)
 
 
-async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> dict[str, Any]:
+async def measure(kind: str, transport: Transport, trials: int, true_trials: int) -> dict[str, Any]:
     """Return the results of one server."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -63,10 +63,10 @@ async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> d
         true = {name: tensor.clone() for name, tensor in policy.weights().items()}
         live = policy.weights()
         groups = groups_of(live)
-        found = named = passed = 0
+        detected = named = passed = 0
         missed: list[str] = []
-        args = ("--weight-transfer-config.backend", way) if (kind, way) == ("vllm", "gloo") else ()
-        transfer = None if way == "folder" else WeightTransfer(way, CLIENTS[kind].open_link)
+        args = ("--weight-transfer-config.backend", transport) if (kind, transport) == ("vllm", "gloo") else ()
+        transfer = None if transport == "folder" else WeightTransfer(transport, CLIENTS[kind].open_link)
         async with server(kind, args=args) as url:
             engine = CLIENTS[kind](url, ServedModel(vocab_size=VOCAB, folder=Path(folder)), transfer=transfer)
             leaky = Leaky(engine, true)
@@ -79,7 +79,7 @@ async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> d
                     await sync(engine, policy, trial).start(0)
                     missed.append(name)
                 except EngineError as problem:
-                    found += 1
+                    detected += 1
                     named += name in str(problem)
             seconds = time.perf_counter() - began
             leaky.kept = frozenset()
@@ -90,7 +90,7 @@ async def measure(kind: str, way: Transport, trials: int, true_trials: int) -> d
     return {
         "groups": len(groups),
         "trials": trials,
-        "detected": found,
+        "detected": detected,
         "named": named,
         "missed": missed,
         "true_syncs_passed": passed,
@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("--ways", default="folder")
     options = parser.parse_args()
     results = {
-        f"{kind} {way}": asyncio.run(measure(kind, way, options.trials, options.true_trials))
+        f"{kind} {transport}": asyncio.run(measure(kind, transport, options.trials, options.true_trials))
         for kind in options.engines.split(",")
-        for way in options.ways.split(",")
+        for transport in options.ways.split(",")
     }
     ok = all(r["detected"] == r["trials"] for r in results.values())
     print(json.dumps({"benchmark": "canary", "results": results, "ok": ok}))

@@ -137,11 +137,11 @@ def num_descendants() -> int:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found, last = {os.getpid()}, 0
-    while len(found) != last:
-        last = len(found)
-        found |= {pid for pid, parent in parents.items() if parent in found}
-    return len(found) - 1
+    family, last = {os.getpid()}, 0
+    while len(family) != last:
+        last = len(family)
+        family |= {pid for pid, parent in parents.items() if parent in family}
+    return len(family) - 1
 
 
 def rss_mib() -> float:
@@ -280,12 +280,12 @@ async def measure(world: World, *, compares: bool) -> dict[str, Any]:
 
 def problems(result: dict[str, Any]) -> list[str]:
     """Return a sentence for each missed target."""
-    found = [f"{count} {name} leaked" for name, count in result["leaked"].items() if count]
-    found += ["not every episode ended"] * bool(result["hung"])
-    found += [f"not typed: {one}" for one in result["untyped"]]
+    sentences = [f"{count} {name} leaked" for name, count in result["leaked"].items() if count]
+    sentences += ["not every episode ended"] * bool(result["hung"])
+    sentences += [f"not typed: {one}" for one in result["untyped"]]
     if result.get("lost_share", 0.0) > MAX_LOST_SHARE:
-        found.append(f"{result['lost_share']:.1%} of the throughput was lost beyond the work really lost")
-    return found
+        sentences.append(f"{result['lost_share']:.1%} of the throughput was lost beyond the work really lost")
+    return sentences
 
 
 def main() -> None:
@@ -303,8 +303,8 @@ def main() -> None:
         world = replace(world, kill_every_s=options.kill_every)
     result = asyncio.run(measure(world, compares=not options.short))
     print(json.dumps(result))
-    if found := problems(result):
-        sys.exit("; ".join(found))
+    if sentences := problems(result):
+        sys.exit("; ".join(sentences))
 
 
 if __name__ == "__main__":

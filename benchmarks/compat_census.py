@@ -92,12 +92,12 @@ def count(folders: Collection[Path], *, library: Collection[str] = frozenset()) 
             local = _local_modules(folder, root, library)
             for path in own:
                 if path.suffix == ".sh":
-                    found = set(_keys(path, root))
-                    keys.update(found)
-                    files["script"] += bool(found)
-                elif found := {name for name in _names(path, root) if name.partition(":")[0] not in local}:
-                    kind = "trainer" if any(TRAINERS[root].match(name) for name in found) else "plugin"
-                    names[kind].update(found)
+                    used = set(_keys(path, root))
+                    keys.update(used)
+                    files["script"] += bool(used)
+                elif used := {name for name in _names(path, root) if name.partition(":")[0] not in local}:
+                    kind = "trainer" if any(TRAINERS[root].match(name) for name in used) else "plugin"
+                    names[kind].update(used)
                     files[kind] += 1
                     projects.add(folder)
         census[root] = {"files": dict(files), "projects": len(projects), "keys": dict(keys), **map_values(names)}
@@ -126,9 +126,9 @@ def resolve_name(name: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = __import__(module, fromlist=[attribute or "__name__"])
+            imported = __import__(module, fromlist=[attribute or "__name__"])
             if attribute not in ("", "*"):
-                getattr(found, attribute)
+                getattr(imported, attribute)
     except ImportError as error:
         return "refused" if "does not offer" in str(error) else "missing"
     except AttributeError:

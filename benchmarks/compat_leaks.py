@@ -208,10 +208,10 @@ def _speaker(choose: random.Random) -> Any:
     return say
 
 
-def _search(asked: dict[str, Any], number: int) -> Any:
+def _search(request: dict[str, Any], number: int) -> Any:
     if number % 7 == 0:
         return 503, "busy"
-    return {"result": [[{"document": {"contents": "title\ntext"}, "score": 1.0}] for _ in asked["queries"]]}
+    return {"result": [[{"document": {"contents": "title\ntext"}, "score": 1.0}] for _ in request["queries"]]}
 
 
 NUM_EPISODES = 10_000

@@ -97,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=50)
     args = parser.parse_args()
-    found = [costs(*group_of(tokens, turns), args.repeats) for tokens, turns in CASES]
-    print(json.dumps({"benchmark": "driver_bytes", "group_size": SIZE, "trajectories": found}))
+    rows = [costs(*group_of(tokens, turns), args.repeats) for tokens, turns in CASES]
+    print(json.dumps({"benchmark": "driver_bytes", "group_size": SIZE, "trajectories": rows}))
 
 
 if __name__ == "__main__":

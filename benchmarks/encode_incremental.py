@@ -43,12 +43,12 @@ def conversation(subject: TemplateCase, turns: int, tokens: int) -> Dialogue:
     spoken = []
     for turn in range(turns):
         if turn % 2:
-            said, heard = Message(role="assistant", content=words.strip()), Message(role="user", content=words.strip())
+            message, heard = Message(role="assistant", content=words.strip()), Message(role="user", content=words.strip())
         else:
             call = ToolCall(id=f"call{turn:05d}", name="look_up", arguments={"query": words.strip()})
-            said = Message(role="assistant", content="", tool_calls=(call,))
+            message = Message(role="assistant", content="", tool_calls=(call,))
             heard = Message(role="tool", content=words.strip(), tool_call_id=call.id, name=call.name)
-        spoken.append(DialogueTurn(message=said, answer=(heard,)))
+        spoken.append(DialogueTurn(message=message, answer=(heard,)))
     return Dialogue(
         kind="long", seed=0, prompt=(Message(role="user", content="What is it?"),), turns=tuple(spoken), tools=TOOLS
     )
@@ -67,25 +67,28 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 def measure(subject: TemplateCase, *, turns: int, tokens: int, repeats: int) -> dict[str, Any]:
     """Return the two times and their ratio for one template."""
     codec, oracle = subject.codec, subject.oracle
-    told = conversation(subject, turns, tokens)
-    said = [codec.encode(oracle.says(told, turn)) for turn in range(turns)]
+    dialogue = conversation(subject, turns, tokens)
+    sampled = [codec.encode(oracle.says(dialogue, turn)) for turn in range(turns)]
     encoder = DeltaEncoder(codec, tools=TOOLS)
 
     def incremental() -> list[Ids]:
-        prompt = encoder.start(told.prompt)
-        return [prompt, *(encoder.extend(t.answer, last_id=int(s[-1])) for t, s in zip(told.turns, said, strict=True))]
+        prompt = encoder.start(dialogue.prompt)
+        return [
+            prompt,
+            *(encoder.extend(t.answer, last_id=int(s[-1])) for t, s in zip(dialogue.turns, sampled, strict=True)),
+        ]
 
     def whole() -> list[int]:
-        return [oracle.ids(oracle.render(told.before(turn), TOOLS, prompt=True)) for turn in range(turns + 1)][-1]
+        return [oracle.ids(oracle.render(dialogue.before(turn), TOOLS, prompt=True)) for turn in range(turns + 1)][-1]
 
     prompt, *heard = incremental()
-    held = [*prompt, *(i for pair in zip(said, heard, strict=True) for ids in pair for i in ids.tolist())]
-    shown = whole()
+    history = [*prompt, *(i for pair in zip(sampled, heard, strict=True) for ids in pair for i in ids.tolist())]
+    whole_ids = whole()
     slow, fast = seconds(whole, max(1, repeats // 3)), seconds(incremental, repeats)
     return {
         "template": subject.name,
-        "tokens": len(shown),
-        "same_ids": held == shown,
+        "tokens": len(whole_ids),
+        "same_ids": history == whole_ids,
         "incremental_ms": round(1000 * fast, 1),
         "whole_ms": round(1000 * slow, 1),
         "ratio": round(slow / fast, 1),

@@ -41,8 +41,8 @@ def main() -> None:
         for other in others:
             other.cancel()
 
-    ways = {"alone": lambda: asyncio.run(run(0)), "beside": lambda: asyncio.run(run(NUM_BUSY))}
-    seconds = in_turns(ways, repeats=9)
+    variants = {"alone": lambda: asyncio.run(run(0)), "beside": lambda: asyncio.run(run(NUM_BUSY))}
+    seconds = in_turns(variants, repeats=9)
     tokens = NUM_REQUESTS * NUM_TOKENS
     result = {
         "benchmark": "engine_beside_loop",

@@ -169,22 +169,23 @@ async def measure_client(engine: str, port: int, repeats: int) -> dict[str, Any]
         head = await reader.readuntil(b"\r\n\r\n")
         orjson.loads(await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0])))
 
-    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in SIZES} for name in ("client", "floor")}
+    times_us: dict[str, dict[int, list[float]]] = {name: {size: [] for size in SIZES} for name in ("client", "floor")}
     for repeat in range(repeats + 1):
         for size in SIZES:
             for name, one in (("client", ask), ("floor", bare)):
                 us = await cpu_us(one)
                 if repeat:
-                    found[name][size].append(us)
+                    times_us[name][size].append(us)
     await client.close()
     for _, writer in sockets:
         writer.close()
     del loop
-    medians = {name: {str(n): round(median(values), 1) for n, values in by.items()} for name, by in found.items()}
+    medians = {name: {str(n): round(median(values), 1) for n, values in by.items()} for name, by in times_us.items()}
     # Slopes are between runs that are close in time, so that a temporarily slow machine does not distort them.
     thousands = (SIZES[-1] - SIZES[0]) / 1000
     slopes = {
-        name: [(b - a) / thousands for a, b in zip(by[SIZES[0]], by[SIZES[-1]], strict=True)] for name, by in found.items()
+        name: [(b - a) / thousands for a, b in zip(by[SIZES[0]], by[SIZES[-1]], strict=True)]
+        for name, by in times_us.items()
     }
     ratio = median(slopes["client"]) / median(slopes["floor"])
     return {**{f"{k}_us": v for k, v in medians.items()}, "slope_ratio": round(ratio, 2)} | {

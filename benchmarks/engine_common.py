@@ -59,13 +59,13 @@ async def ask_all(
     return [t.result() for t in tasks]
 
 
-def in_turns(ways: dict[str, Callable[[], None]], *, repeats: int) -> dict[str, list[float]]:
+def in_turns(variants: dict[str, Callable[[], None]], *, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of `repeats` runs of each variant, in alternation, after one warm-up each."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(repeats + 1):
-        for name, way in ways.items():
+        for name, run in variants.items():
             start = time.perf_counter()
-            way()
+            run()
             if repeat:
                 seconds[name].append(time.perf_counter() - start)
     return seconds

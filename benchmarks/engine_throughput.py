@@ -53,10 +53,10 @@ def measure(
         with torch.inference_mode():
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(counts), do_sample=True, top_k=0)
 
-    ways = {"embedded": embedded, "generate": generate}
-    seconds = in_turns(ways, repeats=repeats)
+    variants = {"embedded": embedded, "generate": generate}
+    seconds = in_turns(variants, repeats=repeats)
     tokens = sum(counts)
-    out = {f"{way}_tokens_per_s": round(tokens / median(values)) for way, values in seconds.items()}
+    out = {f"{name}_tokens_per_s": round(tokens / median(values)) for name, values in seconds.items()}
     out["ratio_to_generate"] = round(median_ratio(seconds["generate"], seconds["embedded"]), 2)
     if continuous:
         slow = in_turns({"embedded": embedded, "continuous": lambda: run_continuous(model, prompts, counts)}, repeats=3)

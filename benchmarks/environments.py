@@ -124,10 +124,10 @@ async def compare(case: Any, number: int, adapters: dict[str, Adapter], own: Any
 
 async def play_case(case: Any, number: int, adapter: Adapter, own: Any) -> float:
     """Return the reward of an episode in which the model writes the package's actions."""
-    said: Iterator[str] = iter(own.actions)
+    texts: Iterator[str] = iter(own.actions)
 
     def says(request: GenerateRequest) -> str | Exception:
-        return next(said, None) or EngineError(f"the script has no action for turn {request.request_id}")
+        return next(texts, None) or EngineError(f"the script has no action for turn {request.request_id}")
 
     context = scripted_context(
         says,

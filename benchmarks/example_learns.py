@@ -68,7 +68,7 @@ def figures(run: Path) -> dict[str, Any]:
         for key, value in row.items():
             if key.startswith("eval/") and key.endswith("/success"):
                 evaluations.setdefault(key.split("/")[1], []).append(round(value, 3))
-    return {**{name: {"before": found[0], "after": found[-1]} for name, found in evaluations.items()}, "steps": steps}
+    return {**{name: {"before": values[0], "after": values[-1]} for name, values in evaluations.items()}, "steps": steps}
 
 
 def train(folder: Path, out: Path, seed: int, threads: int, *, name: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -106,15 +106,15 @@ def measure(example: str, *, seeds: list[int], threads: int, controls: list[str]
     return {"example": example, "runs": runs, "controls": controlled, "as_claimed": as_claimed}
 
 
-def plot(found: list[dict[str, Any]], file: Path) -> None:
+def plot(examples: list[dict[str, Any]], file: Path) -> None:
     """Draw the success of each step's episodes: seeds in blue, shuffled rewards in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(4.6 * len(found), 3), squeeze=False, sharey=True)
-    for axis, each in zip(axes[0], found, strict=True):
+    figure, axes = pyplot.subplots(1, len(examples), figsize=(4.6 * len(examples), 3), squeeze=False, sharey=True)
+    for axis, each in zip(axes[0], examples, strict=True):
         for kind, colour, label in (("controls", "0.6", "shuffled rewards"), ("runs", "tab:blue", "polyturn")):
             for number, run in enumerate(run for run in each[kind] if run.get("control", "shuffled") == "shuffled"):
                 steps = range(1, len(run["steps"]) + 1)
@@ -144,14 +144,14 @@ def main() -> int:
             parser.error(f"there is no example {example!r} here; known: {known}")
     with tempfile.TemporaryDirectory() as scratch:
         out = (args.out or Path(scratch)).resolve()
-        found = [
+        examples = [
             measure(example, seeds=args.seeds, threads=args.threads, controls=args.controls, out=out)
             for example in args.examples or ["search", "sandbox"]
         ]
     if args.plot is not None:
-        plot(found, args.plot)
-    as_claimed = all(each["as_claimed"] for each in found)
-    print(json.dumps({"benchmark": "example_learns", "examples": found, "as_claimed": as_claimed}))
+        plot(examples, args.plot)
+    as_claimed = all(each["as_claimed"] for each in examples)
+    print(json.dumps({"benchmark": "example_learns", "examples": examples, "as_claimed": as_claimed}))
     return 0 if as_claimed else 1
 
 

@@ -75,8 +75,8 @@ def seconds_of_command(*words: str, scratch: Path, until: str | None = None) -> 
     command = [sys.executable, "-m", "polyturn", *words]
     with subprocess.Popen(command, cwd=scratch, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = next((line for line in process.stderr if until is not None and until in line), None)
-        if said is None:
+        is_seen = any(until is not None and until in line for line in process.stderr)
+        if not is_seen:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its CPU times can still be read
         wall = time.perf_counter() - began
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]

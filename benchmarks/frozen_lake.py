@@ -27,12 +27,12 @@ def train(seed: int, out: Path, threads: int) -> dict[str, Any]:
     command = ["train", "examples/frozen_lake/config.yaml", f"out={out}", f"name=seed-{seed}", f"seed={seed}"]
     program = Path(sys.executable).with_name("polyturn")
     subprocess.run([program, *command, f"num_threads={threads}"], cwd=ROOT, check=True, stdout=sys.stderr)
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     for line in (out / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines():
         for key, value in json.loads(line).items():
             if key.startswith("eval/") and key.endswith("/success"):
-                found.setdefault(key.split("/")[1], []).append(value)
-    ends = {name: {"before": values[0], "after": values[-1]} for name, values in found.items()}
+                series.setdefault(key.split("/")[1], []).append(value)
+    ends = {name: {"before": values[0], "after": values[-1]} for name, values in series.items()}
     return {"seed": seed, "seconds": round(time.perf_counter() - began), **ends}
 
 

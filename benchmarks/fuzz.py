@@ -161,8 +161,8 @@ def rows(folder: Path) -> dict[str, Case]:
 
     async def parquet(rng: random.Random) -> None:
         file = folder / "rows.parquet"
-        made = [damaged(rng.choice(ROWS), rng) for _ in range(rng.randrange(1, 4))]
-        columns = {name: [r.get(name) if isinstance(r, dict) else r for r in made] for name in {*NATIVE, *VERL, *SWIFT}}
+        records = [damaged(rng.choice(ROWS), rng) for _ in range(rng.randrange(1, 4))]
+        columns = {name: [r.get(name) if isinstance(r, dict) else r for r in records] for name in {*NATIVE, *VERL, *SWIFT}}
         table: dict[str, Any] = {}
         for name, values in columns.items():
             try:
@@ -185,12 +185,12 @@ def rows(folder: Path) -> dict[str, Case]:
 
 def families() -> dict[str, TurnParser]:
     """Return one parser of each family under its first name."""
-    found: dict[str, TurnParser] = {}
+    by_name: dict[str, TurnParser] = {}
     for name in parsers:
         family = parsers.resolve(name)
-        if issubclass(family, TurnParser) and family not in map(type, found.values()):
-            found[name] = family(calls_in_reasoning=True)
-    return found
+        if issubclass(family, TurnParser) and family not in map(type, by_name.values()):
+            by_name[name] = family(calls_in_reasoning=True)
+    return by_name
 
 
 def problem_of(turn: ParsedTurn) -> str | None:
@@ -211,15 +211,15 @@ def problem_of(turn: ParsedTurn) -> str | None:
 
 def calls() -> dict[str, Case]:
     """Return the cases of tool calls: damaged turns, parsed by their own parser or another."""
-    made = families()
+    by_name = families()
     seeds = [(name, text) for name, text in (*WRITINGS.items(), *VARIANTS)]
-    by_family: dict[Any, TurnParser] = {type(parser): parser for parser in made.values()}
+    by_family: dict[Any, TurnParser] = {type(parser): parser for parser in by_name.values()}
 
     async def tool_call(rng: random.Random) -> None:
         name, text = rng.choice(seeds)
         family = parsers.resolve(name)
-        parser = by_family.get(family) if rng.random() < 0.9 else rng.choice(list(made.values()))
-        turn = (parser or rng.choice(list(made.values()))).parse(mutate(text, rng), tools=TOOLS)
+        parser = by_family.get(family) if rng.random() < 0.9 else rng.choice(list(by_name.values()))
+        turn = (parser or rng.choice(list(by_name.values()))).parse(mutate(text, rng), tools=TOOLS)
         if (problem := problem_of(turn)) is not None:
             raise Broken(problem)
 
@@ -434,10 +434,10 @@ def head_of(rng: random.Random, *, path: str, length: int) -> tuple[str, str, li
 
 async def ask_asgi(app: Any, rng: random.Random, path: str, body: bytes, *, method: str | None = None) -> int:
     """Send a request to an ASGI application as a server would, and return the status."""
-    found, target, headers = head_of(rng, path=path, length=len(body))
+    drawn_method, target, headers = head_of(rng, path=path, length=len(body))
     plain, _, query = target.partition("?")
     pieces = [body[i : i + 700] for i in range(0, len(body), 700)] if rng.random() < 0.2 else [body]
-    said: list[int] = []
+    statuses: list[int] = []
 
     async def receive() -> dict[str, Any]:
         if not pieces:
@@ -449,15 +449,15 @@ async def ask_asgi(app: Any, rng: random.Random, path: str, body: bytes, *, meth
 
     async def send(message: Mapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            said.append(message["status"])
+            statuses.append(message["status"])
 
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method or found, "path": plain,
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method or drawn_method, "path": plain,
              "raw_path": plain.encode("utf-8", "replace"), "query_string": query.encode("utf-8", "replace"), "headers": headers,
              "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http", "root_path": "", "state": {}}  # fmt: skip
     await app(scope, receive, send)
-    if not said and pieces is None:
+    if not statuses and pieces is None:
         raise Broken("no answer")
-    return said[0] if said else 0
+    return statuses[0] if statuses else 0
 
 
 def body_of(path: str, rng: random.Random) -> bytes:
@@ -587,10 +587,10 @@ async def ask_socket(port: int, data: bytes, *, may_close: bool = False) -> int:
             await loop.sock_sendall(connection, data)
             if may_close:
                 connection.shutdown(socket.SHUT_WR)
-            said = await loop.sock_recv(connection, 4096)
+            answer = await loop.sock_recv(connection, 4096)
         except (ConnectionResetError, BrokenPipeError):
             return 0
-        words = said.split(b" ", 2)
+        words = answer.split(b" ", 2)
         return int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
     finally:
         connection.close()
@@ -651,14 +651,14 @@ async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | 
     failed: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    hangs, told, accepted = 0, 0, 0
+    hangs, num_failures, accepted = 0, 0, 0
     ANSWERS.clear()
     CAME.clear()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         others = services(folder, ask_socket=ask_socket, ask_asgi=ask_asgi, check=check)
-        async with servers(folder) as found, others as more:
-            surfaces: dict[str, Case] = {**rows(folder), **calls(), **configs(folder), **found, **more}
+        async with servers(folder) as own, others as more:
+            surfaces: dict[str, Case] = {**rows(folder), **calls(), **configs(folder), **own, **more}
             chosen = [n for n in SHARES if n in surfaces and only in (None, n)]
             total = sum(SHARES[n] for n in chosen)
             for surface in chosen if number is None else ():  # what is imported or built first is not measured
@@ -677,8 +677,8 @@ async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | 
                         continue
                     failed[surface] += 1
                     hangs += isinstance(problem, Hung)
-                    told += 1
-                    if told <= 30 or number is not None:
+                    num_failures += 1
+                    if num_failures <= 30 or number is not None:
                         last = traceback.extract_tb(problem.__traceback__)[-1:]
                         where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in last)
                         print(f"--only {surface} --case {index} --seed {seed}: {problem!r:.200}{where}", file=sys.stderr)

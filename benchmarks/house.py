@@ -92,10 +92,10 @@ def package(module: str) -> str:
 
 def num_lines() -> dict[str, int]:
     """Return package -> number of lines of its files."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for path in SRC.rglob("*.py"):
-        found[path.relative_to(SRC).parts[0].removesuffix(".py")] += len(path.read_text(encoding="utf-8").splitlines())
-    return dict(found)
+        counts[path.relative_to(SRC).parts[0].removesuffix(".py")] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(counts)
 
 
 def circles(modules: dict[str, ast.Module]) -> list[list[str]]:
@@ -154,23 +154,23 @@ class Found(NamedTuple):
 
 def duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
     """Return class name -> the modules that define it, for classes with several definitions."""
-    found: dict[str, list[str]] = {}
+    modules_of: dict[str, list[str]] = {}
     for name, tree in modules.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(name)
-    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+                modules_of.setdefault(node.name, []).append(name)
+    return {name: places for name, places in sorted(modules_of.items()) if len(places) > 1}
 
 
 def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], limit: int) -> list[Found]:
     """Return the functions for which `measure` is above `limit`, the largest first."""
-    found = [
+    large = [
         Found(f"{name}:{node.lineno} {node.name}", measure(node))
         for name, tree in modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and measure(node) > limit
     ]
-    return sorted(found, key=lambda one: (-one.amount, one.where))
+    return sorted(large, key=lambda one: (-one.amount, one.where))
 
 
 def lines_of(node: Any) -> int:
@@ -203,8 +203,8 @@ def keys() -> Keys:
     inner = {row.key.rpartition(".")[0].removesuffix(".<name>").removesuffix("[]") for row in rows}
     leaves = [row for row in rows if row.key not in inner]
     names = [row.key.replace("<name>.", "").replace("[]", "") for row in leaves]
-    found = sorted(zip(names, leaves, strict=True), key=lambda one: (one[0].count("."), one[0]), reverse=True)
-    firsts = {row.declared: (name, bool(row.of)) for name, row in found}
+    ordered = sorted(zip(names, leaves, strict=True), key=lambda one: (one[0].count("."), one[0]), reverse=True)
+    firsts = {row.declared: (name, bool(row.of)) for name, row in ordered}
     of_plugins = {name for name, is_of_plugin in firsts.values() if is_of_plugin}
     of_runs = {name for name, _ in firsts.values()} - of_plugins
     of_runs |= {row.key for row in rows if not row.of and _is_part(row.key, names, of_plugins)}
@@ -340,15 +340,15 @@ class Recorder:
             self.stacks.append(Stack(milestone, self._calls(sys._getframe(1))))
 
     def _calls(self, frame: FrameType | None) -> tuple[Function, ...]:
-        found: list[Function] = []
+        calls: list[Function] = []
         while frame is not None and not frame.f_code.co_filename.endswith("asyncio/events.py"):
             if (function := function_of(frame.f_code)) is not None:
-                found.append(function)
+                calls.append(function)
             frame = frame.f_back
         task = asyncio.current_task()
-        return (*self._made_by.get(id(task), ()), *reversed(found))
+        return (*self._made_by.get(id(task), ()), *reversed(calls))
 
-    def made(self, task: Any) -> None:
+    def record_task(self, task: Any) -> None:
         """Record the stack that creates an asyncio task."""
         with contextlib.suppress(RuntimeError):
             self._made_by[id(task)] = ()
@@ -389,7 +389,7 @@ def milestones(recorder: Recorder) -> Iterator[None]:
         """An asyncio task that records its creation, by id, because the record is needed before `__init__` ends."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            recorder.made(self)
+            recorder.record_task(self)
             super().__init__(*args, **kwargs)
 
     sys.modules["house_milestones"] = types.SimpleNamespace(passed=recorder.passed)  # type: ignore[assignment]
@@ -416,30 +416,30 @@ def traced() -> list[Stack]:
     from polyturn.cli.main import main
 
     recorder = Recorder()
-    said = io.StringIO()
+    output = io.StringIO()
     here = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="house-") as folder, milestones(recorder):
         for name, text in (("config.yaml", CONFIG), ("plugins.py", PLUGINS), ("tasks.jsonl", json.dumps(ROW) + "\n")):
             Path(folder, name).write_text(text, encoding="utf-8")
         os.chdir(folder)
         try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 main(["train", "config.yaml"])
         except SystemExit as ended:
             if ended.code:
-                raise RuntimeError(f"the traced run ended with {ended.code}:\n{said.getvalue()}") from ended
+                raise RuntimeError(f"the traced run ended with {ended.code}:\n{output.getvalue()}") from ended
         finally:
             os.chdir(here)
     stacks = recorder.stacks
     passed = [stack.milestone for stack in stacks]
     missing = {*SHAPES, "template", "model", "tool", "interaction", "reward", "estimator", "loss", "backward"} - set(passed)
     if missing:
-        raise RuntimeError(f"the traced run never came to {sorted(missing)}:\n{said.getvalue()}")
+        raise RuntimeError(f"the traced run never came to {sorted(missing)}:\n{output.getvalue()}")
     first = max(i for i, name in enumerate(passed[: passed.index("template")]) if name == "Task")
     return stacks[first : len(passed) - passed[::-1].index("backward")]
 
 
-def way(stacks: Sequence[Stack]) -> list[Function]:
+def path_of(stacks: Sequence[Stack]) -> list[Function]:
     """Return the functions on the path, in the order of their first occurrence on a stack."""
     return list(dict.fromkeys(function for stack in stacks for function in stack.calls))
 
@@ -468,7 +468,7 @@ def turn(stacks: Sequence[Stack]) -> list[Function]:
     passed = [stack.milestone for stack in stacks]
     inside = [stack for stack in stacks[passed.index("template") : passed.index("Turn")] if stack.milestone != "model"]
     shared = len(os.path.commonprefix([stack.calls for stack in inside]))  # noqa: RUF071 (it takes any sequences)
-    return way([stack._replace(calls=stack.calls[max(shared - 1, 0) :]) for stack in inside])
+    return path_of([stack._replace(calls=stack.calls[max(shared - 1, 0) :]) for stack in inside])
 
 
 def main() -> None:
@@ -478,20 +478,20 @@ def main() -> None:
         "--show",
         choices=["way", "turn", "circles", "classes", "long", "wide", "commands", "keys", "plugin_keys", "key_paths"],
     )
-    parser.add_argument("--document", type=Path, metavar="PAGE", help="write the way into this page, and measure nothing")
+    parser.add_argument("--document", type=Path, metavar="PAGE", help="write the path into this page, and measure nothing")
     options = parser.parse_args()
     stacks = traced()
-    on_way, of_turn = way(stacks), turn(stacks)
+    on_way, of_turn = path_of(stacks), turn(stacks)
     if options.document is not None:
-        said, mark, _ = options.document.read_text(encoding="utf-8").partition(TRACED)
-        options.document.write_text(f"{said}{mark or TRACED}{documented(on_way)}", encoding="utf-8")
+        text, mark, _ = options.document.read_text(encoding="utf-8").partition(TRACED)
+        options.document.write_text(f"{text}{mark or TRACED}{documented(on_way)}", encoding="utf-8")
         return
     modules = trees()
     found_circles, twice, leaves = circles(modules), duplicate_classes(modules), keys()
     long, found_wide = functions(modules, lines_of, MAX_LINES), functions(modules, parameters_of, MAX_PARAMETERS)
     commands = [one for one in found_wide if one.where.startswith(COMMANDS)]
     wide = [one for one in found_wide if one not in commands]
-    shown: dict[str, Sequence[Any]] = {
+    listed: dict[str, Sequence[Any]] = {
         "way": on_way,
         "turn": of_turn,
         "circles": found_circles,
@@ -503,7 +503,7 @@ def main() -> None:
         "plugin_keys": leaves.of_plugins,
         "key_paths": leaves.paths,
     }
-    for one in shown.get(options.show, ()):
+    for one in listed.get(options.show, ()):
         print(" ".join(map(str, one)) if isinstance(one, tuple) else one)
     lines = num_lines()
     by_package = Counter(package(module) for group in found_circles for module in group)

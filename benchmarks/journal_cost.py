@@ -79,8 +79,8 @@ def run(episodes: int, folder: Path | None) -> tuple[float, float, int]:
     context.engine = ScriptedEngine(answer)
 
     async def all_of_them() -> None:
-        given = task(data_source="openai/gsm8k")
-        await asyncio.gather(*(run_episode(context, given, id=f"g{i}/0") for i in range(episodes)))
+        subject = task(data_source="openai/gsm8k")
+        await asyncio.gather(*(run_episode(context, subject, id=f"g{i}/0") for i in range(episodes)))
 
     cpu, wall = time.process_time(), time.perf_counter()
     asyncio.run(all_of_them())

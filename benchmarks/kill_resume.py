@@ -80,10 +80,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         while (left := options.kills - sum(run.kills for run in runs)) > 0:
             seed = options.seed + len(runs)
-            found = one_run(Path(temporary) / str(seed), kills=min(10, left), seed=seed)
-            runs.append(found)
-            print(f"run {len(runs)}: {found}", file=sys.stderr, flush=True)
-            if found.problems or not found.kills:
+            result = one_run(Path(temporary) / str(seed), kills=min(10, left), seed=seed)
+            runs.append(result)
+            print(f"run {len(runs)}: {result}", file=sys.stderr, flush=True)
+            if result.problems or not result.kills:
                 break
     resume_s = [seconds for run in runs for seconds in run.resume_s]
     line = {

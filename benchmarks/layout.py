@@ -124,17 +124,17 @@ def main() -> None:
     samples = make_samples(args.samples)
     model = build_model(MODEL, seed=0).train()
     policy = local_policy(model, optim=OptimSettings(), layout=LayoutSettings(max_tokens_per_batch=BUDGET))
-    ways: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], object]] = {
         "layout": lambda: policy.forward_backward(samples),
         "sorted_rows": lambda: sorted_rows(model, samples),
         "dense": lambda: dense(model, samples),
     }
-    gradients, best = {}, dict.fromkeys(ways, float("inf"))
+    gradients, best = {}, dict.fromkeys(variants, float("inf"))
     for _ in range(args.repeats):
-        for name, way in ways.items():
+        for name, run in variants.items():
             policy.backend.optimizer.zero_grad()
             start = time.process_time()
-            way()
+            run()
             best[name] = min(best[name], time.process_time() - start)
             gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     for name, gradient in gradients.items():

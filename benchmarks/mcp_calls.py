@@ -103,8 +103,8 @@ async def calls_per_s(settings: dict[str, Any], *, num_calls: int) -> tuple[floa
         async def play(session: EpisodeTools, number: int) -> None:
             for turn in range(num_calls):
                 began = time.perf_counter()
-                said = await ask(session, "add", number, turn)
-                assert said == (str(number + turn), None), said
+                answer = await ask(session, "add", number, turn)
+                assert answer == (str(number + turn), None), answer
                 times.append(time.perf_counter() - began)
 
         began = time.perf_counter()
@@ -251,11 +251,11 @@ def main() -> None:
     parser.add_argument("--storm-s", type=float, default=10.0, help="Seconds of the storm.")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.port)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.port)
         return
-    result = asyncio.run(measure(given.calls, given.storm_s))
+    result = asyncio.run(measure(options.calls, options.storm_s))
     print(json.dumps(result))
     if result["storm_untyped"] or result["left_processes"] or result["left_tasks"] > 0 or result["left_fds"] > 0:
         sys.exit("something was left, or a failure had no type")

@@ -27,18 +27,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     arguments.add_argument("--only", nargs="+", default=[], help="names of comparisons")
-    asked, found = arguments.parse_args(), {}
-    for count in asked.ranks:
+    options, results = arguments.parse_args(), {}
+    for count in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            names = asked.only or ["short", "long"]
+            names = options.only or ["short", "long"]
             measured = results_of_ranks(
                 "support.rank_matrix:measure", count, Path(folder) / "found.json", "megatron", *names
             )
         for name, ranks in measured.items():
             case = dataclasses.asdict(MEGATRON[name])
             figures = {of: [v for one in ranks for what, v in one.items() if what.endswith(of)] for of in FIGURES}
-            found[name] = {**case, **{of: float(f"{max(v):.2g}") for of, v in figures.items() if v}}
-    print(json.dumps({"benchmark": "megatron_gradients", "results": found}))
+            results[name] = {**case, **{of: float(f"{max(v):.2g}") for of, v in figures.items() if v}}
+    print(json.dumps({"benchmark": "megatron_gradients", "results": results}))
 
 
 if __name__ == "__main__":

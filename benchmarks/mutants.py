@@ -146,7 +146,7 @@ def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
     """Yield the tests of a mutant from the nearest to the farthest: those that call its function, the quickest files first,
     then those of its package whose processes may."""
     path = mutant.file.removesuffix(".py")
-    of_file = {test for test, made in calls.items() if any(name.startswith(f"{path}:") for name in made.names)}
+    of_file = {test for test, record in calls.items() if any(name.startswith(f"{path}:") for name in record.names)}
     of_function = {test for test in of_file if f"{path}:{mutant.function}" in calls[test].names}
     tests = of_function or of_file  # the body of a class is executed when it is imported
     seconds: dict[str, float] = defaultdict(float)
@@ -155,7 +155,7 @@ def circles(mutant: Mutant, calls: Mapping[str, Calls]) -> Iterator[list[str]]:
     if tests:
         yield sorted(tests, key=lambda test: (seconds[test.partition("::")[0]], test))
     package = f"tests/unit/{Path(mutant.file).parts[0]}/"
-    if others := [t for t, made in calls.items() if made.has_processes and t not in tests and t.startswith(package)]:
+    if others := [t for t, record in calls.items() if record.has_processes and t not in tests and t.startswith(package)]:
         yield others
 
 
@@ -209,13 +209,13 @@ class CallNotes:
 
     def pytest_sessionfinish(self) -> None:
         """Write all records to the folder."""
-        found = {}
+        notes = {}
         for test, called in self._of_test.items():
             every = called | self._of_file[test.partition("::")[0]]
             names = {_name(*one) for one in every if one[0].startswith(_SOURCE)}
             has_processes = any(not one[0].startswith(_SOURCE) for one in every)
-            found[test] = [sorted(names), has_processes, self._seconds.get(test, 0.0)]
-        (self._folder / f"{os.getpid()}.json").write_text(json.dumps(found))
+            notes[test] = [sorted(names), has_processes, self._seconds.get(test, 0.0)]
+        (self._folder / f"{os.getpid()}.json").write_text(json.dumps(notes))
 
 
 _SOURCE = str(SOURCE)
@@ -270,8 +270,8 @@ class FirstFailure:
             self.name = report.nodeid
 
 
-def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
-    """Run `tests` with the package of `source`, in a new process; write the first failure to `found`."""
+def run_tests(source: Path, tests: Sequence[str], report: Path) -> None:
+    """Run `tests` with the package of `source`, in a new process; write the first failure to `report`."""
     os.chdir(ROOT)
     os.setpgrp()
     os.environ["PYTHONPATH"] = str(source)
@@ -280,22 +280,23 @@ def run_tests(source: Path, tests: Sequence[str], found: Path) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
     first = FirstFailure()
     code = int(pytest.main(["-x", *QUIET, *tests], plugins=[first]))
-    found.write_text("" if code in {0, 5} else first.name or f"pytest, exit {code}", encoding="utf-8")  # 5: no test is there
+    is_passed = code in {0, 5}  # 5: no test is there
+    report.write_text("" if is_passed else first.name or f"pytest, exit {code}", encoding="utf-8")
     os._exit(0)
 
 
 def failing(source: Path, tests: Sequence[str]) -> str:
     """Return the first of `tests` that fails with the package of `source`, or "" if all pass."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder, "found")
-        process = PROCESSES.Process(target=run_tests, args=(source, tests, found))
+        report = Path(folder, "report")
+        process = PROCESSES.Process(target=run_tests, args=(source, tests, report))
         process.start()
         process.join(MAX_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # what the tests left behind
             os.killpg(process.pid or 0, signal.SIGKILL)
         if process.is_alive():
             return "a test that does not end"
-        return found.read_text(encoding="utf-8") if found.exists() else f"exit {process.exitcode}"
+        return report.read_text(encoding="utf-8") if report.exists() else f"exit {process.exitcode}"
 
 
 def catches(mutant: Mutant, calls: Mapping[str, Calls]) -> str:
@@ -327,17 +328,16 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     PROCESSES.set_forkserver_preload(PRELOADED)
     began = time.perf_counter()
-    found = [m for p in options.packages for path in sorted((SOURCE / p).rglob("*.py")) for m in mutants_of(path)]
+    mutants = [m for p in options.packages for path in sorted((SOURCE / p).rglob("*.py")) for m in mutants_of(path)]
     if options.only:
         file, _, line = options.only.partition(":")
-        drawn = [m for m in found if m.file == file and m.line == int(line)]
+        drawn = [m for m in mutants if m.file == file and m.line == int(line)]
     else:
-        drawn = random.Random(options.seed).sample(found, min(options.num, len(found)))
+        drawn = random.Random(options.seed).sample(mutants, min(options.num, len(mutants)))
     argued = json.loads(ARGUED.read_text())
     calls = calls_of_tests(options.packages, options.jobs)
-    print(
-        f"{len(calls)} tests call {len(frozenset().union(*(made.names for made in calls.values())))} functions", flush=True
-    )
+    called = frozenset().union(*(record.names for record in calls.values()))
+    print(f"{len(calls)} tests call {len(called)} functions", flush=True)
     outcomes: dict[str, list[str]] = defaultdict(list)
 
     def run(mutant: Mutant) -> None:
@@ -351,7 +351,7 @@ def main() -> None:
     for key in outcomes["survived"]:
         print(f"argue or test: {key}")
     result = {
-        "benchmark": "mutants", "seed": options.seed, "possible": len(found), "mutants": len(drawn),
+        "benchmark": "mutants", "seed": options.seed, "possible": len(mutants), "mutants": len(drawn),
         "caught": len(outcomes["caught"]), "argued": len(outcomes["argued"]), "survived": len(outcomes["survived"]),
         "seconds": round(time.perf_counter() - began),
     }  # fmt: skip

@@ -59,11 +59,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 1024])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found = {
+    ratios = {
         model: {name: {rows: ratio(shape, rows) for rows in args.rows} for name, shape in shapes.items()}
         for model, shapes in SHAPES.items()
     }
-    print(json.dumps({"benchmark": "onednn", "threads": args.threads, "speedup": found}))
+    print(json.dumps({"benchmark": "onednn", "threads": args.threads, "speedup": ratios}))
 
 
 if __name__ == "__main__":

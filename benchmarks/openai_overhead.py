@@ -55,14 +55,14 @@ def serve(latency_s: float, pipe: Any) -> None:
         )
         engine: Any = context.engine
         ids = turn_ids(SAID)
-        said = Completion(token_ids=ids, logprobs=np.full(len(ids), -1.0), finish_reason=FinishReason.STOP)
+        completion = Completion(token_ids=ids, logprobs=np.full(len(ids), -1.0), finish_reason=FinishReason.STOP)
 
         async def slowly(request: GenerateRequest) -> Completion:
             start = time.perf_counter()
             if latency_s:
                 await asyncio.sleep(latency_s)
             slept.append(time.perf_counter() - start)
-            return said
+            return completion
 
         engine.generate = slowly
         running = [
@@ -78,8 +78,8 @@ def serve(latency_s: float, pipe: Any) -> None:
         await asyncio.to_thread(pipe.recv)
         pipe.send((time.process_time() - start, slept))
         stop.set()
-        found = await asyncio.gather(*running)
-        assert not [t.error for t in found if t.turns and t.error]
+        trajectories = await asyncio.gather(*running)
+        assert not [t.error for t in trajectories if t.turns and t.error]
 
     asyncio.run(main())
 
@@ -132,14 +132,14 @@ async def drive(sessions: list[Session], *, rate: float, seconds: float) -> tupl
             session.heard(answer["choices"][0]["message"])
             free.put_nowait(session)
 
-        due, end, asked = time.perf_counter() + 0.1, time.perf_counter() + 0.1 + seconds, []
+        due, end, requests = time.perf_counter() + 0.1, time.perf_counter() + 0.1 + seconds, []
         while due < end:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             # A session answers one request at a time, so a request waits while all 64 are busy; the wait counts.
             session = await free.get()
-            asked.append(asyncio.create_task(ask(session, due)))
+            requests.append(asyncio.create_task(ask(session, due)))
             due += rng.expovariate(rate)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
     return took, most
 
 
@@ -149,15 +149,17 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second, over all sessions")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--latency-ms", type=float, default=20.0, help="what the engine takes")
-    given = parser.parse_args()
+    options = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(given.latency_ms / 1000, theirs), daemon=True)
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(options.latency_ms / 1000, theirs), daemon=True
+    )
     server.start()
     sessions = [Session(i, address) for i, address in enumerate(ours.recv())]
-    asyncio.run(drive(sessions, rate=given.rate, seconds=2.0))  # warm-up
+    asyncio.run(drive(sessions, rate=options.rate, seconds=2.0))  # warm-up
     ours.send("start")
     ours.recv()
-    took, most = asyncio.run(drive(sessions, rate=given.rate, seconds=given.seconds))
+    took, most = asyncio.run(drive(sessions, rate=options.rate, seconds=options.seconds))
     ours.send("stop")
     cpu_s, slept = ours.recv()
     server.join(10)
@@ -166,7 +168,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "rate_per_s": given.rate,
+                "rate_per_s": options.rate,
                 "sessions": NUM_SESSIONS,
                 "requests": len(took),
                 "engine_ms": round(1000 * float(np.median(slept)), 2),

@@ -35,14 +35,14 @@ TARGET = 1.2
 def episode_of(history: int) -> list[float]:
     """Run one episode and return the CPU seconds between successive requests to the engine."""
     ids = turn_ids(ANSWER)
-    said = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
+    completion = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
     at: list[float] = []
     lengths: list[int] = []
 
     def answer(request: GenerateRequest) -> Completion:
         at.append(time.thread_time())
         lengths.append(len(request.prompt_ids))
-        return said
+        return completion
 
     partner = Gsm8kInteraction({})
     context = scripted_context([], interactions={"gsm8k": partner}, limits=Limits(max_turns=TURNS), sanity_every=0)

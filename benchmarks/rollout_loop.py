@@ -52,9 +52,9 @@ def prompt_of(num_tokens: int, *, seed: int) -> str:
 def context_of(text: str, **options: Any) -> RolloutContext:
     """Return a context whose engine always returns `text`, at almost no cost."""
     ids = turn_ids(text)
-    said = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
+    completion = Completion(token_ids=ids, logprobs=-np.ones(len(ids), np.float32), finish_reason=FinishReason.STOP)
     context = scripted_context([], limits=Limits(max_turns=TURNS), sanity_every=16, **options)
-    context.engine = ScriptedEngine(lambda request: said)
+    context.engine = ScriptedEngine(lambda request: completion)
     return context
 
 
@@ -82,21 +82,21 @@ def main() -> None:
     parser.add_argument("--profile", choices=["interaction", "tool"], help="print where the time goes instead")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    ways = {
+    variants = {
         "interaction": rollouts(context_of(ANSWER, interactions={"gsm8k": Gsm8kInteraction({})}), with_partner=True),
         "tool": rollouts(context_of(CALL, tools=[Gsm8kTool({})]), with_partner=False),
     }
     if args.profile:
-        ways[args.profile]()
+        variants[args.profile]()
         with cProfile.Profile() as profile:
-            ways[args.profile]()
+            variants[args.profile]()
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
         return
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for repeat in range(args.repeats + 1):
-        for name, way in ways.items():
+        for name, run in variants.items():
             wall, cpu = time.perf_counter(), time.process_time()
-            turns = way()
+            turns = run()
             if repeat:
                 rates[name].append((turns / (time.process_time() - cpu), turns / (time.perf_counter() - wall)))
     result = {

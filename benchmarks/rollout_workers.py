@@ -93,9 +93,9 @@ def context(tool_ms: float) -> RolloutContext:
 
 def build(tool_ms: float, num_servers: int, journal: WorkerJournal, engine: Engine | None) -> RolloutPool:
     """Build a worker's pool, in its process; without `engine` it sends requests to servers."""
-    made = context(tool_ms)
-    made.engine = engine or FollowingPool(clients([""] * num_servers))
-    return RolloutPool(made, max_concurrent=CONCURRENT)
+    rollout_context = context(tool_ms)
+    rollout_context.engine = engine or FollowingPool(clients([""] * num_servers))
+    return RolloutPool(rollout_context, max_concurrent=CONCURRENT)
 
 
 def clients(urls: Sequence[str]) -> list[VllmEngine]:
@@ -126,37 +126,37 @@ async def turns(pool: RolloutPool) -> int:
     specs = [
         GroupSpec(id=f"g{i}", task=task(prompt_of(HISTORY, seed=i), id=f"t{i}"), size=GROUP_SIZE) for i in range(GROUPS)
     ]
-    found = [t for group in await pool.run(specs) for t in group.trajectories]
-    assert all(len(t.turns) == TURNS and t.error is None for t in found)
-    return sum(len(t.turns) for t in found)
+    trajectories = [t for group in await pool.run(specs) for t in group.trajectories]
+    assert all(len(t.turns) == TURNS and t.error is None for t in trajectories)
+    return sum(len(t.turns) for t in trajectories)
 
 
 async def measure(repeats: int, tool_ms: float, urls: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return, for each setting, the median turns per second and CPU milliseconds per turn of this process."""
     # The functions of this file are pickled by value, because workers cannot import it.
-    here, made = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms, len(urls)))
+    here, builder = context(tool_ms), cloudpickle.dumps(partial(build, tool_ms, len(urls)))
     engines = EnginePool(clients(urls)) if urls else None
     here.engine = engines or here.engine
     pools: dict[str, RolloutPool] = {"here": RolloutPool(here, max_concurrent=CONCURRENT)}
     through_here = {f"workers: {count}": (count, here.engine) for count in (1, 2)}
     settings = {**through_here, "workers: 2, directly": (2, None)} if urls else through_here
     for name, (count, engine) in settings.items():
-        workers = [ProcessWorker(f"worker {n} of {name}", made, engine) for n in range(count)]
+        workers = [ProcessWorker(f"worker {n} of {name}", builder, engine) for n in range(count)]
         pools[name] = WorkerPool(
             workers, here, max_concurrent=CONCURRENT, max_failed_share=1, engines=None if engine else engines
         )
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in pools}
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in pools}
     for repeat in range(repeats + 1):  # the first starts the workers
         for name, pool in pools.items():
             wall, cpu = time.perf_counter(), time.process_time()
             count = await turns(pool)
             if repeat:
-                found[name].append((count / (time.perf_counter() - wall), 1000 * (time.process_time() - cpu) / count))
+                figures[name].append((count / (time.perf_counter() - wall), 1000 * (time.process_time() - cpu) / count))
     for pool in pools.values():
         if isinstance(pool, WorkerPool):
             await pool.close()
     middle: Callable[[list[tuple[float, float]], int], float] = lambda values, i: median(v[i] for v in values)  # noqa: E731
-    return {name: (middle(values, 0), middle(values, 1)) for name, values in found.items()}
+    return {name: (middle(values, 0), middle(values, 1)) for name, values in figures.items()}
 
 
 def main() -> None:
@@ -167,15 +167,15 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=0)
     args = parser.parse_args()
     with servers(args.servers) as urls:
-        found = asyncio.run(measure(args.repeats, args.tool_ms, urls))
-    here = found["here"][0]
+        figures = asyncio.run(measure(args.repeats, args.tool_ms, urls))
+    here = figures["here"][0]
     result = {
         "benchmark": "rollout_workers",
         "tool_ms": args.tool_ms,
         "servers": args.servers,
-        "turns_per_s": {name: round(rate) for name, (rate, _) in found.items()},
-        "times_one_process": {name: round(rate / here, 2) for name, (rate, _) in found.items()},
-        "leader_cpu_ms_per_turn": {name: round(cpu, 3) for name, (_, cpu) in found.items()},
+        "turns_per_s": {name: round(rate) for name, (rate, _) in figures.items()},
+        "times_one_process": {name: round(rate / here, 2) for name, (rate, _) in figures.items()},
+        "leader_cpu_ms_per_turn": {name: round(cpu, 3) for name, (_, cpu) in figures.items()},
     }
     print(json.dumps(result))
 

@@ -63,7 +63,7 @@ async def sample(model: Any, *, completions: int, tokens: int) -> list[TrainSamp
     for builder in builders:
         builder.open(rng.integers(0, VOCAB, 32))
     for turn in range(2):
-        asked = [
+        requests = [
             GenerateRequest(
                 request_id=f"{turn}.{i}",
                 session_id=str(i),
@@ -73,16 +73,16 @@ async def sample(model: Any, *, completions: int, tokens: int) -> list[TrainSamp
             )
             for i, b in enumerate(builders)
         ]
-        for builder, answer in zip(builders, await asyncio.gather(*map(engine.generate, asked)), strict=True):
+        for builder, answer in zip(builders, await asyncio.gather(*map(engine.generate, requests)), strict=True):
             builder.sample(answer, turn=turn)
             if turn == 0:
                 builder.observe(rng.integers(0, VOCAB, 16), turn=turn)
     await engine.close()
-    made = [
+    trajectories = [
         Trajectory(id=str(i), task=TASK, segments=b.build(), turns=(), stop_reason=StopReason.STOP)
         for i, b in enumerate(builders)
     ]
-    samples = to_samples(TrajectoryGroup(id="g", task=TASK, trajectories=tuple(made)), temperature=1.0)
+    samples = to_samples(TrajectoryGroup(id="g", task=TASK, trajectories=tuple(trajectories)), temperature=1.0)
     return [s.replace(advantages=s.loss_weights * (1 if i % 2 else -1)) for i, s in enumerate(samples)]
 
 

@@ -194,7 +194,7 @@ def _port(outside: Path) -> int:
 
 
 @contextmanager
-def place() -> Iterator[Path]:
+def targets() -> Iterator[Path]:
     """Prepare the targets of the attempts: a secret file, a listening port and an abstract socket of this process."""
     import socket
 
@@ -260,15 +260,15 @@ def is_running(pid: int) -> bool:
 
 def processes_of(sandbox: Interpreter) -> set[int]:
     """Return the host's ids of a sandbox's processes, from its user or its first process's children."""
-    found, todo = set(), [sandbox.pid]
+    ids, todo = set(), [sandbox.pid]
     while todo:
         pid = todo.pop()
-        found.add(pid)
+        ids.add(pid)
         try:
             todo += [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
         except OSError:
             continue
-    return found
+    return ids
 
 
 def measure_speed(num: int = 60) -> dict[str, float]:
@@ -312,11 +312,11 @@ def main() -> None:
     parser.add_argument("--no-speed", action="store_true", help="Leave the times out: neither measure nor check any.")
     options = parser.parse_args()
     escapes, ended = {}, {}
-    with place() as outside:
-        found = attempts(outside)
-        names = options.only or list(found)
+    with targets() as outside:
+        codes = attempts(outside)
+        names = options.only or list(codes)
         for name in names:
-            wrong, result = attempt(name, found[name], outside, slack_s=None if options.no_speed else SLACK_S)
+            wrong, result = attempt(name, codes[name], outside, slack_s=None if options.no_speed else SLACK_S)
             ended[name] = result.status
             if wrong:
                 escapes[name] = wrong

@@ -34,7 +34,7 @@ DATA_SCRIPTS = Path(__file__).parents[1] / "examples" / "data"
 NUM_CLIENTS = 16
 
 
-def made(count: int, vocabulary: list[str]) -> Iterator[Passage]:
+def random_passages(count: int, vocabulary: list[str]) -> Iterator[Passage]:
     rng = random.Random("passages")
     for number in range(count):
         yield Passage(id=str(number), contents=f"passage {number}\n{' '.join(rng.choices(vocabulary, k=60))}")
@@ -71,15 +71,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--passages", type=int, default=200_000)
     parser.add_argument("--queries", type=int, default=500)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     python_documentation = import_attr("python_docs.py:python_documentation", base=DATA_SCRIPTS)
     vocabulary = [word for passage in python_documentation() for word in passage.contents.split()]
     rng = random.Random("queries")
-    queries = [" ".join(rng.choices(vocabulary, k=8)) for _ in range(asked.queries)]
+    queries = [" ".join(rng.choices(vocabulary, k=8)) for _ in range(options.queries)]
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "index"
         began = time.perf_counter()
-        build_index(made(asked.passages, vocabulary), folder)
+        build_index(random_passages(options.passages, vocabulary), folder)
         build_s = time.perf_counter() - began
         began = time.perf_counter()
         index = SearchIndex.open(folder)
@@ -93,9 +93,9 @@ def main() -> None:
         there = asyncio.run(over_http(index, queries))
         per_s = len(queries) / (time.perf_counter() - began)
         size = sum(path.stat().st_size for path in folder.iterdir())
-    found = {
+    figures = {
         "benchmark": "search_speed",
-        "passages": asked.passages,
+        "passages": options.passages,
         "build_s": round(build_s, 2),
         "open_ms": round(open_s * 1e3, 1),
         "query_ms_p50": round(float(np.median(here)) * 1e3, 3),
@@ -104,7 +104,7 @@ def main() -> None:
         "http_queries_per_s": round(per_s, 1),
         "megabytes": round(size / 2**20, 1),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

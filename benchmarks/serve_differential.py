@@ -37,8 +37,8 @@ async def main() -> int:
         if [{k: o[k] for k in KEYS} for o in ours] != [{k: o[k] for k in KEYS} for o in theirs]:
             different.append(seed)
         num_tokens += sum(len(ids) for o in ours for ids in o["response_token_ids"])
-    found = {"plans": NUM_PLANS, "different": different, "tokens": num_tokens, "s": round(time.perf_counter() - start, 2)}
-    print(json.dumps(found))
+    figures = {"plans": NUM_PLANS, "different": different, "tokens": num_tokens, "s": round(time.perf_counter() - start, 2)}
+    print(json.dumps(figures))
     return len(different)
 
 

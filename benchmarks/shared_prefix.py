@@ -75,13 +75,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     samples = make_samples(groups=args.groups, members=args.members, tokens=args.tokens, common=args.common)
     model = build_model(MODEL, seed=0).train()
-    ways = {
+    layouts = {
         "rows": LayoutSettings(max_tokens_per_batch=args.budget),
         "packed": LayoutSettings(max_tokens_per_batch=args.budget, packed=True),
         "shared": LayoutSettings(max_tokens_per_batch=args.budget, shared_prefix=True),
     }
-    policies = {name: local_policy(model, optim=OptimSettings(), layout=layout) for name, layout in ways.items()}
-    best = dict.fromkeys(ways, float("inf"))
+    policies = {name: local_policy(model, optim=OptimSettings(), layout=layout) for name, layout in layouts.items()}
+    best = dict.fromkeys(layouts, float("inf"))
     gradients, computed = {}, {}
     for _ in range(args.repeats):
         for name, policy in policies.items():

@@ -99,7 +99,7 @@ class User(BaseInteraction):
         self.live.remove(instance_id)
 
 
-def said(request: GenerateRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
+def text_ids(request: GenerateRequest) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the text for a request, always the same."""
     return _ids(zlib.crc32(request.request_id.encode()) % len(SAYS))
 
@@ -115,7 +115,7 @@ class Speaking(TimedEngine):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the text of `said`, when the server would have."""
         completion = await super().generate(request)
-        ids = said(request)[: len(completion.token_ids)]
+        ids = text_ids(request)[: len(completion.token_ids)]
         logprobs = np.full(len(ids), -0.5, np.float32)
         return dataclasses.replace(completion, token_ids=ids, logprobs=logprobs)
 
@@ -136,7 +136,7 @@ def slope_per_10k(readings: list[tuple[int, float]]) -> float:
 
 async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVERY) -> dict[str, Any]:
     """Run the episodes and return the memory figures."""
-    servers = [Speaking(plan=lambda request: len(said(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)]
+    servers = [Speaking(plan=lambda request: len(text_ids(request)), name=f"server {i}", timeout_s=5.0) for i in range(2)]
     user = User()
     options = ToolOptions(timeout_s=5.0, max_result_tokens=64, max_concurrency={"flaky": 64})
     box = Toolbox([flaky], options, codec=tiny_codec())
@@ -186,10 +186,10 @@ async def soak(episodes: int, *, warm_up: int = WARM_UP, every: int = CHECK_EVER
 
 def problems(result: dict[str, Any]) -> list[str]:
     """Return a sentence for each missed target."""
-    found = [f"{result['left']} instances and tasks are left"] * bool(result["left"])
+    sentences = [f"{result['left']} instances and tasks are left"] * bool(result["left"])
     if not result["mib_per_10k"] < MAX_MIB_PER_10K:
-        found.append(f"10,000 episodes add {result['mib_per_10k']} MiB; at most {MAX_MIB_PER_10K} may be")
-    return found
+        sentences.append(f"10,000 episodes add {result['mib_per_10k']} MiB; at most {MAX_MIB_PER_10K} may be")
+    return sentences
 
 
 def main() -> None:
@@ -202,8 +202,8 @@ def main() -> None:
     result = run_virtual(soak(options.episodes, warm_up=min(WARM_UP, options.episodes // 4)))
     result["seconds"] = round(time.monotonic() - began, 1)
     print(json.dumps(result))
-    if found := problems(result):
-        sys.exit("; ".join(found))
+    if sentences := problems(result):
+        sys.exit("; ".join(sentences))
 
 
 if __name__ == "__main__":

@@ -98,13 +98,13 @@ def replay(run: Path) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         store = ParquetStore(Path(folder))
         for step, groups in sorted(steps.items()):
-            made = {
+            recorded = {
                 name: TrajectoryGroup(id=name, task=rs[0].trajectory.task, trajectories=tuple(r.trajectory for r in rs))
                 for name, rs in groups.items()
             }
             trained = {r.trajectory.id: r.trained for rs in groups.values() for r in rs}
             began = time.process_time()
-            for group in made.values():
+            for group in recorded.values():
                 store.add(group, step=step, split="train", trained=trained)
             store.flush()
             spent += time.process_time() - began

@@ -39,12 +39,12 @@ def train(game: str, seed: int, out: Path, threads: int, *, name: str, overrides
     program = str(Path(sys.executable).with_name("polyturn"))
     command = [program, "train", f"examples/textarena/{example}.yaml", *settings]
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    found: dict[str, list[float]] = {}
+    series: dict[str, list[float]] = {}
     for line in (out / name / "metrics.jsonl").read_text().splitlines():
         for key, value in json.loads(line).items():
             if key.startswith("eval/") and key.endswith("/success"):
-                found.setdefault(key.split("/")[1], []).append(value)
-    ends = {which: {"before": round(values[0], 3), "after": round(values[-1], 3)} for which, values in found.items()}
+                series.setdefault(key.split("/")[1], []).append(value)
+    ends = {which: {"before": round(values[0], 3), "after": round(values[-1], 3)} for which, values in series.items()}
     return {"seed": seed, "seconds": round(time.perf_counter() - began), **ends}
 
 
@@ -69,11 +69,11 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         out, has_control = args.out or Path(scratch), not args.no_control
-        found = [
+        games = [
             measure(game, seeds=args.seeds, threads=args.threads, has_control=has_control, out=out) for game in args.games
         ]
-    as_claimed = all(each["as_claimed"] for each in found)
-    print(json.dumps({"benchmark": "textarena_games", "games": found, "as_claimed": as_claimed}))
+    as_claimed = all(each["as_claimed"] for each in games)
+    print(json.dumps({"benchmark": "textarena_games", "games": games, "as_claimed": as_claimed}))
     return 0 if as_claimed else 1
 
 

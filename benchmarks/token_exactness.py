@@ -52,18 +52,18 @@ def judge(job: tuple[str, bool, int, int, int]) -> dict[str, Any]:
     """Examine one template and return a row of the report."""
     name, is_published, num_dialogues, num_texts, seed = job
     subject = load(name, is_published=is_published)
-    found: list[Violation] = []
+    violations: list[Violation] = []
     began = time.perf_counter()
     index = 0
     while subject.counts["examined"] < num_dialogues:  # those that the template refuses do not count
-        told = subject.dialogue(seed + index, subject.kinds[index % len(subject.kinds)])
-        found += examine(subject, told, is_uncanonical=index % 3 == 2)
+        dialogue = subject.dialogue(seed + index, subject.kinds[index % len(subject.kinds)])
+        violations += examine(subject, dialogue, is_uncanonical=index % 3 == 2)
         if index % SHARE_AT_INFERENCE == 0:
-            found += examine_inference(subject, told)
+            violations += examine_inference(subject, dialogue)
         index += 1
     draw = random.Random(f"{name}/{seed}")
     for _ in range(num_texts):
-        found += examine_text(subject, hostile_text(draw, (*MARKERS, *subject.markers * 3)))
+        violations += examine_text(subject, hostile_text(draw, (*MARKERS, *subject.markers * 3)))
     report = report_template(subject.codec)
     if report.probe.renders_tools and report.probe.renders_results:
         report = report_template(subject.codec, tools=TOOLS)
@@ -73,9 +73,9 @@ def judge(job: tuple[str, bool, int, int, int]) -> dict[str, Any]:
         "dialogues": subject.counts["examined"],
         "refused": subject.counts["refused"],
         "texts": num_texts,
-        "violations": len(found),
-        "control_tokens": sum(v.rule == "control" for v in found),
-        "first": [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}"[:400] for v in found[:3]],
+        "violations": len(violations),
+        "control_tokens": sum(v.rule == "control" for v in violations),
+        "first": [f"{v.rule} ({v.kind}, seed {v.seed}): {v.detail}"[:400] for v in violations[:3]],
         "against_a_full_render": {k: n for k, n in subject.counts.items() if k in _KINDS},
         "strategy": report.probe.strategy,
         "inference_strategy": report.inference_strategy,

@@ -87,18 +87,18 @@ class TimedObserver(RunObserver):
 def run_here(overrides: list[str]) -> dict[str, Any]:
     """Run the quick start and return its shares."""
     began = time.perf_counter()
-    place, _ = open_source(CONFIG, overrides)
+    source, _ = open_source(CONFIG, overrides)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts = build.build_parts(place)
-        tasks = build.build_run_tasks(place)
+        parts = build.build_parts(source)
+        tasks = build.build_run_tasks(source)
         build.check_training(parts, tasks)
-        sft = place.config.warm_start
+        sft = source.config.warm_start
         samples = build.warm_start_samples(parts)
         start_s = time.perf_counter() - began
         warm = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
         run_sft(warm, samples, SftOptions(steps=sft.steps, batch_size=sft.batch_size))
-        with TimedObserver(folder, total_steps=place.config.train.steps) as observer:
+        with TimedObserver(folder, total_steps=source.config.train.steps) as observer:
             observer.record_s = []
             trainer = build.build_trainer(parts, tasks, folder=folder, observer=observer)
             asyncio.run(trainer.run())

@@ -137,8 +137,8 @@ def make_model(size: str, folder: Path) -> float:
     # The libraries render a tool's schema differently; with only its name, both prompts are the same.
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("{{- tool | tojson", "{{- tool.function.name"))
     began = time.perf_counter()
-    place = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
-    parts, sft = build.build_parts(place), place.config.warm_start
+    source = build.ConfigSource(config=RunConfig.model_validate(config_of(model=folder, steps=1, size=size)), base=HERE)
+    parts, sft = build.build_parts(source), source.config.warm_start
     if game.kind() != "sums":
         policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
         run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
@@ -185,8 +185,8 @@ def train_here(model: Path, steps: int, cause: str | None) -> dict[str, Any]:
     values = config_of(model=model, steps=steps)
     for section, changed in CAUSES[cause].items() if cause else ():
         values[section] = values[section] | changed
-    place = build.ConfigSource(config=RunConfig.model_validate(values), base=HERE)
-    parts, tasks = build.build_parts(place), build.build_run_tasks(place)
+    source = build.ConfigSource(config=RunConfig.model_validate(values), base=HERE)
+    parts, tasks = build.build_parts(source), build.build_run_tasks(source)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = build.build_trainer(parts, tasks, folder=Path(folder), observer=clock)
@@ -209,8 +209,8 @@ def in_process(command: Sequence[str], *, kind: str = "even", seed: int = 0, thr
     done = subprocess.run(list(command), capture_output=True, text=True, env=environment, cwd=HERE, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
 
 
 def compare(
@@ -231,18 +231,18 @@ def compare(
         ours.append(in_process(ours_command, kind=kind, seed=number, threads=args.threads))
         _say("polyturn", ours[-1])
         for size in micro_batches if number == 0 else [min(tried, key=lambda k: tried[k])]:
-            found = in_process([*theirs_command, f"--micro-batch={size}"], kind=kind, seed=number, threads=args.threads)
-            _say(f"{args.peer}, micro-batch {size}", found)
-            tried.setdefault(size, median(found["wall_s"][WARM_STEPS:]))
-            theirs.append({**found, "micro_batch": size})
+            figures = in_process([*theirs_command, f"--micro-batch={size}"], kind=kind, seed=number, threads=args.threads)
+            _say(f"{args.peer}, micro-batch {size}", figures)
+            tried.setdefault(size, median(figures["wall_s"][WARM_STEPS:]))
+            theirs.append({**figures, "micro_batch": size})
     best = min(tried, key=lambda k: tried[k])
-    theirs = [found for found in theirs if found["micro_batch"] == best]
+    theirs = [figures for figures in theirs if figures["micro_batch"] == best]
     causes = {}
     for cause in CAUSES if args.causes else ():
         if cause != "equal_rewards_left_out" or kind in GAMES["smollm2"]:
-            found = in_process([*ours_command, f"--cause={cause}"], kind=kind, threads=args.threads)
-            _say(cause, found)
-            causes[cause] = _figures([found]) | {"step_s_ratio": round(1 / _ratio(found, ours[0], "wall"), 2)}
+            figures = in_process([*ours_command, f"--cause={cause}"], kind=kind, threads=args.threads)
+            _say(cause, figures)
+            causes[cause] = _figures([figures]) | {"step_s_ratio": round(1 / _ratio(figures, ours[0], "wall"), 2)}
     sides = {"polyturn": _figures(ours), args.peer: _figures(theirs)}
     for what in ("tokens_per_sample", "calls_per_sample"):
         apart = abs(sides["polyturn"][what] - sides[args.peer][what]) / max(sides[args.peer][what], 0.01)
@@ -330,13 +330,13 @@ def main() -> None:
                     model = folder / f"{size}-{kind}"
                     if not model.exists():
                         command = [sys.executable, str(__file__), "--make", size, str(model)]
-                        made = in_process(command, kind=kind, threads=args.threads)
-                        print(f"{size}: learnt {kind} in {made['warm_start_s']} s", file=sys.stderr)
+                        loaded = in_process(command, kind=kind, threads=args.threads)
+                        print(f"{size}: learnt {kind} in {loaded['warm_start_s']} s", file=sys.stderr)
                 micro = [GROUPS * GROUP_SIZE] if args.quick else [GROUPS * GROUP_SIZE, GROUP_SIZE]
-                found = compare(model, kind=kind, python=python, args=args, micro_batches=micro)
-                print(f"{size}, {kind}: {json.dumps(found)}", file=sys.stderr)
-                results[f"{size}_{kind}"] = found
-    worst = min(found["ratio"] for found in results.values())
+                comparison = compare(model, kind=kind, python=python, args=args, micro_batches=micro)
+                print(f"{size}, {kind}: {json.dumps(comparison)}", file=sys.stderr)
+                results[f"{size}_{kind}"] = comparison
+    worst = min(comparison["ratio"] for comparison in results.values())
     results |= {"peer": args.peer, "threads": args.threads, "worst_ratio": worst, "target": TARGET}
     print(json.dumps({"benchmark": "trl_comparison", **results}))
 

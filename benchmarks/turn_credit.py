@@ -72,16 +72,16 @@ class Learner:
             if policy[np.arange(game.turns), right].mean() >= game.solved_at:
                 return step * per_step
             groups, samples, actions = _play(game, policy, right, values, rng)
-            found = assign_advantages(groups, samples, estimator=estimator)
+            credited = assign_advantages(groups, samples, estimator=estimator)
             gradient = np.zeros_like(logits)
-            for sample, taken in zip(found, actions, strict=True):
+            for sample, taken in zip(credited, actions, strict=True):
                 assert sample.advantages is not None
                 credit = sample.advantages[sample.loss_weights != 0].astype(np.float64)
                 gradient -= credit[:, None] * policy
                 gradient[np.arange(game.turns), taken] += credit
             logits += self.lr * gradient / per_step
             if traits_of(estimator).needs_values:
-                returns = np.array([s.returns[s.loss_weights != 0] for s in found if s.returns is not None])
+                returns = np.array([s.returns[s.loss_weights != 0] for s in credited if s.returns is not None])
                 values += game.critic_lr * (returns.mean(0) - values)
         return game.max_steps * per_step
 

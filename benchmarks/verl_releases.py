@@ -65,23 +65,23 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a page with the markers")
     parser.add_argument("--modules", type=Path, help="write the names of the modules to this file")
     parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
-    asked = parser.parse_args()
-    if asked.names:
-        asked.names.write_text("".join(name_lines(names(asked.wheels))), encoding="utf-8")
+    options = parser.parse_args()
+    if options.names:
+        options.names.write_text("".join(name_lines(names(options.wheels))), encoding="utf-8")
         return
-    if asked.modules:
-        lines = [f"{name}\n" for name in sorted(modules(asked.wheels))]
-        asked.modules.write_text("".join(lines), encoding="utf-8")
+    if options.modules:
+        lines = [f"{name}\n" for name in sorted(modules(options.wheels))]
+        options.modules.write_text("".join(lines), encoding="utf-8")
         return
-    more = cells(json.loads(asked.tests.read_text())) if asked.tests else {}
-    checkouts = {folder.name: folder for folder in sorted(asked.checkouts.iterdir())} if asked.checkouts else {}
-    keys = {release: known_keys(package) for release, package in {**checkouts, **dict(wheels(asked.wheels))}.items()}
+    more = cells(json.loads(options.tests.read_text())) if options.tests else {}
+    checkouts = {folder.name: folder for folder in sorted(options.checkouts.iterdir())} if options.checkouts else {}
+    keys = {release: known_keys(package) for release, package in {**checkouts, **dict(wheels(options.wheels))}.items()}
     scripts = {release: launch(folder) for release, folder in checkouts.items()}
     page = table_of(keys, scripts, more)
-    if asked.write:
-        text = asked.write.read_text(encoding="utf-8")
+    if options.write:
+        text = options.write.read_text(encoding="utf-8")
         before, _, rest = text.partition(MARKS[0])
-        asked.write.write_text(f"{before}{MARKS[0]}\n{page}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+        options.write.write_text(f"{before}{MARKS[0]}\n{page}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
     print(page)
     print(json.dumps({"keys": keys, "scripts": {r: {p: s[p] for p in ("inside", "outside")} for r, s in scripts.items()}}))
 
@@ -91,8 +91,8 @@ def main() -> None:
 
 def wheels(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the release and the file of each wheel, the oldest first."""
-    found = {path.name.split("-")[1]: path for path in folder.glob("verl-*.whl")}
-    yield from sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+    wheel_of = {path.name.split("-")[1]: path for path in folder.glob("verl-*.whl")}
+    yield from sorted(wheel_of.items(), key=lambda item: [int(part) for part in item[0].split(".")])
 
 
 def tree_values(package: Path) -> dict[str, set[str]]:
@@ -110,43 +110,43 @@ def tree_values(package: Path) -> dict[str, set[str]]:
         }
         with contextlib.chdir(where):
             trees |= {name: compose_name(name, folder=None).values for name in BASE_NAMES}
-    found: dict[str, set[str]] = {}
+    kinds_of: dict[str, set[str]] = {}
     for path, value in (leaf for tree in trees.values() for leaf in leaves(tree)):
-        kinds = found.setdefault(".".join(path), set())
+        kinds = kinds_of.setdefault(".".join(path), set())
         if not isinstance(value, Unresolved) and "${" not in str(value):
             kinds.add(NULL if value == "null" else kind_of(value))
-    return {key: kinds or {NULL, OTHER} for key, kinds in found.items()}
+    return {key: kinds or {NULL, OTHER} for key, kinds in kinds_of.items()}
 
 
 def names(folder: Path) -> dict[str, list[str]]:
     """Return each key of the wheels with its releases and the kinds of its values: {"data.seed": ["0.6.1", …, "null"]}."""
-    found: dict[str, list[str]] = {}
+    releases_of: dict[str, list[str]] = {}
     kinds: dict[str, set[str]] = {}
     for release, wheel in wheels(folder):
         for key, of_release in tree_values(wheel).items():
-            found.setdefault(key, []).append(release)
+            releases_of.setdefault(key, []).append(release)
             kinds.setdefault(key, set()).update(of_release)
-    return {key: [*releases, *sorted(kinds[key])] for key, releases in found.items()}
+    return {key: [*releases, *sorted(kinds[key])] for key, releases in releases_of.items()}
 
 
-def name_lines(found: Mapping[str, list[str]]) -> list[str]:
+def name_lines(releases_of: Mapping[str, list[str]]) -> list[str]:
     """Return the lines of `names.txt`, one for the keys of a section that are in the same releases."""
     lines: dict[str, list[str]] = {}
-    for key, places in sorted(found.items()):
+    for key, values in sorted(releases_of.items()):
         section, _, name = key.rpartition(".")
-        kinds = [place for place in places if not place[0].isdigit()]
-        head = " ".join([section or "-", *(place for place in places if place[0].isdigit())])
+        kinds = [value for value in values if not value[0].isdigit()]
+        head = " ".join([section or "-", *(value for value in values if value[0].isdigit())])
         lines.setdefault(head, []).append(f"{name}={','.join(kinds)}")
     return [f"{head}: {' '.join(keys)}\n" for head, keys in lines.items()]
 
 
 def modules(folder: Path) -> set[str]:
     """Return the names of the modules of the wheels."""
-    found: set[str] = set()
+    names: set[str] = set()
     for _, wheel in wheels(folder):
         with zipfile.ZipFile(wheel) as archive:
-            found |= {_module(file) for file in archive.namelist() if file.split("/")[0] == "verl" and file.endswith(".py")}
-    return found
+            names |= {_module(file) for file in archive.namelist() if file.split("/")[0] == "verl" and file.endswith(".py")}
+    return names
 
 
 def _module(file: str) -> str:
@@ -170,23 +170,23 @@ def known_keys(package: Path) -> dict[str, int]:
 
 def launch(checkout: Path) -> dict[str, Any]:
     """Try every multi-turn launch script of a checkout, inside it and from a copy of its scripts alone."""
-    found: dict[str, Any] = {"reasons": {}}
+    result: dict[str, Any] = {"reasons": {}}
     with tempfile.TemporaryDirectory() as temporary:
         inside, outside = Path(temporary) / "inside", Path(temporary) / "outside"
-        for place, names in (
+        for folder, names in (
             (inside, ("examples", "recipe", "verl/trainer/config", "verl/__init__.py")),
             (outside, ("examples", "recipe")),
         ):
-            place.mkdir()
+            folder.mkdir()
             for name in names:
-                _copy(checkout / name, place / name)
+                _copy(checkout / name, folder / name)
             for file in FILES.values():
-                (place / file).touch()
-        for name, place in (("inside", inside), ("outside", outside)):
-            verdicts = {str(s.relative_to(place)): verdict(s, place) for s in launch_scripts(place)}
-            found[name] = {kind: sum(v[0] == kind for v in verdicts.values()) for kind in ("accepted", "refused", "other")}
-            found["reasons"][name] = {script: why for script, (kind, why) in verdicts.items() if kind != "accepted"}
-    return found
+                (folder / file).touch()
+        for name, folder in (("inside", inside), ("outside", outside)):
+            verdicts = {str(s.relative_to(folder)): verdict(s, folder) for s in launch_scripts(folder)}
+            result[name] = {kind: sum(v[0] == kind for v in verdicts.values()) for kind in ("accepted", "refused", "other")}
+            result["reasons"][name] = {script: why for script, (kind, why) in verdicts.items() if kind != "accepted"}
+    return result
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -220,10 +220,10 @@ def verdict(script: Path, checkout: Path) -> tuple[str, str]:
     return "refused", why
 
 
-def accept(asked: HydraArguments) -> None:
+def accept(arguments: HydraArguments) -> None:
     """Compose, translate and validate the configuration of a command line."""
-    folder = None if asked.folder is None else config_path(asked.folder)
-    translation = translate(compose_name(asked.name, folder=folder, overrides=asked.overrides, more=asked.more))
+    folder = None if arguments.folder is None else config_path(arguments.folder)
+    translation = translate(compose_name(arguments.name, folder=folder, overrides=arguments.overrides, more=arguments.more))
     load_values(RunConfig, absolute(translation, folder=folder), origin=translation.origin)
 
 
@@ -247,7 +247,7 @@ def commands_of(script: Path, checkout: Path) -> list[list[str]]:
 def cells(tests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     """Return release -> column -> cell of the areas in which verl passes a test."""
     return {
-        release: {f"{area} tests": f"{found['passed']} of {found['of']}" for area, found in areas.items() if found["of"]}
+        release: {f"{area} tests": f"{counts['passed']} of {counts['of']}" for area, counts in areas.items() if counts["of"]}
         for release, areas in tests.items()
     }
 
@@ -270,10 +270,10 @@ def table_of(keys: Mapping[str, Any], scripts: Mapping[str, Any], more: Mapping[
     ):
         known = f"{keys[release]['known']} of {keys[release]['of']}" if release in keys else ""
         cells = [release, known]
-        for place in ("inside", "outside"):
-            found = scripts.get(release, {}).get(place)
-            total = found["accepted"] + found["refused"] if found else 0
-            cells += [f"{found['accepted']} of {total}", str(found["refused"])] if found and total else ["", ""]
+        for side in ("inside", "outside"):
+            counts = scripts.get(release, {}).get(side)
+            total = counts["accepted"] + counts["refused"] if counts else 0
+            cells += [f"{counts['accepted']} of {total}", str(counts["refused"])] if counts and total else ["", ""]
         rows.append([*cells, *(more.get(release, {}).get(c, "") for c in columns)])
     measured = [column for column in range(len(head)) if any(row[column] for row in rows)]
     lines = [f"| {' | '.join(row[column] for column in measured)} |" for row in [head, *rows]]

@@ -81,13 +81,13 @@ class Service:
     """A server that answers by the path of a request, and keeps the requests."""
 
     def __init__(self) -> None:
-        asked = self.asked = []  # type: ignore[var-annotated]
+        requests = self.requests = []  # type: ignore[var-annotated]
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 case = self.path[1:].replace("%20", " ")
-                code = int(case) if case.isdigit() else 503 if case == "busy" and len(asked) < 3 else 200
+                code = int(case) if case.isdigit() else 503 if case == "busy" and len(requests) < 3 else 200
                 if case == "late":
                     time.sleep(1.0)
                 answer = ANSWERS.get(case, PARIS if code == 200 else {})
@@ -146,18 +146,18 @@ def prepare(side: str) -> None:
 async def called(tool: Any, id: str, parameters: Facts, service: Service) -> Facts:
     """Return the facts of one call."""
     response, reward, metrics = await tool.execute(id, parameters)
-    told = {k: v if k != "api_request_error" else v is not None for k, v in (metrics or {}).items()}
-    return {"text": service.digest(response.text), "reward": repr(reward), "metrics": told}
+    facts = {k: v if k != "api_request_error" else v is not None for k, v in (metrics or {}).items()}
+    return {"text": service.digest(response.text), "reward": repr(reward), "metrics": facts}
 
 
 @contextmanager
-def raises(found: Facts, what: str) -> Iterator[None]:
+def raises(facts: Facts, what: str) -> Iterator[None]:
     """Record which of the usual exceptions the block raises."""
-    found[what] = "nothing"
+    facts[what] = "nothing"
     try:
         yield
     except (KeyError, ValueError, AssertionError) as problem:
-        found[what] = next(kind.__name__ for kind in (KeyError, ValueError, AssertionError) if isinstance(problem, kind))
+        facts[what] = next(kind.__name__ for kind in (KeyError, ValueError, AssertionError) if isinstance(problem, kind))
 
 
 async def tools(service: Service) -> Facts:
@@ -169,31 +169,36 @@ async def tools(service: Service) -> Facts:
 
     function = {"name": "f", "description": "F.", "parameters": {"type": "object", "properties": {}, "required": []}}
     schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
-    found: Facts = {}
+    results: Facts = {}
     for name, cls, key, calls in (
         ("search", SearchTool, "retrieval_service_url", SEARCHES),
         ("sandbox", SandboxFusionTool, "sandbox_fusion_url", RUNS),
     ):
         for case, parameters in calls:
-            service.asked.clear()
+            service.requests.clear()
             tool = cls({key: service.url(case), "retry_delay": 0.01, "timeout": 0.3 if case == "late" else 30}, schema)
-            id, said = await tool.create("id", ground_truth="72")
+            id, response = await tool.create("id", ground_truth="72")
             facts = await called(tool, id, parameters, service)
-            facts |= {"id": id, "says_nothing": said.is_empty(), "tries": len(service.asked), "asked": service.asked[:1]}
-            found[f"{name} {case} {json.dumps(parameters)}"] = facts
-            found[f"{name} calc_reward"] = type(await tool.calc_reward(id)).__name__
+            facts |= {
+                "id": id,
+                "says_nothing": response.is_empty(),
+                "tries": len(service.requests),
+                "asked": service.requests[:1],
+            }
+            results[f"{name} {case} {json.dumps(parameters)}"] = facts
+            results[f"{name} calc_reward"] = type(await tool.calc_reward(id)).__name__
             await tool.release(id)
-        with raises(found, f"{name} released twice"):
+        with raises(results, f"{name} released twice"):
             await tool.release(id)
-        with raises(found, f"{name} without a URL"):
+        with raises(results, f"{name} without a URL"):
             cls({}, schema)
     gsm8k = Gsm8kTool({}, schema)
     for parameters in ANSWERED:
         id, _ = await gsm8k.create(None, ground_truth="72")
         twice = [await called(gsm8k, id, parameters, service) for _ in range(2)]
-        found[f"gsm8k {json.dumps(parameters)}"] = [*twice, await gsm8k.calc_reward(id)]
+        results[f"gsm8k {json.dumps(parameters)}"] = [*twice, await gsm8k.calc_reward(id)]
         await gsm8k.release(id)
-    return found
+    return results
 
 
 def names() -> Facts:

@@ -69,23 +69,23 @@ def main() -> None:
     parser.add_argument("--areas", nargs="*", default=list(AREAS))
     parser.add_argument("--side", choices=("verl", "polyturn", "none"), nargs="*", default=("verl", "polyturn"))
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    results = asked.cache / "results"
+    options = parser.parse_args()
+    results = options.cache / "results"
     results.mkdir(parents=True, exist_ok=True)
-    for release in asked.releases:
-        checkout = fetched(release, asked.cache.resolve(), repository=asked.repository, recipes=asked.recipes)
-        files = {area: names for area, names in test_files(checkout).items() if area in asked.areas}
-        for side in (side for side in ("verl", "polyturn") if side in asked.side):
+    for release in options.releases:
+        checkout = fetched(release, options.cache.resolve(), repository=options.repository, recipes=options.recipes)
+        files = {area: names for area, names in test_files(checkout).items() if area in options.areas}
+        for side in (side for side in ("verl", "polyturn") if side in options.side):
             chosen = [name for names in files.values() for name in names]
             if side == "polyturn":  # only what verl passes counts
                 own = {name: tests for area in files for name, tests in _load(results, "verl", release, area).items()}
                 chosen = [n for n in chosen if any(kind == "passed" for kind, _ in own.get(n, {}).values())]
-            found = measured(chosen, checkout, side, asked.python)
+            outcomes = measured(chosen, checkout, side, options.python)
             for area, names in files.items():
-                here = {name: found[name] for name in names if name in found}
+                here = {name: outcomes[name] for name in names if name in outcomes}
                 (results / f"{side}-{release}-{area}.json").write_text(json.dumps(here, indent=1), encoding="utf-8")
                 print(side, release, area, dict(Counter(kind for t in here.values() for kind, _ in t.values())), flush=True)
-    asked.out.write_text(json.dumps(summary(asked.cache / "results"), indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(summary(options.cache / "results"), indent=1) + "\n", encoding="utf-8")
 
 
 def fetched(release: str, cache: Path, *, repository: str, recipes: str) -> Path:
@@ -122,12 +122,12 @@ def _git(folder: Path, *words: str) -> str:
 
 def test_files(checkout: Path) -> dict[str, list[str]]:
     """Return the test files of each area."""
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for path in sorted((checkout / "tests").rglob("test_*.py")):
         name = str(path.relative_to(checkout))
         if area := next((area for area, rule in AREAS.items() if re.search(rule, name)), None):
-            found.setdefault(area, []).append(name)
-    return found
+            names_of.setdefault(area, []).append(name)
+    return names_of
 
 
 def measured(files: Sequence[str], checkout: Path, side: str, python: Path | None) -> dict[str, Results]:
@@ -160,25 +160,25 @@ def measured(files: Sequence[str], checkout: Path, side: str, python: Path | Non
             command = [sys.executable, "-m", "polyturn", "run-as", "verl", "--", sys.executable, "-m", "pytest", *options]
         run = {"cwd": checkout, "env": variables, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         try:
-            said = subprocess.run(command, timeout=LIMIT_S * len(files), check=False, **run).stdout
+            output = subprocess.run(command, timeout=LIMIT_S * len(files), check=False, **run).stdout
         except subprocess.TimeoutExpired:
-            said = f"no end within {LIMIT_S} s a file"
+            output = f"no end within {LIMIT_S} s a file"
         if report.is_file():
             return _read(report, files)
     if len(files) == 1:
-        return {files[0]: {"collection": ("error", said[-300:])}}
+        return {files[0]: {"collection": ("error", output[-300:])}}
     return {file: tests for one in files for file, tests in measured([one], checkout, side, python).items()}
 
 
 def _read(report: Path, files: Sequence[str]) -> dict[str, Results]:
     """Return the results of each file in a report."""
-    found: dict[str, Results] = {}
+    results: dict[str, Results] = {}
     modules = {file.removesuffix(".py").replace("/", "."): file for file in files}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         whole = f"{case.get('classname') or ''}.{case.get('name')}"
         if module := next((m for m in sorted(modules, key=len, reverse=True) if m in whole), None):
-            found.setdefault(modules[module], {}).update([_result(case)])
-    return found
+            results.setdefault(modules[module], {}).update([_result(case)])
+    return results
 
 
 def _result(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
@@ -192,7 +192,7 @@ def _result(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
 
 def summary(results: Path) -> dict[str, Any]:
     """Return release -> area -> {passed, of, files, others}, over the tests that verl passes; `others` has the reasons."""
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for path in sorted(results.glob("verl-*.json")):
         release, _, area = path.stem.removeprefix("verl-").rpartition("-")
         own, here = (_load(results, side, release, area) for side in ("verl", "polyturn"))
@@ -203,8 +203,8 @@ def summary(results: Path) -> dict[str, Any]:
             if kind != "passed" or test not in here.get(file, {}):
                 others[f"{file}::{test}"] = _reason(why)
         cell = {"passed": len(passed) - len(others), "of": len(passed), "files": len(own), "others": others}
-        found.setdefault(release, {})[area] = cell
-    return found
+        table.setdefault(release, {})[area] = cell
+    return table
 
 
 def _load(results: Path, side: str, release: str, area: str) -> Mapping[str, Results]:

@@ -97,11 +97,11 @@ def main() -> None:
         written = clock() - began
         began = clock()
         view = RunView(folder)
-        found = {"open_run_ms": round(1000 * (clock() - began), 1)}
+        figures = {"open_run_ms": round(1000 * (clock() - began), 1)}
         total = view.page({})["total"]
         began = clock()
         view.page({"text": "apples"})
-        found["first_search_ms"] = round(1000 * (clock() - began), 1)
+        figures["first_search_ms"] = round(1000 * (clock() - began), 1)
         middle = view.page({}, offset=total // 2, limit=1)["rows"][0]
         pages: dict[str, Callable[[], Any]] = {
             "first_page_ms": lambda: view.page({}, descending=True),
@@ -116,12 +116,12 @@ def main() -> None:
             "overview_ms": view.overview,
             "poll_ms": view.summary,
         }
-        found |= {name: timed(call) for name, call in pages.items()}
-        found |= curve_times(Path(name) / "long", args.steps)
+        figures |= {name: timed(call) for name, call in pages.items()}
+        figures |= curve_times(Path(name) / "long", args.steps)
         size = sum(p.stat().st_size for p in folder.rglob("*.parquet"))
         parts = len(list(folder.rglob("*.parquet")))
     line = {"benchmark": "viewer_pages", "trajectories": total, "parts": parts, "bytes_per_trajectory": round(size / total)}
-    print(json.dumps({**line, "write_s": round(written, 1), **found, "targets_ms": TARGETS_MS}))
+    print(json.dumps({**line, "write_s": round(written, 1), **figures, "targets_ms": TARGETS_MS}))
 
 
 if __name__ == "__main__":

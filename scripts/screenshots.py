@@ -67,14 +67,14 @@ def telling(run: Path, *, split: str, step: int | None) -> dict[str, object]:
     def earned(t: polyturn.Trajectory) -> float:
         return t.reward.total if t.reward is not None else 0.0
 
-    def interest(found: tuple[bool, polyturn.Trajectory]) -> tuple[bool, float, bool, int]:
-        is_mixed, t = found
+    def interest(candidates: tuple[bool, polyturn.Trajectory]) -> tuple[bool, float, bool, int]:
+        is_mixed, t = candidates
         called = any(turn.tool_results for turn in t.turns)
         return is_mixed, earned(t) * (len(t.turns) > 1), called, len(t.turns)
 
     groups = list(store.groups(step=at))
-    found = [(len({earned(t) for t in g.trajectories}) > 1, t) for g in groups for t in g.trajectories]
-    return {"id": max(found, key=interest)[1].id, "split": split, "step": at}
+    candidates = [(len({earned(t) for t in g.trajectories}) > 1, t) for g in groups for t in g.trajectories]
+    return {"id": max(candidates, key=interest)[1].id, "split": split, "step": at}
 
 
 def photograph(browser: Browser, address: str, path: str, ready: str, *, scheme: str, click: str | None = None) -> bytes:

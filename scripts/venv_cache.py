@@ -39,9 +39,9 @@ def built(folder: Path, fill: Callable[[Path], object], *, python: str = sys.exe
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released even if the process is killed
-        if found := interpreter(folder):
+        if existing := interpreter(folder):
             (folder / STAMP).touch()
-            return found
+            return existing
         building = folder.with_name(f"{folder.name}.building")
         for interrupted in (building, folder):
             shutil.rmtree(interrupted, ignore_errors=True)

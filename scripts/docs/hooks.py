@@ -26,24 +26,24 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".json": "json", "
 def line_of(path: Path, name: str) -> int | None:
     """Return the line on which `name`, or `Class.method`, is defined."""
     nodes: list[ast.stmt] = ast.parse(path.read_text()).body
-    found: ast.stmt | None = None
+    definition: ast.stmt | None = None
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        found = next((n for n in nodes if isinstance(n, kinds) and n.name == part), None)
-        if found is None:
+        definition = next((n for n in nodes if isinstance(n, kinds) and n.name == part), None)
+        if definition is None:
             return None
-        nodes = found.body if isinstance(found, ast.ClassDef) else []
-    return found.lineno if found is not None else None
+        nodes = definition.body if isinstance(definition, ast.ClassDef) else []
+    return definition.lineno if definition is not None else None
 
 
 def targets(page: Path) -> list[tuple[str, Path, str]]:
     """Return (link as written, file, part after #) for each link of `page` out of docs/."""
-    found = []
+    links = []
     for _, written, anchor in OUTSIDE.findall(page.read_text()):
         path = Path(os.path.normpath(page.parent / written))
         if path.is_file() and not path.is_relative_to(ROOT / "docs"):
-            found.append((written, path, anchor[1:]))
-    return found
+            links.append((written, path, anchor[1:]))
+    return links
 
 
 def _uri(path: Path) -> str:

@@ -150,8 +150,13 @@ def _described(name: str, what: Any, module: str) -> Iterator[str]:
         if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property | classmethod)):
             continue
         target = function.fget if isinstance(function, property) else inspect.unwrap(getattr(what, method))
-        shown = "" if isinstance(function, property) else _signature(target)
-        yield from ("", f"**{method}**`{shown}`" if shown else f"**{method}**", "", *_prose(inspect.getdoc(target) or ""))
+        signature = "" if isinstance(function, property) else _signature(target)
+        yield from (
+            "",
+            f"**{method}**`{signature}`" if signature else f"**{method}**",
+            "",
+            *_prose(inspect.getdoc(target) or ""),
+        )
 
 
 def _own_and_private(cls: type) -> dict[str, Any]:

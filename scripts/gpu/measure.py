@@ -57,10 +57,10 @@ def run(part: str, *, tiny: bool, left_s: float) -> list[dict[str, Any]]:
             except subprocess.TimeoutExpired:
                 code = f"not done after {limit_s:.0f} s"
         lines = log.read_text(errors="replace").splitlines()
-        found = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), {})
+        figures = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), {})
         took_s = round(time.perf_counter() - began, 1)
         left_s = max(left_s - took_s, 1.0)
-        result = {"part": part, "seconds_in_all": took_s, **found}
+        result = {"part": part, "seconds_in_all": took_s, **figures}
         if part == "tests":
             result["summary"] = lines[-1] if lines else ""
         if code != 0:

@@ -63,7 +63,7 @@ def test_quick_attempts_to_escape_are_contained() -> None:
     limits = SandboxLimits(
         timeout_s=TIMEOUT_S, memory_mb=128, processes=16, disk_mb=4, output_bytes=20_000, flood_bytes=1 << 20
     )
-    with ESCAPES.place() as outside:
+    with ESCAPES.targets() as outside:
         found = ESCAPES.attempts(outside)
         assert len(found) >= 40
         wrong = {
@@ -77,7 +77,7 @@ def test_quick_attempts_to_escape_are_contained() -> None:
 @pytest.mark.slow
 def test_every_attempt_to_escape_is_contained() -> None:
     need_isolation()
-    with ESCAPES.place() as outside:
+    with ESCAPES.targets() as outside:
         wrong = {n: ESCAPES.attempt(n, code, outside, slack_s=None)[0] for n, code in ESCAPES.attempts(outside).items()}
     assert {name: why for name, why in wrong.items() if why} == {}
 
