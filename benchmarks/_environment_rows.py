@@ -295,6 +295,6 @@ def cases() -> tuple[list[Case], list[str]]:
     """Return all cases that can run here, and the reasons for those left out."""
     python = other_interpreter()
     if python is None:
-        why = f"verifiers and openenv: `{sys.executable} scripts/environments/build.py` builds what they run in"
+        why = f"verifiers and openenv: `{sys.executable} scripts/environments/build.py` builds their environment"
         return [*GEM, *skyrl_cases()], [why]
     return [*GEM, *skyrl_cases(), *verifiers_cases(python), *openenv_cases(python)], []

@@ -213,7 +213,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     table = Table()
     if "teacher" in arguments.only:
         table.teacher = (await train(table, {}, seed=200, steps=TEACHER_STEPS))[0]
-    for seed in arguments.seeds:  # seed by seed, so that what is there when it is cut off compares all families
+    for seed in arguments.seeds:  # seed by seed, so that an interrupted run compares all families
         for family in arguments.only:
             if any(row["family"] == family and row["seed"] == seed for row in rows):
                 continue

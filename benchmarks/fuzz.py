@@ -608,7 +608,7 @@ class Crashes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record errors that are not polyturn's own."""
-        is_told = record.name.partition(".")[0] in ("mcp", "client")  # an SDK tells what it could not read
+        is_told = record.name.partition(".")[0] in ("mcp", "client")  # an SDK reports input that it cannot read
         problem = record.exc_info[1] if record.exc_info and not is_told else None
         if problem is not None and not isinstance(problem, PolyturnError | asyncio.CancelledError):
             self.found.append(problem)
@@ -661,7 +661,7 @@ async def fuzz(cases: int, *, seed: int, only: str | None = None, number: int | 
             surfaces: dict[str, Case] = {**rows(folder), **calls(), **configs(folder), **own, **more}
             chosen = [n for n in SHARES if n in surfaces and only in (None, n)]
             total = sum(SHARES[n] for n in chosen)
-            for surface in chosen if number is None else ():  # what is imported or built first is not measured
+            for surface in chosen if number is None else ():  # imports and first builds are not measured
                 for index in range(max(1, min(20, cases // 100))):
                     await run_case(surfaces[surface], random.Random(f"{surface}/{index}"), crashes)
             gc.collect()

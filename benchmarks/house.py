@@ -260,7 +260,7 @@ def corpus():
 
 
 class Reader:
-    """Reads a call in what the model of random numbers wrote first, and text in the rest."""
+    """Parses the first completion of the random model as a tool call, and all others as text."""
 
     def parse(self, text, *, id_prefix="call", tools=()):
         if not id_prefix.endswith("_0"):

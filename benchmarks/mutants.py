@@ -292,7 +292,7 @@ def failing(source: Path, tests: Sequence[str]) -> str:
         process = PROCESSES.Process(target=run_tests, args=(source, tests, report))
         process.start()
         process.join(MAX_SECONDS)
-        with contextlib.suppress(ProcessLookupError):  # what the tests left behind
+        with contextlib.suppress(ProcessLookupError):  # of processes that the tests left behind
             os.killpg(process.pid or 0, signal.SIGKILL)
         if process.is_alive():
             return "a test that does not end"

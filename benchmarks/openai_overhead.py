@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second, over all sessions")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--latency-ms", type=float, default=20.0, help="what the engine takes")
+    parser.add_argument("--latency-ms", type=float, default=20.0, help="time that the engine takes")
     options = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     server = multiprocessing.get_context("spawn").Process(

@@ -1,4 +1,4 @@
-"""Create the screenshots of the documentation from a trained run: python scripts/screenshots.py RUN
+"""Creates the screenshots of the documentation from a trained run: python scripts/screenshots.py RUN
 
 The viewer is served as in `polyturn view` and opened in headless Chromium (`make browser` installs it and playwright). The
 shown trajectory is one of the last step that got feedback on a wrong answer, called a tool and was right in the end, in a

@@ -1,4 +1,4 @@
-"""Build a separate interpreter for packages that are used with polyturn but cannot share its environment.
+"""Builds separate interpreters for packages that are used with polyturn but cannot share its environment.
 
     python scripts/environments/build.py                 verifiers and OpenEnv: `env.kwargs.python` in a config
     python scripts/environments/build.py verifiers_v1    verifiers 0.4 and newer

