@@ -165,7 +165,7 @@ async def mcp_server(ask_socket: AskSocket, check: Check) -> AsyncIterator[Case]
     live: list[str] = []
 
     async def case(rng: random.Random) -> None:
-        if not live or rng.random() < 0.02:  # a new client; the server must accept it whatever the others sent
+        if not live or rng.random() < 0.02:  # a new client; the server must accept it after anything that others sent
             live[:] = [await session()]
         wrong = "".join(c for c in a_text(rng)[:40] if c.isascii() and c.isprintable())
         body = as_json(damaged(rng.choice(REQUESTS), rng), rng)

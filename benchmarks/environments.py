@@ -147,7 +147,7 @@ async def play_case(case: Any, number: int, adapter: Adapter, own: Any) -> float
 def same(ours: Any, own: Any) -> bool:
     """Return whether two rewards, or two mappings of them, are equal up to rounding of a sum."""
     if isinstance(own, dict):
-        if len(own) == len(ours) == 1:  # a game for one: whatever the player is called
+        if len(own) == len(ours) == 1:  # a single-player game: the player's name does not matter
             return same(*ours.values(), *own.values())
         return ours.keys() == own.keys() and all(same(ours[key], own[key]) for key in own)
     return math.isclose(ours, own, rel_tol=1e-9, abs_tol=1e-12)

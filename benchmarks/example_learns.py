@@ -132,7 +132,7 @@ def main() -> int:
     """Train, print one JSON line, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = ", ".join(PREPARED_BY)
-    parser.add_argument("examples", nargs="*", metavar="example", help=f"of {known}; search and sandbox where none is named")
+    parser.add_argument("examples", nargs="*", metavar="example", help=f"of {known}; by default search and sandbox")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--controls", nargs="*", choices=CONTROLS, default=["shuffled"], help="none without a name")

@@ -172,7 +172,7 @@ def rows(folder: Path) -> dict[str, Case]:
         try:
             pq.write_table(pa.table(table), file)
         except (pa.ArrowException, OverflowError):
-            return  # what parquet cannot hold cannot come from it
+            return  # parquet cannot store such a row, so none comes from a file
         if rng.random() < 0.3:
             file.write_bytes(damaged_bytes(file.read_bytes(), rng))
         read(file)

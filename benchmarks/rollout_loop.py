@@ -79,7 +79,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", choices=["interaction", "tool"], help="print where the time goes instead")
+    parser.add_argument("--profile", choices=["interaction", "tool"], help="print a profile instead")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     variants = {

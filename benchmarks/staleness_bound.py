@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     tokens = parser.parse_args().tokens
-    logging.disable(logging.WARNING)  # about steps in which no task happens to have a signal
+    logging.disable(logging.WARNING)  # warnings of steps in which no group has a signal
     began = time.perf_counter()
     num_tokens = num_mixed = num_violations = num_runs = 0
     at_bound = 0

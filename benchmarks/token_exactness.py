@@ -55,7 +55,7 @@ def judge(job: tuple[str, bool, int, int, int]) -> dict[str, Any]:
     violations: list[Violation] = []
     began = time.perf_counter()
     index = 0
-    while subject.counts["examined"] < num_dialogues:  # those that the template refuses do not count
+    while subject.counts["examined"] < num_dialogues:  # dialogues that the template refuses do not count
         dialogue = subject.dialogue(seed + index, subject.kinds[index % len(subject.kinds)])
         violations += examine(subject, dialogue, is_uncanonical=index % 3 == 2)
         if index % SHARE_AT_INFERENCE == 0:

@@ -143,7 +143,7 @@ def make_model(size: str, folder: Path) -> float:
         policy = build.build_policy(parts, sft.optim.over(sft.steps), max_tokens_per_batch=sft.max_tokens_per_batch)
         run_sft(policy, build.warm_start_samples(parts), SftOptions(steps=sft.steps, batch_size=sft.batch_size))
     if size in SIZES:
-        with torch.no_grad():  # larger logits: at temperature 1 hardly a token strays from what was learnt
+        with torch.no_grad():  # larger logits: at temperature 1 almost every sampled token is the memorized one
             parts.model.get_parameter("model.norm.weight").mul_(SHARPER)
     hf.save_model(parts.model, folder, tokenizer=parts.context.codec.tokenizer)
     return time.perf_counter() - began
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(GAMES), default="random", help="random weights, or a pretrained model")
     parser.add_argument("--models", type=Path, help="folder that keeps the models for another call")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["tiny"], help="of the model of random weights")
-    parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), help="all of the model's where left out")
+    parser.add_argument("--games", nargs="+", choices=sorted(MOST_APART), help="by default all games of the model")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cause", choices=sorted(CAUSES), help=argparse.SUPPRESS)
     parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)

@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True)
     parser.add_argument("--checkouts", type=Path)
-    parser.add_argument("--tests", type=Path, help="what verl_tests.py wrote")
+    parser.add_argument("--tests", type=Path, help="the file that verl_tests.py wrote")
     parser.add_argument("--write", type=Path, help="a page with the markers")
     parser.add_argument("--modules", type=Path, help="write the names of the modules to this file")
     parser.add_argument("--names", type=Path, help="write the names of the keys to this file")
@@ -209,7 +209,7 @@ def verdict(script: Path, checkout: Path) -> tuple[str, str]:
         return "other", "it starts other programs"
     files = [f"data.{part}_files={checkout / file}" for part, file in FILES.items()]
     why = ""
-    for folder in (checkout, script.parent):  # some are started from the checkout, some from their own folder
+    for folder in (checkout, script.parent):  # some scripts start in the checkout, some in their own folder
         try:
             with contextlib.chdir(folder):
                 for command in commands:

@@ -77,7 +77,7 @@ def main() -> None:
         files = {area: names for area, names in test_files(checkout).items() if area in options.areas}
         for side in (side for side in ("verl", "polyturn") if side in options.side):
             chosen = [name for names in files.values() for name in names]
-            if side == "polyturn":  # only what verl passes counts
+            if side == "polyturn":  # only tests that verl passes count
                 own = {name: tests for area in files for name, tests in _load(results, "verl", release, area).items()}
                 chosen = [n for n in chosen if any(kind == "passed" for kind, _ in own.get(n, {}).values())]
             outcomes = measured(chosen, checkout, side, options.python)

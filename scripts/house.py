@@ -185,7 +185,7 @@ def public_names_agree(tree: Tree) -> Iterator[Violation]:
     imports = [alias for node in ast.walk(module) if isinstance(node, ast.ImportFrom) for alias in node.names]
     typed = {alias.name for alias in imports if alias.asname == alias.name} | ({"rollout"} & {*names})  # it is a package
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Violation(path, 1, f"{name} stands twice in BY_TASK")
+        yield Violation(path, 1, f"{name} occurs twice in BY_TASK")
     for name in sorted(typed ^ {*names}):
         yield Violation(path, 1, f"{name} is in only one of BY_TASK and the imports for type checkers")
 

@@ -104,7 +104,7 @@ def read_call(name: str, written: str, *, schemas: Sequence[Mapping[str, Any]], 
     """Return a call of the tool `name`; its input is a JSON object, or the value of the tool's only parameter."""
     try:
         arguments = json.loads(written)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a thousand brackets
+    except (ValueError, RecursionError):  # a number with thousands of digits; a thousand nested brackets
         arguments = None
     if isinstance(arguments, dict):
         return ToolCall(id=id, name=name, arguments=arguments, raw=written)

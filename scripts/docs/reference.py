@@ -31,7 +31,7 @@ TOOL_ERRORS = {
     ToolFailure.SCHEMA: "The arguments are not those of the tool's schema.",
     ToolFailure.SKIPPED: "More calls in one turn than `rollout.tools.max_parallel_calls`.",
     ToolFailure.TOOL_ERROR: "The tool raised `polyturn.ToolError`; the model reads its sentence.",
-    ToolFailure.EXCEPTION: "The tool raised anything else, or returned what cannot be read; the model reads the exception.",
+    ToolFailure.EXCEPTION: "The tool raised another exception or returned a value of the wrong type; the model reads the error.",
     ToolFailure.TOO_LARGE: "The answer is too large to be looked at: data over 8 MiB, an image or video over 64 MiB.",
     ToolFailure.TIMEOUT: "The call did not answer within its time, or the tool raised `ToolTimeoutError` or `TimeoutError`.",
     ToolFailure.CONNECTION: "What the tool asks cannot be reached: it raised `ToolConnectionError` or `ConnectionError`.",

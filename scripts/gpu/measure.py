@@ -161,7 +161,7 @@ def measure_learning(*, tiny: bool) -> dict[str, Any]:
 def main() -> int:
     """Run the parts and print their JSON lines; the exit code is the number of parts that failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="the same parts in small, on any machine")
+    parser.add_argument("--tiny", action="store_true", help="the same parts with tiny models, on any machine")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=360, help="for all parts together")
     parser.add_argument("--measure-engine", action="store_true", help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures all figures of benchmarks/gpu.md on this machine, in at most six minutes. Prints one JSON line for each part.
+# Measures the main figures of benchmarks/gpu.md on this machine, in at most six minutes. Prints one JSON line for each part.
 #
 #   bash scripts/gpu/run.sh           on a machine with one GPU, PyTorch and no network: first scripts/gpu/pack.sh elsewhere
 #   bash scripts/gpu/run.sh --tiny    the same parts with tiny models, on any machine
