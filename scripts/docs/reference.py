@@ -26,16 +26,16 @@ from polyturn.tools.failures import ToolFailure
 from polyturn.tracking.metric_docs import MEANINGS
 
 TOOL_ERRORS = {
-    ToolFailure.UNKNOWN_TOOL: "The model called a name that is not among the task's tools.",
-    ToolFailure.BAD_JSON: "What the model wrote as a call cannot be read.",
-    ToolFailure.SCHEMA: "The arguments are not those of the tool's schema.",
-    ToolFailure.SKIPPED: "More calls in one turn than `rollout.tools.max_parallel_calls`.",
-    ToolFailure.TOOL_ERROR: "The tool raised `polyturn.ToolError`; the model reads its sentence.",
-    ToolFailure.EXCEPTION: "The tool raised another exception or returned a value of the wrong type; the model reads the error.",
-    ToolFailure.TOO_LARGE: "The answer is too large to be looked at: data over 8 MiB, an image or video over 64 MiB.",
-    ToolFailure.TIMEOUT: "The call did not answer within its time, or the tool raised `ToolTimeoutError` or `TimeoutError`.",
-    ToolFailure.CONNECTION: "What the tool asks cannot be reached: it raised `ToolConnectionError` or `ConnectionError`.",
-    ToolFailure.CIRCUIT_OPEN: "The tool failed so often in a row that it is left alone for a while; it was not asked.",
+    ToolFailure.UNKNOWN_TOOL: "The model called a tool that the task does not have.",
+    ToolFailure.BAD_JSON: "The model's call cannot be parsed.",
+    ToolFailure.SCHEMA: "The arguments do not fit the tool's schema.",
+    ToolFailure.SKIPPED: "The turn had more calls than `rollout.tools.max_parallel_calls`.",
+    ToolFailure.TOOL_ERROR: "The tool raised `polyturn.ToolError`; the model reads its message.",
+    ToolFailure.EXCEPTION: "The tool raised another exception, or returned a value of the wrong type.",
+    ToolFailure.TOO_LARGE: "The answer is too large: data over 8 MiB, or an image or video over 64 MiB.",
+    ToolFailure.TIMEOUT: "The deadline passed, or the tool raised `ToolTimeoutError` or `TimeoutError`.",
+    ToolFailure.CONNECTION: "The tool's service is gone: the tool raised `ToolConnectionError`, `ConnectionError` or `EOFError`.",
+    ToolFailure.CIRCUIT_OPEN: "The tool failed so often in a row that it was not called.",
 }
 
 
