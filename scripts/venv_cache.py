@@ -3,8 +3,8 @@
     interpreter = built(folder, fill)     folder/bin/python; `fill(python)` installs packages if it is not built yet
 
 An environment is built in a temporary folder, stamped, and moved to its folder with one rename, so that a partial build is
-never used. A second build of the same environment waits for the first, and an interrupted build is repeated. Environments
-are named NAME-HASH. A build removes those of the same name that were not used for two weeks.
+never used. A second build of the same environment waits for the first, and an interrupted build is repeated. The folder of
+an environment is NAME-HASH or NAME/HASH. A build removes those of the same name that were not used for two weeks.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def built(folder: Path, fill: Callable[[Path], object], *, python: str = sys.exe
 
 def _remove_unused(folder: Path) -> None:
     """Remove environments with the same name and another hash that were not used for `UNUSED_S` seconds."""
-    name = folder.name.rpartition("-")[0]
-    for stamp in folder.parent.glob(f"{name}-*/{STAMP}"):
+    name, dash, _ = folder.name.rpartition("-")
+    for stamp in folder.parent.glob(f"{name}{dash}*/{STAMP}"):
         if stamp.parent != folder and stamp.stat().st_mtime < time.time() - UNUSED_S:
             shutil.rmtree(stamp.parent, ignore_errors=True)
 

@@ -90,16 +90,18 @@ def test_incomplete_environment_has_no_interpreter(tmp_path: Path, monkeypatch: 
     assert build["interpreter"]("trl") == folder / "bin" / "python"
 
 
-def test_build_removes_unused_environments_of_the_same_name(tmp_path: Path):
+@pytest.mark.parametrize("separator", ["-", "/"])
+def test_build_removes_unused_environments_of_the_same_name(tmp_path: Path, separator: str):
     long_ago = 1.0
-    for name, used in (("env-old", long_ago), ("env-new", None), ("other-old", long_ago)):
-        (tmp_path / name).mkdir()
+    old, new, other, built = (separator.join(parts) for parts in (("env", "a"), ("env", "b"), ("other", "a"), ("env", "c")))
+    for name, used in ((old, long_ago), (new, None), (other, long_ago)):
+        (tmp_path / name).mkdir(parents=True)
         stamp = tmp_path / name / ".complete"
         stamp.touch()
         if used is not None:
             os.utime(stamp, (used, used))
-    builder = start(tmp_path / "env-1")
+    builder = start(tmp_path / built)
     assert next_line(builder) == "filling False"
     builder.communicate("\n")
-    folders = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert folders == {"env-new", "other-old", "env-1"}
+    folders = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(".complete")}
+    assert folders == {new, other, built}
