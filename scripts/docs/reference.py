@@ -34,7 +34,7 @@ TOOL_ERRORS = {
     ToolFailure.EXCEPTION: "The tool raised another exception, or returned a value of the wrong type.",
     ToolFailure.TOO_LARGE: "The answer is too large: data over 8 MiB, or an image or video over 64 MiB.",
     ToolFailure.TIMEOUT: "The deadline passed, or the tool raised `ToolTimeoutError` or `TimeoutError`.",
-    ToolFailure.CONNECTION: "The tool's service is gone: the tool raised `ToolConnectionError`, `ConnectionError` or `EOFError`.",
+    ToolFailure.CONNECTION: "The tool's service is gone: it raised `ToolConnectionError`, `ConnectionError` or `EOFError`.",
     ToolFailure.CIRCUIT_OPEN: "The tool failed so often in a row that it was not called.",
 }
 
@@ -80,8 +80,8 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "What a run writes to `metrics.jsonl` at every step, and to the trackers. A part in angle brackets is filled in by "
-        "the run. Means over trajectories, tokens or calls are over all of the step.",
+        "A run writes these metrics to `metrics.jsonl` at every step, and sends them to the trackers. It fills in the parts in "
+        "angle brackets. Means over trajectories, tokens or calls are over the whole step.",
     ]
     section = ""
     for name, text in MEANINGS.items():
@@ -97,8 +97,8 @@ def errors_page() -> str:
     lines = [
         "# Errors",
         "",
-        "Whatever the library raises on purpose is a `PolyturnError`, and also the standard error that it refines. The "
-        "message says what is wrong, shows the value, and says what to do.",
+        "Every error that the library raises on purpose is a `PolyturnError`, and also the standard error that it refines. "
+        "Its message says what is wrong, shows the value, and says what to do.",
         "",
         "| class | is also | meaning |",
         "|---|---|---|",
@@ -111,8 +111,7 @@ def errors_page() -> str:
         "",
         "## Errors of tools",
         "",
-        "A call that goes wrong is never an exception for the run: the model reads `Error (kind): reason`, and the "
-        "trajectory keeps the kind as `ToolResult.error`.",
+        "The model reads a failed call as `Error (kind): reason`, and `ToolResult.error` records the kind.",
         "",
         "| kind | when |",
         "|---|---|",
@@ -122,13 +121,13 @@ def errors_page() -> str:
 
 
 def api_page() -> str:
-    """Return what `polyturn` and `polyturn.testing` export, with signatures, fields and docstrings."""
-    lines = ["# Python API", "", "What `import polyturn` offers. Everything else may change between versions."]
+    """Return the exports of `polyturn` and `polyturn.testing`, with signatures, fields and docstrings."""
+    lines = ["# Python API", "", "The names of `import polyturn`. Everything else may change between versions."]
     for task, names in polyturn.BY_TASK.items():
         lines += ["", f"# {task}"]
         for name in names:
             lines += _described(name, front.rollout if name == "rollout" else getattr(polyturn, name), "polyturn")
-    lines += ["", "# Testing", "", "What `polyturn.testing` offers for tests of plug-ins."]
+    lines += ["", "# Testing", "", "The names of `polyturn.testing`, for tests of plug-ins."]
     for name in sorted(polyturn.testing.__all__):
         lines += _described(name, getattr(polyturn.testing, name), "polyturn.testing")
     return "\n".join(lines) + "\n"
