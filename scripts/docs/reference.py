@@ -80,8 +80,8 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "A run writes these metrics to `metrics.jsonl` at every step, and sends them to the trackers. It fills in the parts in "
-        "angle brackets. Means over trajectories, tokens or calls are over the whole step.",
+        "A run writes these metrics to `metrics.jsonl` at every step, and sends them to the trackers. It fills in the parts "
+        "in angle brackets. Means over trajectories, tokens or calls are over the whole step.",
     ]
     section = ""
     for name, text in MEANINGS.items():
