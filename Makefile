@@ -13,7 +13,8 @@
 #   make demo-tiny train the quickstart's tiny agent from random weights
 #   make learn     teach SmolLM2 to use a calculator, then GSM8K; half an hour or more. GSM8K=FOLDER reads train.jsonl and test.jsonl
 #                  there, in place of the hub's
-#   make bench     every benchmark, and the demo for ten seeds with its controls (hours); results in benchmarks/results/
+#   make bench     every benchmark without arguments, and the demo for ten seeds with its controls (hours); results in
+#                  benchmarks/results/
 #   make verify    the tests of the second tier, one mark after the other, then properties with other and more examples;
 #                  `make verify MARKS="engines kill"` runs those two
 #   make clean     remove whatever can be made again, .venv included; runs/ stays

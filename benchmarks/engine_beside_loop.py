@@ -11,7 +11,7 @@ import json
 import time
 from statistics import median
 
-from engine_common import ask_all, demo_model, in_turns, median_ratio, prompt
+from _engine_common import ask_all, demo_model, in_turns, median_ratio, prompt
 
 from polyturn.engines.embedded import EmbeddedEngine
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 from dataclasses import replace
 
-from engine_common import ask_all, demo_model, prompt
+from _engine_common import ask_all, demo_model, prompt
 
 from polyturn.engines.embedded import EmbeddedEngine
 

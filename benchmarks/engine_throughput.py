@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 import transformers
-from engine_common import ask_all, demo_model, in_turns, median_ratio, prompt
+from _engine_common import ask_all, demo_model, in_turns, median_ratio, prompt
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from polyturn.engines.embedded import EmbeddedEngine

@@ -1,4 +1,4 @@
-"""Runs every benchmark and stores the numbers in benchmarks/results/DATE.json.
+"""Runs every benchmark that needs no arguments, and stores the numbers in benchmarks/results/DATE.json.
 
 A benchmark is a script in this folder whose last line on stdout is one JSON object; its other output is for the reader. The
 results are stored with the date, the commit and the machine.
@@ -24,31 +24,36 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-NOT_RUN = {"run_all", "flaky"}
-"""Scripts that are left out; `flaky` runs the tests for hours and measures no code of the library."""
+NOT_RUN = {"run_all", "flaky", "algorithms_compared", "compat_census", "verl_releases", "verl_sides", "verl_tests"}
+"""Scripts that are left out: `flaky` runs the tests for hours, and the others need arguments."""
+
+
+def scripts() -> dict[str, Path]:
+    """Return name -> path of the benchmarks that `make bench` runs."""
+    return {p.stem: p for p in sorted(HERE.glob("[!_]*.py")) if p.stem not in NOT_RUN}
 
 
 def main(names: list[str]) -> int:
     """Run the benchmarks `names`, or all, and return the exit code."""
-    scripts = {p.stem: p for p in sorted(HERE.glob("*.py")) if p.stem not in NOT_RUN and not p.name.startswith("_")}
-    unknown = [n for n in names if n not in scripts]
+    known = scripts()
+    unknown = [n for n in names if n not in known]
     if unknown:
-        print(f"there is no benchmark {unknown[0]!r}; known: {', '.join(scripts)}", file=sys.stderr)
+        print(f"there is no benchmark {unknown[0]!r}; known: {', '.join(known)}", file=sys.stderr)
         return 2
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     path = HERE / "results" / f"{today}.json"
     results = json.loads(path.read_text())["results"] if path.exists() else {}
     machine = {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()}
     failed = 0
-    for name in names or scripts:
+    for name in names or known:
         print(f"{name} …", flush=True)
-        result = run(scripts[name])
+        result = run(known[name])
         failed += "error" in result
         results[name] = {**result, "commit": commit(), **machine}
         print(f"  {json.dumps(result)}", flush=True)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"date": today, "results": results}, indent=2, sort_keys=True) + "\n")
-    print(f"{len(names or scripts) - failed} benchmarks ran, {failed} failed; stored in {path.relative_to(ROOT)}")
+    print(f"{len(names or known) - failed} benchmarks ran, {failed} failed; stored in {path.relative_to(ROOT)}")
     return 1 if failed else 0
 
 
