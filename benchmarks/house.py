@@ -145,7 +145,7 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
-class Found(NamedTuple):
+class Sized(NamedTuple):
     """A name in a file with an amount, such as a number of lines."""
 
     where: str
@@ -162,10 +162,10 @@ def duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
     return {name: places for name, places in sorted(modules_of.items()) if len(places) > 1}
 
 
-def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], limit: int) -> list[Found]:
+def functions(modules: dict[str, ast.Module], measure: Callable[[Any], int], limit: int) -> list[Sized]:
     """Return the functions for which `measure` is above `limit`, the largest first."""
     large = [
-        Found(f"{name}:{node.lineno} {node.name}", measure(node))
+        Sized(f"{name}:{node.lineno} {node.name}", measure(node))
         for name, tree in modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and measure(node) > limit
@@ -385,7 +385,7 @@ def milestones(recorder: Recorder) -> Iterator[None]:
         if isinstance(module, torch.nn.Embedding):
             recorder.passed("model")
 
-    class Made(asyncio.Task):  # type: ignore[type-arg]
+    class RecordedTask(asyncio.Task):  # type: ignore[type-arg]
         """An asyncio task that records its creation, by id, because the record is needed before `__init__` ends."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -393,7 +393,7 @@ def milestones(recorder: Recorder) -> Iterator[None]:
             super().__init__(*args, **kwargs)
 
     sys.modules["house_milestones"] = types.SimpleNamespace(passed=recorder.passed)  # type: ignore[assignment]
-    places: list[tuple[Any, str, Any]] = [(asyncio, "Task", Made), (asyncio.tasks, "Task", Made)]
+    places: list[tuple[Any, str, Any]] = [(asyncio, "Task", RecordedTask), (asyncio.tasks, "Task", RecordedTask)]
     for name, module in SHAPES.items():
         shape = getattr(importlib.import_module(module), name)
         places.append((shape, "__init__", saying(name, shape.__init__)))
