@@ -40,12 +40,16 @@ from polyturn.testing.episodes import scripted_context, task
 from polyturn.tools.failures import ToolFailure
 from polyturn.tools.gsm8k import Gsm8kTool
 from polyturn.tracking.manager import tracker_spec
+from polyturn.tracking.metric_docs import MEANINGS
 from polyturn.training.observer import AlsoRecord, RunObserver
 from support.scripted_server import scripted_server
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/recipes/README.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 RUN_ELSEWHERE = {
     ("docs/guides/serve.md", 0): "test_client_of_the_guide_asks_a_server",
@@ -204,7 +208,7 @@ def has_key(model: type, path: list[str]) -> bool:
 
 def named(pattern: str) -> set[tuple[str, str]]:
     """Return the names on each page."""
-    pages = {page: text for page, text in TEXTS.items() if page.startswith("docs/") and "migrate" not in page}
+    pages = {page: text for page, text in TEXTS.items() if page.startswith(("docs/", "examples/")) and "migrate" not in page}
     return {(page, name) for page, text in pages.items() for name in re.findall(pattern, text)}
 
 
@@ -216,10 +220,11 @@ def test_keys_that_a_page_names_exist() -> None:
 
 
 def test_metrics_that_a_page_names_are_recorded() -> None:
-    """The source has the name, or its first words, in quotes."""
-    for page, name in named(r"`((?:rollout|reward|tokens|policy|loss|buffer|time|critic|engine)/[a-z0-9_]+)`"):
-        begins = [name.rsplit("_", k)[0] for k in range(name.count("_") + 1)]
-        assert any(f'"{begin}' in SOURCE for begin in begins), (page, name)
+    """The table of metrics has the name; its parts in angle brackets stand for any text."""
+    templates = [name for name in MEANINGS if not name.endswith(("/<figure>", "/<component>"))]
+    known = [re.compile("[^/]+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in templates]
+    names = named(r"`((?:rollout|reward|tokens|policy|loss|buffer|time|critic|engine)/[a-z0-9_]+)`")
+    assert {one for one in names if not any(pattern.fullmatch(one[1]) for pattern in known)} == set()
 
 
 def test_page_of_losses_has_their_bounds() -> None:
