@@ -70,7 +70,7 @@ async def test_each_query_has_its_documents_and_scores(folder: Path):
         ({"queries": []}, "queries"),
         ({"queries": "rome"}, "queries"),
         ({"queries": [1]}, "queries"),
-        ({"queries": ["x"] * 257}, "at most 256"),
+        ({"queries": ["x"] * 257}, "256 or fewer"),
         ({"queries": ["x"], "topk": 0}, "topk is 0"),
         ({"queries": ["x"], "topk": True}, "topk is True"),
         ({"queries": ["x"], "topk": 10**9}, "topk is 1000000000"),
