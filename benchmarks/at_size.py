@@ -34,8 +34,8 @@ from polyturn.core.sample import SampleId, TrainSample
 from polyturn.engines import serve_commands
 from polyturn.engines.launcher import Server
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.stream import streamed
 from polyturn.training.hf import build_model, load_model, save_model
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy

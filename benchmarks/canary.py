@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from polyturn.core.errors import EngineError
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.stream import Transport
+from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe

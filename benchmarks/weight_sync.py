@@ -34,9 +34,9 @@ from polyturn import models
 from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import BUCKET_BYTES, streamed
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.stream import BUCKET_BYTES, streamed
+from polyturn.engines.weights.transfer import WeightTransfer
 
 CORES, CONTEXT = (0, 1), 256
 

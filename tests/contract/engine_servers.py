@@ -20,7 +20,7 @@ from polyturn.engines.launcher import LaunchSpec
 from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.stream import Transport
 
 ROOT = Path(__file__).parents[2]
 CLIENTS: dict[str, type[RemoteEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}

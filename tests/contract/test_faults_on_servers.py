@@ -20,7 +20,7 @@ from polyturn.engines.options import ServerOptions
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 from polyturn.infra.process import session_of, signal_session
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy

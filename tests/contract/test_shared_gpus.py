@@ -11,8 +11,8 @@ from polyturn.engines import serve_commands
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe

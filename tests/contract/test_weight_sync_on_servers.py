@@ -15,8 +15,8 @@ from polyturn.engines.pool import EnginePool
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.stream import streamed
 from polyturn.infra.process import signal_session
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings

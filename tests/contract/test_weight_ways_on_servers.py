@@ -11,7 +11,7 @@ from transfer_checks import CHECKS, in_small_buckets
 
 from polyturn.core.errors import EngineError
 from polyturn.engines.request_limits import ServedModel
-from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from polyturn.engines.weights.folder import WeightFolder, WrittenWeights
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe
@@ -32,7 +32,7 @@ def client(address, model_folder):
 @pytest.mark.parametrize("check", CHECKS)
 async def test_transfer_of_tensors(address, check, model_folder, monkeypatch):
     kind, url = address
-    monkeypatch.setattr("polyturn.engines.weight_group.streamed", in_small_buckets)
+    monkeypatch.setattr("polyturn.engines.weights.group.streamed", in_small_buckets)
     await CHECKS[check](kind, url, model_folder)
 
 

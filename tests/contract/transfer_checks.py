@@ -9,8 +9,8 @@ from polyturn.engines.remote import FOREIGN_VERSION, RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.stream import streamed
+from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy
 from polyturn.training.weight_probe import WeightProbe

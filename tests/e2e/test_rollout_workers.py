@@ -29,7 +29,7 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 from polyturn.rollout.pool import GroupSpec, RolloutPool
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task

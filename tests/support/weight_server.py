@@ -18,9 +18,9 @@ from polyturn.core.errors import EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.server_side.polyturn_weights import checksums
-from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_files import WrittenWeights
-from polyturn.engines.weight_transfer import SentWeights, WeightTransfer
+from polyturn.engines.weights.checksums import ServerChecksums
+from polyturn.engines.weights.folder import WrittenWeights
+from polyturn.engines.weights.transfer import SentWeights, WeightTransfer
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy
 from polyturn.training.weight_probe import WeightProbe

@@ -24,7 +24,7 @@ from polyturn.cluster.weights import ModelFiles, NodeStore, StoredWeights
 from polyturn.core.errors import EngineError, EngineLostError, one_line
 from polyturn.engines.base import ModelFolder
 from polyturn.engines.launcher import LaunchSpec, Server, StartServer
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 
 _SOON_S = 5.0
 """Seconds to wait for a server's actor to report its state."""

@@ -19,8 +19,8 @@ import ray
 from torch import Tensor
 
 from polyturn.engines.base import ModelFolder
-from polyturn.engines.weight_files import ServerWeights, WrittenWeights
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.folder import ServerWeights, WrittenWeights
+from polyturn.engines.weights.stream import streamed
 from polyturn.infra.array_socket import tensor_as_array, tensor_over
 
 

@@ -23,7 +23,7 @@ from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad, LoadedEngine
 from polyturn.core.routing import RouteShape
 from polyturn.engines.launcher import StartServer
-from polyturn.engines.weight_files import WeightStore
+from polyturn.engines.weights.folder import WeightStore
 from polyturn.infra.plugins import Registry
 
 if TYPE_CHECKING:

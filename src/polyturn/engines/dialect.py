@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest
 from polyturn.core.protocols import EngineLoad
-from polyturn.engines.weight_transfer import TransferLink, TransferServer
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.stream import Transport
+from polyturn.engines.weights.transfer import TransferLink, TransferServer
 
 UNSEEN = (
     "if the server does not see that folder, let it share this machine's memory, set engine.weights_folder to a "

@@ -26,7 +26,7 @@ from polyturn.engines.admission import Admission
 from polyturn.engines.base import BaseEngine, common_capabilities
 from polyturn.engines.recovery import CurrentWeights, PoolWeights, Revivable, Sleeper, Verify, Watched, recover
 from polyturn.engines.replica import FIRST_RETRY_S, LAST_RETRY_S, Outage, PooledRequest, PoolUse, Replica, reasons
-from polyturn.engines.weight_files import ServerWeights, WeightStore
+from polyturn.engines.weights.folder import ServerWeights, WeightStore
 from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from polyturn.engines.request_limits import ServedModel, check_request
 from polyturn.engines.served_media import ServedMedia
 from polyturn.engines.served_routes import ServedRoutes
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.weight_files import ServerWeights, WeightFolder
-from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weights.folder import ServerWeights, WeightFolder
+from polyturn.engines.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 self._is_asleep = False
                 self._is_open.set()
 
-    # weight_transfer.TransferServer and weight_files.FolderServer.
+    # weights.transfer.TransferServer and weights.folder.FolderServer.
 
     @property
     def process(self) -> RunningServer | None:

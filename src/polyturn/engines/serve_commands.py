@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polyturn.core.generation import MAX_SUPPORT
 from polyturn.engines.launcher import LaunchSpec
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.stream import Transport
 
 SERVER_SIDE = Path(__file__).parent / "server_side"
 

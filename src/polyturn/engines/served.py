@@ -29,9 +29,9 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served_routes import FLAG
 from polyturn.engines.supervisor import ServerSupervisor
-from polyturn.engines.weight_files import WeightFolder, WeightStore
-from polyturn.engines.weight_transfer import WeightTransfer
-from polyturn.engines.weight_transport import Transport, choose_transport
+from polyturn.engines.weights.folder import WeightFolder, WeightStore
+from polyturn.engines.weights.stream import Transport, choose_transport
+from polyturn.engines.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 

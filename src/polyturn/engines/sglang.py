@@ -27,10 +27,10 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs
 from polyturn.engines.serve_commands import sglang_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.sglang_transfer import SglangLink, SglangMemoryLink, packed_adapter
-from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_transfer import TransferServer
-from polyturn.engines.weight_transport import Transport, is_here
+from polyturn.engines.weights.checksums import ServerChecksums
+from polyturn.engines.weights.sglang import SglangLink, SglangMemoryLink, packed_adapter
+from polyturn.engines.weights.stream import Transport, is_here
+from polyturn.engines.weights.transfer import TransferServer
 
 _FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 """Linear layer -> the layer in which SGLang computes it together with others."""

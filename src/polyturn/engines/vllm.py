@@ -25,10 +25,10 @@ from polyturn.engines.remote import LOAD_TIMEOUT_S, RemoteEngine
 from polyturn.engines.request_limits import read_ids, read_logprobs, read_support
 from polyturn.engines.serve_commands import vllm_command
 from polyturn.engines.served import build_servers
-from polyturn.engines.vllm_transfer import VllmLink, VllmMemoryLink
-from polyturn.engines.weight_checksums import ServerChecksums
-from polyturn.engines.weight_transfer import TransferLink, TransferServer
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.checksums import ServerChecksums
+from polyturn.engines.weights.stream import Transport
+from polyturn.engines.weights.transfer import TransferLink, TransferServer
+from polyturn.engines.weights.vllm import VllmLink, VllmMemoryLink
 
 _LOAD = ("num_requests_waiting", "kv_cache_usage_perc")
 """vLLM's metrics for the fields of an `EngineLoad`."""

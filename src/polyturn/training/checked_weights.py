@@ -1,7 +1,7 @@
 """WeightChecksums: compare a server's tensors with the sent weights by checksums, when the server starts or returns.
 
 A probe of logprobs cannot detect one optimizer step, and a version tag does not depend on the weights. A checksum detects a
-single bit. It works with servers that can compute checksums (`engines/weight_checksums.py`). The canary weights show which
+single bit. It works with servers that can compute checksums (`engines/weights/checksums.py`). The canary weights show which
 of the trainer's tensors each server tensor consists of.
 
 A checksum reads all weights again, which takes as long as the sync if they are spread over ranks. So a server is checked
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.core.protocols import Engine
-from polyturn.engines.weight_checksums import Checked, Composition, Folds, floating_names, fold_all
+from polyturn.engines.weights.checksums import Checked, Composition, Folds, floating_names, fold_all
 from polyturn.infra.aio import OneThread, first_error
 
 logger = logging.getLogger(__name__)

@@ -41,8 +41,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from polyturn.core.errors import CheckpointError, ConfigError, did_you_mean, one_line
 from polyturn.engines.onednn import use_onednn
-from polyturn.engines.weight_files import write_safetensors
-from polyturn.engines.weight_transport import StreamedTensors, TensorKind, streamed
+from polyturn.engines.weights.folder import write_safetensors
+from polyturn.engines.weights.stream import StreamedTensors, TensorKind, streamed
 from polyturn.tokens.hub import only_cached
 from polyturn.training import lora
 from polyturn.training.part_loading import weight_files

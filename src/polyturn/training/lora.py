@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from polyturn.core.errors import CheckpointError, ConfigError, one_line
 from polyturn.engines.routers import beside_experts
-from polyturn.engines.weight_files import let_others_read
+from polyturn.engines.weights.folder import let_others_read
 from polyturn.training.options import LoraSettings
 from polyturn.training.shards import Names, require_same_shapes, whole_tensor
 

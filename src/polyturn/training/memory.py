@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from polyturn.engines.weight_transport import BUCKET_BYTES
+from polyturn.engines.weights.stream import BUCKET_BYTES
 from polyturn.training.modality_encoders import encoders_of, layers_of
 from polyturn.training.model import MAX_LOGITS, MAX_LOGITS_CPU, MIN_CHUNK
 from polyturn.training.options import Degrees

@@ -34,8 +34,8 @@ from polyturn.core.metrics import Metrics, Sum, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
 from polyturn.engines.routers import Routers
-from polyturn.engines.weight_group import GroupEnd
-from polyturn.engines.weight_transport import TensorKind
+from polyturn.engines.weights.group import GroupEnd
+from polyturn.engines.weights.stream import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import ENTROPY, NO_WEIGHTS, OWN, REFERENCE, TermWeights

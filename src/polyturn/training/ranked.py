@@ -28,7 +28,7 @@ from polyturn.core.errors import CheckpointError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
-from polyturn.engines.weight_transport import BUCKET_BYTES, StreamedTensors, TensorKind, streamed
+from polyturn.engines.weights.stream import BUCKET_BYTES, StreamedTensors, TensorKind, streamed
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA

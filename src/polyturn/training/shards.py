@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from polyturn.core.errors import CheckpointError, one_line
-from polyturn.engines.weight_transport import StreamedTensors, TensorKind
+from polyturn.engines.weights.stream import StreamedTensors, TensorKind
 from polyturn.training import shard_reader
 from polyturn.training.shard_reader import METADATA, ShardReader
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from polyturn.engines.weight_transport import TensorKind
+from polyturn.engines.weights.stream import TensorKind
 from polyturn.training.shards import Origin
 
 

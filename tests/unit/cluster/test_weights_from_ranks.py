@@ -16,10 +16,11 @@ import torch
 
 from polyturn.cluster.rank_processes import RankProcesses
 from polyturn.core.errors import EngineError, EngineLostError, RankLostError
-from polyturn.engines import weight_group, weight_transfer
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_checksums import fold_all
-from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weights import group as weight_group
+from polyturn.engines.weights import transfer as weight_transfer
+from polyturn.engines.weights.checksums import fold_all
+from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import as_checkpoint
 from polyturn.training.optim import OptimSettings

@@ -23,7 +23,7 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 from support.services import serving
 
 SETTINGS = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["k_proj", "q_proj"]}

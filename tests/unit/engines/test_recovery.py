@@ -19,7 +19,7 @@ from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.engines.pool import EnginePool
 from polyturn.engines.recovery import PoolWeights, recover
 from polyturn.engines.replica import Replica
-from polyturn.engines.weight_files import WeightFolder, WrittenWeights
+from polyturn.engines.weights.folder import WeightFolder, WrittenWeights
 from support.parts import virtual
 from support.refusals import refuses_later
 from support.timed_engine import RestartableEngine

@@ -28,8 +28,8 @@ from polyturn.engines.request_limits import ServedModel, read_ids, read_logprobs
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.supervisor import ServerSupervisor
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_files import WeightFolder, WrittenWeights
-from polyturn.engines.weight_transfer import WeightTransfer
+from polyturn.engines.weights.folder import WeightFolder, WrittenWeights
+from polyturn.engines.weights.transfer import WeightTransfer
 from support.echo_server import EchoEngine
 from support.refusals import refuses, refuses_later
 from support.services import Handler, serving

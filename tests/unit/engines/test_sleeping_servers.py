@@ -20,7 +20,7 @@ from polyturn.engines.remote import RemoteEngine
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.sglang import SglangEngine
 from polyturn.engines.vllm import VllmEngine
-from polyturn.engines.weight_files import WrittenWeights
+from polyturn.engines.weights.folder import WrittenWeights
 from support.refusals import refuses_later
 from support.services import serving
 from support.virtual_time import run_virtual

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyturn.engines.server_side.polyturn_weights import checksums, fold, total
-from polyturn.engines.weight_checksums import Composition, ServerChecksums, fold_all
+from polyturn.engines.weights.checksums import Composition, ServerChecksums, fold_all
 
 
 def weights(seed=0, dtype=torch.float32):

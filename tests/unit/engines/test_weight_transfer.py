@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from polyturn.config.schema import keys_of
 from polyturn.core.errors import ConfigError, EngineError, EngineLostError, RankLostError
-from polyturn.engines import weight_group
 from polyturn.engines.options import ServerOptions
-from polyturn.engines.vllm_transfer import VllmLink
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_group import GroupEnd, WeightGroup, WeightGroupSpec
-from polyturn.engines.weight_transfer import SETTLE_S, WeightTransfer
-from polyturn.engines.weight_transport import Transport, address_towards, choose_transport, is_here, streamed
+from polyturn.engines.weights import group as weight_group
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.group import GroupEnd, WeightGroup, WeightGroupSpec
+from polyturn.engines.weights.stream import Transport, address_towards, choose_transport, is_here, streamed
+from polyturn.engines.weights.transfer import SETTLE_S, WeightTransfer
+from polyturn.engines.weights.vllm import VllmLink
 from support.forked import run_program
 from support.parts import virtual
 from support.refusals import refuses, refuses_later
@@ -222,7 +222,7 @@ def test_newer_weights_replace_older_ones_and_tied_are_one(tmp_path):
 
 OWNER = """
 import os, pathlib, signal, sys
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 WeightFolder(pathlib.Path(sys.argv[1]), root=pathlib.Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

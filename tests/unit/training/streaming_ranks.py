@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.folder import WeightFolder
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import policy_backend

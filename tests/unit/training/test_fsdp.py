@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from polyturn.batching.layout import LayoutSettings
 from polyturn.core.errors import CheckpointError, ConfigError, RankLostError
 from polyturn.core.metrics import Mean, Sum
-from polyturn.engines.weight_transport import TensorKind
+from polyturn.engines.weights.stream import TensorKind
 from polyturn.training.fsdp import Sharded
 from polyturn.training.lora import add_lora
 from polyturn.training.options import Degrees, LoraSettings

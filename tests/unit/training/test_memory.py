@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from polyturn.engines.weight_transport import BUCKET_BYTES
+from polyturn.engines.weights.stream import BUCKET_BYTES
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes, server_bytes, shared_bytes, sync_seconds
 from polyturn.training.options import Degrees
 from support.models import tiny_model

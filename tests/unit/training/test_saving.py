@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from polyturn.core.errors import CheckpointError
-from polyturn.engines.weight_transport import TensorKind
+from polyturn.engines.weights.stream import TensorKind
 from polyturn.training.checkpoint import Checkpoints, Saver
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import local_policy

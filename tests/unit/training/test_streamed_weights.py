@@ -14,8 +14,8 @@ from streaming_ranks import BUCKET
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from polyturn.core.errors import EngineError
-from polyturn.engines.weight_files import WeightFolder
-from polyturn.engines.weight_transport import StreamedTensors, TensorKind
+from polyturn.engines.weights.folder import WeightFolder
+from polyturn.engines.weights.stream import StreamedTensors, TensorKind
 from polyturn.training.hf import as_checkpoint, save_model
 from support.refusals import refuses
 

@@ -14,8 +14,8 @@ import torch
 from polyturn.core.errors import EngineError, EngineLostError
 from polyturn.engines.embedded import EmbeddedEngine
 from polyturn.engines.pool import EnginePool
-from polyturn.engines.weight_checksums import Checked
-from polyturn.engines.weight_files import WeightFolder
+from polyturn.engines.weights.checksums import Checked
+from polyturn.engines.weights.folder import WeightFolder
 from polyturn.infra.aio import OneThread
 from polyturn.training import lora
 from polyturn.training.optim import OptimSettings

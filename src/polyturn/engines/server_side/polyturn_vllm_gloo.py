@@ -1,6 +1,6 @@
 """vLLM's weight transfer over gloo: a backend for the registry of its workers.
 
-    --weight-transfer-config.backend gloo     started with this flag, a server joins the trainer's `engines/weight_group.py`
+    --weight-transfer-config.backend gloo     started with this flag, a server joins the trainer's `engines/weights/group.py`
 
 It is vLLM's nccl backend with another group; phases and loading are the same as between GPUs. It is for servers without a
 GPU and for tests on a CPU. Tensors arrive in buckets, one call of `/update_weights` for each.

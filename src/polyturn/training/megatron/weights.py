@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from polyturn.core.errors import ConfigError
-from polyturn.engines.weight_transport import TensorKind
+from polyturn.engines.weights.stream import TensorKind
 from polyturn.training.lora import plain_name
 from polyturn.training.options import Degrees
 from polyturn.training.shards import Boxes, Names, Origin, box_of, local_part, start_of

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from polyturn.engines.weight_group import GroupLink
-from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import TensorKind, Transport
+from polyturn.engines.weights.group import GroupLink
+from polyturn.engines.weights.stream import TensorKind, Transport
+from polyturn.engines.weights.transfer import TransferServer, on_all
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from polyturn.core.errors import EngineError, EngineLostError, one_line
-from polyturn.engines.weight_group import GroupLink, WeightGroup
-from polyturn.engines.weight_transfer import TransferServer, on_all
-from polyturn.engines.weight_transport import BUCKET_BYTES, streamed
+from polyturn.engines.weights.group import GroupLink, WeightGroup
+from polyturn.engines.weights.stream import BUCKET_BYTES, streamed
+from polyturn.engines.weights.transfer import TransferServer, on_all
 from polyturn.infra.aio import OneThread
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from polyturn.core.errors import EngineError, one_line
-from polyturn.engines.weight_files import ServerWeights
-from polyturn.engines.weight_transport import Transport
+from polyturn.engines.weights.folder import ServerWeights
+from polyturn.engines.weights.stream import Transport
 from polyturn.infra.aio import first_error
 
 logger = logging.getLogger(__name__)

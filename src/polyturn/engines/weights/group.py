@@ -13,7 +13,7 @@ So the controller can break off a broadcast that a server will not receive, and 
 
 The group is separate from training's groups: no global state is set, and a server that dies ends only this group. SGLang's
 workers make their end with the same torch helper, and vLLM's by our backend for gloo (`server_side/polyturn_vllm_gloo.py`):
-names and stores must match. For nccl, vLLM requires its own communicator at the trainer's end (`vllm_transfer.py`).
+names and stores must match. For nccl, vLLM requires its own communicator at the trainer's end (`weights/vllm.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from polyturn.core.errors import EngineError, EngineLostError, PolyturnError, one_line
-from polyturn.engines.weight_transfer import SETTLE_S, TransferServer, on_all
-from polyturn.engines.weight_transport import (
+from polyturn.engines.weights.stream import (
     StreamedTensors,
     TensorKind,
     Transport,
@@ -38,6 +37,7 @@ from polyturn.engines.weight_transport import (
     address_towards,
     streamed,
 )
+from polyturn.engines.weights.transfer import SETTLE_S, TransferServer, on_all
 from polyturn.infra.aio import first_error
 
 if TYPE_CHECKING:

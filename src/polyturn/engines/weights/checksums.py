@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.stream import streamed
 
 if TYPE_CHECKING:
     from torch import Tensor

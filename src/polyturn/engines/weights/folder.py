@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from polyturn.core.errors import EngineError
-from polyturn.engines.weight_transport import streamed
+from polyturn.engines.weights.stream import streamed
 
 if TYPE_CHECKING:
     from torch import Tensor
