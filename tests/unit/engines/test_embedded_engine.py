@@ -214,7 +214,7 @@ async def test_tokens_beside_a_training_thread_come_from_whole_versions():
         engine.freeze()
         with torch.no_grad():
             for parameter in (model.model.norm.weight, model.model.layers[0].self_attn.v_proj.weight):
-                parameter.mul_(1.2 + 0 * gradient.sum())
+                parameter.mul_((1.5 if len(versions) % 2 else 1 / 1.5) + 0 * gradient.sum())
                 time.sleep(0.01)  # a token that is sampled here would come from half of an update
         versions.append(copy.deepcopy(model))
 
@@ -232,7 +232,7 @@ async def test_tokens_beside_a_training_thread_come_from_whole_versions():
         ends = [*(start for start, _ in answer.policy_versions[1:]), 80]
         for (start, version), end in zip(answer.policy_versions, ends, strict=True):
             expected = reference_logprobs(versions[version], own, answer)[start:end]
-            np.testing.assert_allclose(answer.logprobs[start:end], expected, atol=1e-4)
+            np.testing.assert_allclose(answer.logprobs[start:end], expected, atol=1e-3)
 
 
 async def test_frozen_engine_aborts_and_closes():
