@@ -84,9 +84,9 @@ def test_ranks_of_a_row_allow_adapter_dropout(tmp_path):
     adapter = ["model.lora={rank: 4, dropout: 0.05}", "train.distributed={ranks: 1}", "train.backend=megatron"]
     called = call_command(main, "train", write_tiny_run(tmp_path), "--dry-run", *adapter)
     assert called.code == 0, called.err
-    row = ["model.path=none", *adapter, "train.distributed={tensor_parallel: 2}"]
+    row = ["model.path=none", *adapter, "train.distributed={ranks: 2, tensor_parallel: 2}"]
     for backend in ("megatron", "torch"):
-        check_ranks(load_config(RunConfig, None, [*row, f"train.backend={backend}"]).config, 2)
+        check_ranks(load_config(RunConfig, None, [*row, f"train.backend={backend}"]).config)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ A checkpoint of two ranks also resumes in one process, and is exported.
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -130,34 +128,6 @@ def test_experts_of_two_ranks_resume_in_one_process(tmp_path):
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["loss/router_balance"] > 0 and step["critic/grad_norm"] > 0 for step in steps)
     assert all(step["policy/rollout_difference_max"] < 1e-4 for step in steps), "the engine samples with what is trained"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_killed_rank_under_torchrun_ends_the_run(tmp_path, rank):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "polyturn"]
-    run, ranks = started(tmp_path, [*torchrun, "train", str(write_run(tmp_path)), *ENDLESS])
-    try:
-        (victim,) = [pid for pid in ranks if rank_of(pid) == rank]
-        os.kill(victim, signal.SIGKILL)
-        said = run.communicate(timeout=120)[0]
-        wait_until(lambda: not any(is_alive(pid) for pid in ranks))
-    finally:
-        run.kill()
-    assert run.returncode == 1
-    assert f"(local_rank: {rank})" in said and "SIGKILL" in said
-
-
-def started(folder, command):
-    """Start a run and return it and its ranks, once it has taken a step."""
-    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    metrics = folder / "runs" / "tiny" / "metrics.jsonl"
-    try:
-        wait_until(lambda: metrics.is_file() and "loss/grad_norm" in metrics.read_text())
-    except BaseException:
-        run.kill()
-        raise
-    return run, children_of(run.pid)
 
 
 @pytest.mark.timeout(600)

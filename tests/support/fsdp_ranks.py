@@ -28,7 +28,6 @@ from polyturn.training.lora import LoraSettings, adapter_tensors, add_lora
 from polyturn.training.options import Degrees
 from polyturn.training.part_loading import read_weights
 from polyturn.training.policy import ModelPolicy, policy_backend
-from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker, assign
 from polyturn.training.ranked import RankedBackend
 from polyturn.training.shards import inside, local_part, whole_tensor
@@ -54,6 +53,7 @@ from support.rank_matrix import (
     stored_by_all,
     vision,
 )
+from support.ranks import LeadingRank, follow
 from support.states import stored, tensors_in
 
 CPU = torch.device("cpu")
@@ -269,8 +269,7 @@ def leader():
         follow(rank)
         return None
     mirror, loss = exact_model(), loss_of(CASE)
-    group = ProcessRankGroup(rank, row_width=1)
-    backend = RankedBackend(group, "policy", layout=LAYOUTS["rows"], start=mirror.state_dict(), mirror=mirror)
+    backend = RankedBackend(LeadingRank(rank), "policy", layout=LAYOUTS["rows"], start=mirror.state_dict(), mirror=mirror)
     one, many, found = make(CASE, exact_model()), ModelPolicy(backend, loss=loss), {}
     for name, size, method in (
         ("uneven", 5, "forward_backward"),

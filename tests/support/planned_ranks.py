@@ -16,11 +16,10 @@ from polyturn.training.hf import load_model, load_unread
 from polyturn.training.memory import ModelSize, RankLoad, rank_bytes
 from polyturn.training.options import Degrees, OptimSettings
 from polyturn.training.policy import ModelPolicy, local_policy, policy_backend
-from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support import megatron_cpu
-from support.ranks import bytes_of
+from support.ranks import LeadingRank, bytes_of, follow
 from support.samples import sample_of
 
 TOKENS = 512
@@ -67,7 +66,7 @@ def measure(out, folder, *tensor_parallel):
         if rank:
             follow(worker)
         else:
-            backend = RankedBackend(ProcessRankGroup(worker, row_width=1), "policy", layout=layout)
+            backend = RankedBackend(LeadingRank(worker), "policy", layout=layout)
             train(ModelPolicy(backend), 2 * ranks)
             backend.close()
     out.with_name(f"{rank}.json").write_text(json.dumps(bytes_of("VmHWM") - before))

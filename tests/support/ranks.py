@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from polyturn.training.process_group import join
+from polyturn.training.rank_group import RankWorker, values_of
 from support.forked import ONE_THREAD, Forked
-
-RUNS = 3
 
 
 def results_of_ranks(call: str, count: int, out: Path, *arguments: str) -> Any:
@@ -66,13 +64,41 @@ def _rank(rank: int, function: Any, count: int, store: str, out: Path, arguments
         dist.destroy_process_group()
 
 
-def meet() -> None:
-    """Join the group of the environment and leave it, `RUNS` times; the rank `LATE` comes later than the other."""
-    rank = int(os.environ["RANK"])
-    for _ in range(RUNS):
-        join(local_rank=rank)
-        found = [None, None]
-        dist.all_gather_object(found, rank)
-        sys.stdout.write(f"{found}\n")
+class LeadingRank:
+    """A rank group whose first rank is the controller too, while each other rank calls `follow`."""
+
+    row_width = 1
+
+    def __init__(self, rank: RankWorker) -> None:
+        self.num_ranks = dist.get_world_size()
+        self._rank = rank
+        self._control = dist.new_group(backend="gloo")
+
+    def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run `command` on every rank with its share, and return the results in the order of ranks."""
+        own = self._rank.run(*_share([(command, share) for share in shares], self._control))
+        replies: list[Any] = [None] * self.num_ranks
+        dist.gather_object(own, replies, dst=0, group=self._control)
+        return values_of(replies)
+
+    def lost(self) -> None:
+        """Return None: the test fails if a rank is gone."""
+
+    def close(self) -> None:
+        """End the other ranks."""
+        _share([None] * self.num_ranks, self._control)
         dist.destroy_process_group()
-        time.sleep(0.5 * (rank == int(os.environ["LATE"])))
+
+
+def follow(rank: RankWorker) -> None:
+    """Run the commands of the leading rank until it closes the group."""
+    control = dist.new_group(backend="gloo")
+    while (command := _share(None, control)) is not None:
+        dist.gather_object(rank.run(*command), dst=0, group=control)
+    dist.destroy_process_group()
+
+
+def _share(shares: list[Any] | None, group: dist.ProcessGroup) -> Any:
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, shares, src=0, group=group)
+    return own[0]

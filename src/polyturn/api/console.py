@@ -11,6 +11,8 @@ from pathlib import Path
 from polyturn.core.secrets import HideSecrets
 from polyturn.infra.console import stderr_console
 
+logger = logging.getLogger(__name__)
+
 
 class ConsoleHandler(logging.Handler):
     """Prints log records as plain lines, without secrets."""
@@ -33,6 +35,11 @@ def log_to_console(level: str) -> None:
     if not any(isinstance(handler, ConsoleHandler) for handler in root.handlers):
         root.addHandler(ConsoleHandler())
     logging.getLogger("polyturn").setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
+
+
+def tell_start(name: str) -> None:
+    """Log the start of a run."""
+    logger.info("%s: checking the configuration, then loading PyTorch and the model", name)
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     if isinstance(engine, EmbeddedOptions) and parts.engine.capabilities.shares_weights:  # other caches are not known
         bytes_by_part["KV cache of the engine"] = server_bytes(size, tokens=engine.num_slots * longest)["KV cache"]
         tables["each rank"] = bytes_by_part
-    devices = device_plan(config, holds_weights=build.holds_weights(parts.source, num_ranks=ranks))
+    devices = device_plan(config, holds_weights=build.holds_weights(parts.source))
     out = {"model": parameters_of(size), "layout": str(layout)} | devices | memory_of(tables)
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in total"

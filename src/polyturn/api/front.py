@@ -14,7 +14,6 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from polyturn.core.errors import ConfigError, PolyturnError, raised_by_author
@@ -88,8 +87,8 @@ def train(
     Without a CUDA GPU the defaults are smaller: 4 groups per step instead of 32 (`groups_per_step`), and 128 tokens per turn
     instead of 512 (`max_tokens_per_turn`).
 
-    This works in scripts, in notebooks, under torchrun (every rank returns the run) and on a Ray cluster. Inside a running
-    event loop, as in a notebook, training runs in another thread. An interrupt always leaves a checkpoint.
+    This works in scripts, in notebooks and on a Ray cluster. Inside a running event loop, as in a notebook, training runs
+    in another thread. An interrupt always leaves a checkpoint.
 
     Args:
         model: A name on the hub, a folder, a run or its folder (its newest checkpoint), the section `model` as a dict, or a
@@ -263,8 +262,7 @@ def _train(arguments: GivenArguments, *, resume: bool | Literal["auto"], on_step
         options = RunOptions(again=_again, resume=resume, on_step=called)
         finished = run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
         run = _run_of(finished, arguments, source, on_step=on_step)
-        if not isinstance(finished, Path):  # a path is the result of a follower rank; only the controller logs
-            logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
+        logger.info("view the run: run.show(), or in a shell: polyturn view %s", run.folder)
     return run
 
 
@@ -285,8 +283,6 @@ def _show_plan(arguments: GivenArguments, *, resume: bool | Literal["auto"]) -> 
             again=_again, resume=resume, dry_run=lambda parts, tasks: reports.append(report_of(parts, tasks, resolved))
         )
         run_beside(lambda signals: run_training(source, resolved, replace(options, signals=signals)))
-    if not reports:
-        raise SystemExit(0)  # on a follower rank; the controller has printed the report
     make_console().print(str(reports[0]), soft_wrap=True)
     reports[0].require_start()
     return reports[0]
@@ -315,20 +311,16 @@ def _called_each_step(on_step: OnStep | None) -> OnStep:
 
 
 def _run_of(finished: Any, arguments: Any, source: Any, *, on_step: OnStep | None = None) -> Run:
-    """Return the run for the result of `run_training` in this process."""
+    """Return the run for the result of `run_training`."""
     from polyturn.api.folders import name_of
     from polyturn.api.run import Run
-    from polyturn.api.training import TrainedRun
-
-    if finished is None:
-        raise SystemExit(0)  # on a follower rank, if the controller ended without a folder
-    folder = finished.folder if isinstance(finished, TrainedRun) else finished
 
     @_in_a_sentence
     def again(changes: Mapping[str, Any]) -> Run:
-        return _train(arguments.changed(changes, name=name_of(folder, source.config.out)), resume=True, on_step=on_step)
+        name = name_of(finished.folder, source.config.out)
+        return _train(arguments.changed(changes, name=name), resume=True, on_step=on_step)
 
-    return Run(folder, model=finished.model if isinstance(finished, TrainedRun) else None, again=again)
+    return Run(finished.folder, model=finished.model, again=again)
 
 
 @contextlib.contextmanager
@@ -356,8 +348,7 @@ def _begun(
 
 
 def _announce(source: ConfigSource) -> None:
-    from polyturn.api.console import quiet_transformers
-    from polyturn.api.ranks import tell_start
+    from polyturn.api.console import quiet_transformers, tell_start
 
     tell_start(source.config.name)
     quiet_transformers()

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from polyturn.api.ranks import this_rank
 from polyturn.config.load import Loaded
 from polyturn.config.models import RunConfig
 from polyturn.config.references import value_at
@@ -60,10 +59,8 @@ def with_step_size(loaded: Loaded[RunConfig], *, resume: bool | Literal["auto"])
     sizes = {path: value for path, value in sizes.items() if value != value_at(loaded.resolved, path)}
     if not sizes:
         return loaded
-    this = this_rank()
-    if this is None or this.rank == 0:
-        numbers = ", ".join(f"{dotted(path)} {'null' if value is None else value}" for path, value in sizes.items())
-        logger.info("%s: %s", numbers, why)
+    numbers = ", ".join(f"{dotted(path)} {'null' if value is None else value}" for path, value in sizes.items())
+    logger.info("%s: %s", numbers, why)
     resolved = copy.deepcopy(loaded.resolved)
     for path, value in sizes.items():
         config = _replaced(config, path, value)

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import yaml
 
 from polyturn import build
-from polyturn.api import ranks
 from polyturn.api.console import logging_to
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, later_run, name_of, new_run_folder
 from polyturn.api.signals import Signals
@@ -115,8 +114,8 @@ class RunOptions:
             )
 
 
-def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | Path | None:
-    """Train a run, with the number of ranks from its configuration or from torchrun.
+def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | None:
+    """Train a run.
 
     Args:
         source: The configuration.
@@ -124,31 +123,22 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
         options: The caller's options.
 
     Returns:
-        The result; on a follower rank of torchrun, the run's folder; None for a dry run.
+        The result; None for a dry run.
+
+    Raises:
+        PolyturnError: the run cannot work, or one of its parts failed.
     """
+    _refuse_launchers()
     config = source.config
-    this = ranks.this_rank() or ranks.ThisRank(0, 1, 0)
-    num_ranks = max(this.size, config.train.distributed.ranks)
-    build.check_ranks(config, num_ranks)
-    if num_ranks == 1 and config.train.distributed.gradient_sync == "last":
+    build.check_ranks(config)
+    if config.train.distributed.ranks == 1 and config.train.distributed.gradient_sync == "last":
         logger.warning("train.distributed.gradient_sync is last, which has no effect with one rank")
-    if this.rank > 0 and options.dry_run is not None:
-        return None  # rank 0 alone shows the plan, and joins no group
-    if this.rank > 0:
-        return build.follow(source, num_ranks=this.size, local_rank=this.local, on_joined=ranks.keep_serving)
     attempt = _Attempt(source=source, resume=options.resume)
     restarts = 0 if options.dry_run is not None else config.cluster.restarts
-    if restarts and this.size > 1:
-        logger.warning(
-            "cluster.restarts is %d, but ranks of torchrun cannot be restarted: the run ends with one of them. Let "
-            "this command start the ranks (--nproc), use Ray (--ray), or continue with --resume",
-            restarts,
-        )
-        restarts = 0
     for left in range(restarts, -1, -1):
         try:
             with attempt.locks:
-                return _train(attempt, resolved, this, options)
+                return _train(attempt, resolved, options)
         except (RankLostError, EngineLostError) as problem:
             if not left:
                 raise
@@ -163,6 +153,21 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
             named = config.model_copy(update={"name": attempt.name})
             attempt = _Attempt(source=replace(source, config=named), resume="auto")
     raise AssertionError("the last attempt returns or raises")
+
+
+def _refuse_launchers() -> None:
+    """Raise in a process of torchrun or another launcher of ranks, because each process would train a whole run.
+
+    Raises:
+        ConfigError: the launcher started several processes.
+    """
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and size.isdecimal() and int(size) > 1:
+        raise ConfigError(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, as under torchrun, but polyturn starts its ranks "
+            "itself; start it once: `polyturn train FILE --nproc N`, in Python polyturn.train(…, ranks=N), on several "
+            "machines with Ray (--ray); if the variables have another purpose, unset WORLD_SIZE"
+        )
 
 
 @dataclass(slots=True)
@@ -187,7 +192,7 @@ class _Prepared(NamedTuple):
     """The training checkpoint to resume from; None if training has not begun."""
 
 
-def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRank, options: RunOptions) -> _Prepared | None:
+def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions) -> _Prepared | None:
     """Build and check all parts of a run, and choose its folder; None for a dry run.
 
     Raises:
@@ -238,8 +243,7 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRan
         build.check_before_weights(source, tasks, None, None)
         parts = build.cluster_parts(source)
     else:
-        num_ranks = max(this.size, config.train.distributed.ranks)
-        source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source, num_ranks=num_ranks)))
+        source = replace(source, reads_parts=not (source.is_plan or build.holds_weights(source)))
         rank_group: RankGroup | None = None
 
         def check(plugins: Plugins | None, tools: Toolbox) -> None:
@@ -250,8 +254,8 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRan
             from polyturn.build.memory_check import require_memory  # imports PyTorch
 
             require_memory(source)
-            if num_ranks > 1 and this.size == 1:  # ranks start while the model is loaded here
-                rank_group = attempt.locks.enter_context(contextlib.closing(build.start_ranks(source, num_ranks)))
+            if config.train.distributed.ranks > 1:  # ranks start while the model is loaded here
+                rank_group = attempt.locks.enter_context(contextlib.closing(build.start_ranks(source)))
 
         parts = build.build_parts(source, check=check)
         parts = replace(parts, rank_group=rank_group)
@@ -260,18 +264,13 @@ def _prepare(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRan
     if options.dry_run is not None:
         options.dry_run(parts, tasks)
         return None
-    if this.size > 1 or (config.train.backend != BACKEND and parts.rank_group is None):
-        parts = build.lead(parts, num_ranks=this.size, local_rank=this.local)
+    if config.train.backend != BACKEND and parts.rank_group is None:
+        parts = build.with_rank_here(parts)
     parts = build.with_workers(parts)
     if not resume:
         folder = new_run_folder(folder)
         attempt.locks.enter_context(hold_folder(folder))
     attempt.name = name_of(folder, config.out)
-    if parts.rank_group is not None:
-        from polyturn.training.process_group import ProcessRankGroup
-
-        if isinstance(parts.rank_group, ProcessRankGroup):
-            parts.rank_group.last_word = folder
     if resume:
         tell_changes(before, resolved)
     else:
@@ -315,10 +314,10 @@ def _checkpoints_of(folder: Path, config: RunConfig) -> tuple[Path | None, Path 
     return latest, former
 
 
-def _train(attempt: _Attempt, resolved: Mapping[str, Any], this: ranks.ThisRank, options: RunOptions) -> TrainedRun | None:
+def _train(attempt: _Attempt, resolved: Mapping[str, Any], options: RunOptions) -> TrainedRun | None:
     """Train a run to its end; None for a dry run."""
     began = time.monotonic()
-    prepared = _prepare(attempt, resolved, this, options)
+    prepared = _prepare(attempt, resolved, options)
     if prepared is None:
         return None
     from polyturn.api.warm_starting import Spent, warm_start

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ def check_cluster(config: RunConfig) -> None:
     Raises:
         ConfigError: a setting is for one machine only.
     """
-    check_ranks(config, config.train.distributed.ranks)
+    check_ranks(config)
     engine = config.engine
     if engine.update == "sleep":
         _check_shared(config)
@@ -164,7 +163,7 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
     return dataclasses.replace(source, config=config.model_copy(update=alone))
 
 
-def start_ranks(source: ConfigSource, num_ranks: int) -> RankProcesses:
+def start_ranks(source: ConfigSource) -> RankProcesses:
     """Start a process on this machine for each trainer rank; the first command waits until they are built.
 
     Raises:
@@ -174,6 +173,7 @@ def start_ranks(source: ConfigSource, num_ranks: int) -> RankProcesses:
 
     own = _for_ranks(source)
     check_travels(own.config)
+    num_ranks = source.config.train.distributed.ranks
     return RankProcesses(functools.partial(_rank, own), num_ranks, row_width=row_width(source.config))
 
 
@@ -228,7 +228,7 @@ def cluster_parts(source: ConfigSource) -> Parts:
     ranks = ResourceRequest(count=config.train.distributed.ranks, resources=cluster.rank_resources)
     cpus = sum(need.count * need.resources.get("CPU", 0) for need in (engines, workers, ranks))
     ray = Cluster(cluster.address, patience_s=cluster.patience_s, cpus=cpus)
-    reading = dataclasses.replace(source, reads_parts=not holds_weights(source, num_ranks=ranks.count))
+    reading = dataclasses.replace(source, reads_parts=not holds_weights(source))
     rank_members: list[Member] = []
     try:
         if config.engine.kind == "embedded":
@@ -298,4 +298,4 @@ def _rank(source: ConfigSource) -> RankWorker:
     from polyturn.training import process_group
 
     make_model, media = model_of(source)
-    return rank_of(source, make_model, media, process_group.join(local_rank=int(os.environ["LOCAL_RANK"])))
+    return rank_of(source, make_model, media, process_group.join())

@@ -2,7 +2,6 @@
 
 controller   build_parts, with a group of ranks      only it has tools, rewards, engine, tasks
 rank         model_of, rank_of                       tokenizer and shards of the model, then the controller's commands
-torchrun     lead on rank 0, follow on the others    rank 0 is both the controller and a rank
 """
 
 from __future__ import annotations
@@ -69,15 +68,15 @@ def policy_options(
     }
 
 
-def check_ranks(config: RunConfig, num_ranks: int) -> None:
-    """Raise for configurations that `num_ranks` ranks cannot run.
+def check_ranks(config: RunConfig) -> None:
+    """Raise for configurations that their number of ranks cannot run.
 
     Raises:
         ConfigError: the batch is too small, or an option works with one rank only.
     """
     train = config.train
     split = train.distributed
-    wide = row_width(config)
+    num_ranks, wide = split.ranks, row_width(config)
     if num_ranks % wide:
         named = {name: size for name, size in dataclasses.asdict(split).items() if name.endswith("_parallel") and size > 1}
         sizes = ", ".join(f"{name} {size}" for name, size in named.items()).replace(" ", " is ", 1)
@@ -107,12 +106,12 @@ def check_ranks(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
+def holds_weights(source: ConfigSource) -> bool:
     """Return whether the controller needs the whole model: because it trains alone, its engine or another policy uses the
     model, or there is no folder that ranks and servers can read."""
     config = source.config
     model, is_remote = config.model, config.cluster.address is not None
-    if num_ranks == 1 and not is_remote:
+    if config.train.distributed.ranks == 1 and not is_remote:
         return True
     if not (is_remote or isinstance(config.engine, ServerOptions)) or config.policies:
         return True
@@ -120,28 +119,13 @@ def holds_weights(source: ConfigSource, *, num_ranks: int) -> bool:
     return not is_folder or (model.lora is not None and model.lora.adapter is not None)
 
 
-def lead(parts: Parts, *, num_ranks: int, local_rank: int) -> Parts:
-    """Join the process group as rank 0, the controller, and return the parts with the rank group."""
-    from polyturn.training import process_group
+def with_rank_here(parts: Parts) -> Parts:
+    """Return the parts with the only rank in this process, for a backend that always needs a process group."""
+    from polyturn.training.process_group import RankHere, join
 
-    config = parts.source.config
-    check_ranks(config, num_ranks)
-    device = process_group.join(local_rank=local_rank, is_alone=num_ranks == 1)
-    rank = rank_of(parts.source, model_maker(parts.source, parts.tokenizer, model=parts.model), parts.context.media, device)
-    rank_group = process_group.ProcessRankGroup(rank, row_width=row_width(config))
-    return dataclasses.replace(parts, rank_group=rank_group)
-
-
-def follow(source: ConfigSource, *, num_ranks: int, local_rank: int, on_joined: Callable[[], object]) -> Any:
-    """Run the controller's commands until it ends, and return its last message; `on_joined` is called when all ranks have
-    joined."""
-    from polyturn.training import process_group
-
-    check_ranks(source.config, num_ranks)
-    make_model, media = model_of(source)
-    device = process_group.join(local_rank=local_rank)
-    on_joined()
-    return process_group.follow(rank_of(source, make_model, media, device))
+    make_model = model_maker(parts.source, parts.tokenizer, model=parts.model)
+    rank = rank_of(parts.source, make_model, parts.context.media, join(is_alone=True))
+    return dataclasses.replace(parts, rank_group=RankHere(rank))
 
 
 def model_of(source: ConfigSource) -> tuple[Callable[[], PreTrainedModel], MediaProcessor | None]:

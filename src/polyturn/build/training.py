@@ -133,12 +133,10 @@ def _thread_of_updates(parts: Parts, policy: ModelPolicy) -> OneThread | None:
     from polyturn.training.model_backend import ModelBackend
 
     backend, engine = policy.backend, parts.engine
-    is_elsewhere = parts.rank_group is not None and parts.rank_group.is_elsewhere
-    if engine.capabilities.shares_loop and not is_elsewhere:
+    if engine.capabilities.shares_loop and isinstance(backend, ModelBackend):  # ranks train other weights than the engine's
         if parts.source.config.train.max_staleness == 0 or not isinstance(engine, EmbeddedEngine):
             return None
-        if isinstance(backend, ModelBackend):  # otherwise the engine samples from a copy
-            backend.optimizer.before_step(engine.freeze)
+        backend.optimizer.before_step(engine.freeze)
     return OneThread("polyturn-update")
 
 

@@ -85,7 +85,7 @@ def load_native(
 
 def begin(path: Path, overrides: Sequence[str]) -> None:
     """Check a configuration before slow imports, and log the start of the run."""
-    from polyturn.api.ranks import tell_start
+    from polyturn.api.console import tell_start
 
     tell_start(load_native(path, overrides, warns=False).config.name)
 

@@ -170,7 +170,7 @@ def train(
         dry_run: Only check everything and print the report.
         with_ids: In a dry run, also print the token ids of the first prompt.
     """
-    from polyturn.api.training import RunOptions, TrainedRun, run_training
+    from polyturn.api.training import RunOptions, run_training
 
     out = Output()
 
@@ -188,7 +188,7 @@ def train(
         on_folder=lambda folder: out.fact("run folder", folder),
     )
     finished = run_training(source, resolved, options)
-    if isinstance(finished, TrainedRun):
+    if finished is not None:
         _tell(finished, out)
 
 

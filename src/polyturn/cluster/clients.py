@@ -35,7 +35,6 @@ class RayRankGroup:
         self._lock = threading.Lock()
         self.num_ranks = len(ranks)
         self.row_width = row_width
-        self.is_elsewhere = True
         self._lost: str | None = None
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -63,7 +63,6 @@ class RankProcesses:
         """
         self.num_ranks = num_ranks
         self.row_width = row_width
-        self.is_elsewhere = True
         self._lock = threading.Lock()
         """Allows one command at a time, because the thread that writes checkpoints also sends commands."""
         self._problem: str | None = None
@@ -73,7 +72,7 @@ class RankProcesses:
         self._processes: list[ManagedProcess] = []
         self._sockets: list[ArraySocket] = []
         shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        if num_ranks > 1:  # like torchrun; otherwise each rank would use all cores
+        if num_ranks > 1:  # otherwise each rank would use all cores
             shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         path, packed = Packed.of(sys.path), Packed.of(build)
         try:

@@ -185,8 +185,7 @@ class Degrees:
     """Key -> the backends that support it."""
 
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Number of training processes, each on a GPU if there are GPUs. The run starts them in addition to its main process.
-    Under torchrun, torchrun sets the number."""
+    """Number of training processes, each on a GPU if there are GPUs. The run starts them in addition to its main process."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Number of ranks that split every layer and see the same samples, for models too wide for one device."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1

@@ -3,7 +3,7 @@
     controller   RankGroup.call(command, a share for each rank)  ->  RankWorker.run(command, share) on each rank  ->  replies
 
 A command names a network of the rank (policy or critic) and a method of its backend. The ranks may be processes on this
-machine (`cluster/rank_processes.py`), processes started by torchrun (`process_group.py`), or Ray actors.
+machine (`cluster/rank_processes.py`), Ray actors (`cluster/clients.py`), or one in this process (`process_group.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ class RankGroup(Protocol):
     num_ranks: int
     row_width: int
     """Number of consecutive ranks that see the same samples and split layers or tokens."""
-    is_elsewhere: bool
-    """Whether all ranks are other processes, so that this process continues while they compute."""
 
     def call(self, command: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run `command` on every rank with its share, and return the results in the order of ranks.

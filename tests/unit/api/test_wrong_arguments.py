@@ -20,7 +20,6 @@ import polyturn
 from polyturn.api.event_loop import run_beside
 from polyturn.api.given import GivenArguments, read
 from polyturn.api.keywords import OWN, path_of
-from polyturn.api.ranks import this_rank
 from polyturn.api.signals import Signals
 from polyturn.api.stepping import StepHooks, TrainingStep
 from polyturn.build import build_eval_sets, build_train_tasks
@@ -420,21 +419,22 @@ def test_resumed_run_takes_arguments_and_keeps_its_place() -> None:
             given.changed({name: "other"}, name="mine")
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a and WORLD_SIZE=2, which are not a rank and a number of ranks"),
-        ({"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=3 .*which are not a rank"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set; start with torchrun"),
-    ],
-)
-def test_broken_launcher_is_refused(environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(polyturn.ConfigError, match=words):
-        this_rank()
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_rank_of_torchrun_is_refused(rank: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    arguments = {"model": str(tmp_path / "none"), "tasks": ROWS, "reward": Score(), "out": str(tmp_path)}
+    words = rf"RANK={rank} and WORLD_SIZE=2.*--nproc N.*ranks=N.*--ray.*unset WORLD_SIZE"
+    for train in (
+        polyturn.train,
+        functools.partial(polyturn.train, dry_run=True),
+        lambda **given: list(polyturn.steps(**given)),
+    ):
+        with pytest.raises(polyturn.ConfigError, match=words):
+            train(**arguments)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(polyturn.ConfigError, match="none"):
+        polyturn.train(**arguments)
 
 
 IDS = np.arange(3, dtype=np.int32)

@@ -256,6 +256,23 @@ for command, override in (
     assert not (tmp_path / "runs").exists()
 
 
+def test_rank_of_torchrun_is_refused_without_pytorch(tmp_path: Path) -> None:
+    write_tiny_run(tmp_path)
+    script = """
+import sys
+from polyturn.cli.main import main
+try:
+    main(["train", "config.yaml"])
+finally:
+    print("torch" in sys.modules)
+"""
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert "polyturn train FILE --nproc N" in done.stderr and "--ray" in done.stderr
+
+
 def test_missing_folder_of_a_model_is_not_sought_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: ../models/mine}\ndata: {train: {files: tasks.jsonl}}\n")
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "2+2?"}\n')

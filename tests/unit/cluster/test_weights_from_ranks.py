@@ -43,7 +43,7 @@ def model_of(kind: str) -> Any:
 
 
 def build() -> RankWorker:
-    join(local_rank=int(os.environ["LOCAL_RANK"]))
+    join()
 
     def make(kind: str, _: Any) -> Any:
         return policy_backend(model_of(kind), placement=Sharded(make_mesh(CPU), CPU), optim=OptimSettings())

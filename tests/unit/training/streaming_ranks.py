@@ -18,11 +18,10 @@ from polyturn.engines.weights.folder import WeightFolder
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.optim import OptimSettings
 from polyturn.training.policy import policy_backend
-from polyturn.training.process_group import ProcessRankGroup, follow
 from polyturn.training.rank_group import RankWorker
 from polyturn.training.ranked import RankedBackend
 from support.models import tiny_model
-from support.ranks import bytes_of
+from support.ranks import LeadingRank, bytes_of, follow
 
 BUCKET = 16 * 2**20
 CPU = torch.device("cpu")
@@ -55,8 +54,7 @@ def main(out):
     if number:
         follow(rank)
     else:
-        rank_group = ProcessRankGroup(rank, row_width=1)
-        backend = RankedBackend(rank_group, "policy", bucket_bytes=BUCKET)
+        backend = RankedBackend(LeadingRank(rank), "policy", bucket_bytes=BUCKET)
         (out / "config").mkdir()
         (out / "config" / "config.json").write_text("{}")
         with WeightFolder(out / "config", root=out) as files:

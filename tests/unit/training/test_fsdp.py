@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from polyturn.batching.layout import LayoutSettings
@@ -21,6 +22,7 @@ from polyturn.engines.weights.stream import TensorKind
 from polyturn.training.fsdp import Sharded
 from polyturn.training.lora import add_lora
 from polyturn.training.options import Degrees, LoraSettings
+from polyturn.training.process_group import RankHere, join
 from polyturn.training.rank_group import RankReply, RankWorker, assign, values_of
 from polyturn.training.ranked import RankedBackend, merge_ranks
 from polyturn.training.shards import require_same_shapes
@@ -272,6 +274,24 @@ def test_rank_frees_the_warm_start_policy_before_the_next():
     rank.run("critic.make", ("values",))
     assert [rank.run(f"{name}.step_count", ()).value for name in ("policy", "critic")] == ["trained", "trained"]
     assert began_with == [{}, {"policy": {"of": "warm start"}}], "it goes on with those weights"
+
+
+def test_rank_in_this_process_has_a_group_of_its_own():
+    def make(name, held):
+        if name == "bad":
+            raise ConfigError("no such policy")
+        return NamedBackend(name)
+
+    join(is_alone=True)
+    group = RankHere(RankWorker({"policy": make}))
+    try:
+        assert dist.get_world_size() == 1
+        refuses(lambda: group.call("policy.make", [("bad",)]), ConfigError, "no such policy")
+        assert group.call("policy.make", [("mine",)]) == [None] and group.call("policy.step_count", [()]) == ["mine"]
+    finally:
+        group.close()
+    group.close()
+    assert not dist.is_initialized()
 
 
 def test_checkpoint_with_other_shapes_is_refused():

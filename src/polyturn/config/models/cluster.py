@@ -38,7 +38,6 @@ class ClusterConfig(Section):
     """Processes that run episodes (tools, interactions, rewards). Without an address they run on this machine, and a count
     of 1 runs episodes in the run's main process."""
     restarts: int = Field(0, ge=0)
-    """Number of restarts of a run from its latest checkpoint after a rank, or the last rollout worker or engine, died. Not
-    for ranks started by torchrun."""
+    """Number of restarts of a run from its latest checkpoint after a rank, or the last rollout worker or engine, died."""
     patience_s: float = Field(300.0, gt=0)
     """Seconds to wait until the cluster has room."""
