@@ -14,13 +14,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 def test_filters_and_columns_are_in_the_address(page, keep, tmp_path: Path):
     page.goto("/#/0/trajectories")
     playwright.expect(page.locator("tbody tr")).to_have_count(19)
-    page.get_by_placeholder("words in what was said").fill("calc_gsm8k_reward|window.pwned")
+    page.get_by_placeholder("words in any text").fill("calc_gsm8k_reward|window.pwned")
     page.get_by_label("regular expression").check()
     page.get_by_role("button", name="Filter").click()
     playwright.expect(page.locator("tbody tr")).to_have_count(1)  # arguments and messages, not the names of tools
     page.get_by_label("regular expression").uncheck()  # takes effect at once
     playwright.expect(page.locator("tbody tr")).to_have_count(0)
-    page.get_by_placeholder("words in what was said").fill("2+2 (1)")
+    page.get_by_placeholder("words in any text").fill("2+2 (1)")
     page.get_by_role("button", name="Filter").click()
     playwright.expect(page.locator("tbody tr")).to_have_count(6)
     page.get_by_role("button", name="Reset").click()
@@ -44,7 +44,7 @@ def test_label_is_saved_and_filters_the_table(page, runs: Path, keep):
     page.get_by_label("Label", exact=True).fill("<b>odd</b>")
     page.get_by_label("Note", exact=True).fill("calls the tool twice")
     page.get_by_role("button", name="Save").click()
-    page.get_by_text("saved beside the run").wait_for()
+    page.get_by_text("saved in the run's folder").wait_for()
     assert json.loads((runs / "first/labels.jsonl").read_text())["note"] == "calls the tool twice"
     keep(page, "label")
     page.goto("/#/0/trajectories")

@@ -1,7 +1,8 @@
-// The frame: which page the address names, the runs, what is polled while a run goes on, the keyboard.
-// A page is a function of run, values and run's summary that returns {element, ready?, update?, key?, leave?, follows?}.
+// The frame: shows the page in the address, polls the runs, and handles the keyboard.
+// A page is a function of the run, the values in its address and the run's summary; it returns
+// {element, ready?, update?, key?, leave?, follows?}.
 
-import { address, doing, el, get, go, kept, lasting, leave, legible, place, say, state } from "/static/base.js";
+import { address, doing, el, get, go, kept, lasting, leave, legible, route, say, state } from "/static/base.js";
 import { answer } from "/static/answer.js";
 import { curves } from "/static/curves.js";
 import { distributions } from "/static/distributions.js";
@@ -14,21 +15,21 @@ import { task } from "/static/task.js";
 import { why } from "/static/why.js";
 
 const TABS = [["runs", "Runs"], ["curves", "Curves"], ["trajectories", "Trajectories"], ["distributions", "Distributions"], ["groups", "Groups"], ["timeline", "Timeline"], ["about", "Overview"], ["answer", "Answer"]];
-// Without runs there is the page for answers alone; a report has those pages whose answers are in its file.
+// Without runs there is only the desk. A report has the pages whose data is in its file.
 const isThere = (name) => (name === "answer" ? state.hasDesk : state.runs.length > 0 && (!kept || ["curves", "distributions", "about"].includes(name)));
 const PAGES = { runs, curves, distributions, trajectories, groups, timeline: timelinePage, one, compare, why, task, about, answer };
-const INSIDE = ["one", "compare", "why", "task"]; // pages of single trajectories, which stand under the table's tab
+const INSIDE = ["one", "compare", "why", "task"]; // pages of single trajectories, which belong to the table's tab
 const main = document.getElementById("main");
 
-// The run's problems, above every page and as new as the last answer.
+// The run's problems, shown above every page and updated by each poll.
 const problems = el("div");
 function drawProblems(info) {
-  const said = info && !["runs", "answer"].includes(place().page) ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
-  problems.replaceChildren(...(said.length ? [el("div", { class: "problem", role: "alert" }, said.join("\n"))] : []));
+  const sentences = info && !["runs", "answer"].includes(route().page) ? [...(info.end ? [`The run died: ${info.end}.`] : []), ...info.problems] : [];
+  problems.replaceChildren(...(sentences.length ? [el("div", { class: "problem", role: "alert" }, sentences.join("\n"))] : []));
 }
 
 async function show() {
-  const { run, page, values } = place();
+  const { run, page, values } = route();
   const shown = !state.runs.length && state.hasDesk ? "answer" : Object.hasOwn(PAGES, page) ? page : "curves";
   const current = INSIDE.includes(shown) ? (kept ? "about" : "trajectories") : shown;
   if (shown === current) state.last[`${run}/${shown}`] = location.hash;
@@ -39,14 +40,14 @@ async function show() {
   drawProblems(info);
   if (!info && shown !== "answer") { main.replaceChildren(el("p", { class: "problem", role: "alert" }, `There is no run ${run}.`)); return; }
   document.title = legible(`${shown === "runs" ? "Runs" : info?.name ?? "Answer"} – polyturn`);
-  const asked = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
+  const hash = location.hash, of = `${run}/${shown}${INSIDE.includes(shown) ? `/${values.id}/${values.step}/${values.split}` : ""}`;
   try {
     const built = await PAGES[shown](run, values, info);
-    if (location.hash === asked) swap(built, of);
+    if (location.hash === hash) swap(built, of);
   } catch (problem) {
     const alert = el("div", { class: "problem", role: "alert" }, problem.message);
     main.querySelector(".refused")?.remove();
-    // A filter that cannot be understood leaves the form in which it is corrected.
+    // After an invalid filter the form stays, so that it can be corrected.
     if (state.page?.of === of && main.querySelector("form")) { alert.classList.add("refused"); main.prepend(alert); return; }
     state.page = null;
     main.replaceChildren(problems, alert, el("p", {}, el("a", { href: `#/${run}/${current}` }, "Back to all")));
@@ -57,18 +58,18 @@ const fields = () => [...main.querySelectorAll("form [name]")];
 const isTyped = (field) => (field.type === "checkbox" ? field.checked !== field.defaultChecked : field.tagName !== "SELECT" && field.value !== field.defaultValue);
 const isTextual = (field) => isTyped(field) && field.type !== "checkbox";
 
-// Put a page in place of the one before. Where it is the same one, built again, what was typed, opened or in focus stays so; the page of
-// a trajectory begins at its top, any other one where it was left, at the row of the trajectory that is left for it.
+// Replace the page. If it is the same page, built again, then typed text, open sections and the focus stay. Otherwise the page of a
+// trajectory starts at its top, and any other page where it was left, with the focus on the row of the trajectory that was shown.
 const heights = {};
 function swap(built, of) {
-  const isSame = state.page?.of === of, before = document.activeElement, { id, step, split } = place().values;
+  const isSame = state.page?.of === of, before = document.activeElement, { id, step, split } = route().values;
   const row = isSame ? before?.closest("tr[data-key]")?.dataset.key : state.page?.shown;
   const typed = fields().filter(isTextual), opened = [...main.querySelectorAll("details[open] > summary")].map((one) => one.textContent);
   state.page?.leave?.();
   if (state.page) heights[state.page.of] = scrollY;
   state.page = Object.assign(built, { of, shown: `${id} ${step} ${split}` });
   main.replaceChildren(problems, built.element);
-  if (!isSame) scrollTo(0, INSIDE.includes(place().page) ? 0 : heights[of] ?? 0);
+  if (!isSame) scrollTo(0, INSIDE.includes(route().page) ? 0 : heights[of] ?? 0);
   built.ready?.();
   for (const field of isSame ? fields() : []) {
     const old = typed.find((one) => one.name === field.name);
@@ -82,12 +83,12 @@ function swap(built, of) {
   if (again) { main.querySelectorAll("tr[data-key]").forEach((tr) => (tr.tabIndex = -1)); again.tabIndex = 0; again.focus({ preventScroll: true }); }
 }
 
-// Build the page again where the run has gone on: the place on the screen stays, and a half-filled form.
+// Build the page again with new data. The scroll position stays, and a page with a half-filled form is not built again.
 async function follow() {
   const page = state.page, hash = location.hash;
   if (page?.update) return page.update();
   if (!page?.follows || fields().some((field) => field === document.activeElement || isTyped(field))) return;
-  const { run, page: name, values } = place();
+  const { run, page: name, values } = route();
   const built = await PAGES[name](run, values, state.runs[run]);
   if (location.hash !== hash || state.page !== page) return;
   const [x, y] = [scrollX, scrollY];
@@ -99,7 +100,7 @@ function drawRuns() {
   const choice = document.getElementById("run");
   if (choice.options.length !== state.runs.length) {
     choice.replaceChildren(...state.runs.map((r) => el("option", { value: r.index }, r.name)));
-    choice.value = String(place().run);
+    choice.value = String(route().run);
   }
 }
 
@@ -110,7 +111,7 @@ async function poll() {
     const before = size(state.runs);
     state.runs = await get("runs");
     drawRuns();
-    const info = state.runs[place().run];
+    const info = state.runs[route().run];
     drawProblems(info);
     if (before !== size(state.runs)) await follow();
     live.replaceChildren(...(info ? [doing(info), `${info.spent_s ? ` · ${lasting(info.spent_s)} of training` : ""} · step ${info.last_step ?? "–"} · ${info.num_trajectories} trajectories · read ${new Date().toLocaleTimeString("en-GB")}`] : []));
@@ -134,13 +135,13 @@ function keyboard(event) {
 
 function theme(choice) {
   if (choice) document.documentElement.dataset.theme = choice; else delete document.documentElement.dataset.theme;
-  try { localStorage.setItem("theme", choice ?? ""); } catch { /* private windows keep nothing */ }
-  state.page?.repaint?.(); // a canvas does not change its colours by itself
+  try { localStorage.setItem("theme", choice ?? ""); } catch { /* private windows store nothing */ }
+  state.page?.repaint?.(); // a canvas does not follow the theme by itself
 }
 
 async function start() {
   let themed = "";
-  try { themed = localStorage.getItem("theme") ?? ""; } catch { /* private windows keep nothing */ }
+  try { themed = localStorage.getItem("theme") ?? ""; } catch { /* private windows store nothing */ }
   if (themed) theme(themed);
   document.getElementById("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -148,13 +149,13 @@ async function start() {
   });
   document.getElementById("keys").addEventListener("click", () => document.getElementById("help").showModal());
   const choice = document.getElementById("run");
-  choice.addEventListener("change", () => go(INSIDE.includes(place().page) ? "trajectories" : place().page, {}, { run: Number(choice.value) }));
+  choice.addEventListener("change", () => go(INSIDE.includes(route().page) ? "trajectories" : route().page, {}, { run: Number(choice.value) }));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.page?.repaint?.());
-  const head = document.querySelector("header"); // what sticks stands below it
+  const head = document.querySelector("header"); // sticky elements are placed below it
   new ResizeObserver(() => document.documentElement.style.setProperty("--head", `${getComputedStyle(head).position === "sticky" ? head.offsetHeight : 0}px`)).observe(head);
   document.addEventListener("keydown", keyboard);
   window.addEventListener("hashchange", show);
-  history.scrollRestoration = "manual"; // `swap` knows when the page is there
+  history.scrollRestoration = "manual"; // `swap` scrolls when the page is built
   try { [state.runs, state.hasDesk] = await Promise.all([get("runs"), kept ? false : get("desk")]); } catch (problem) { main.replaceChildren(el("div", { class: "problem", role: "alert" }, problem.message)); return; }
   drawRuns();
   if (kept) {

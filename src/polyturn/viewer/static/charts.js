@@ -6,23 +6,23 @@ const COLOURS = 6, DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [14, 6], [4, 8]]
 export const palette = (color) => `ink${color % COLOURS}`;
 const WHOLE = [...Array(15).keys()].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e));
 
-// The colour that a class has in the theme of the page, which a canvas cannot look up by itself.
+// The colour of a class in the page's theme, for a canvas, which has no classes.
 function ink(name, property = "color") {
   const probe = document.body.appendChild(el("i", { class: name }));
-  const found = getComputedStyle(probe)[property];
+  const value = getComputedStyle(probe)[property];
   probe.remove();
-  return found;
+  return value;
 }
 
 const paled = (color) => color.replace("rgb(", "rgba(").replace(")", ", 0.25)");
 
-// Several curves, each with places of its own, on the places of all of them.
+// Several curves, each with its own x values, on the x values of all of them.
 function joined(curves) {
   const drawn = curves.filter(({ x }) => x.length);
   return drawn.length ? uPlot.join(drawn.map(({ x, y }) => [x, y])) : [[]];
 }
 
-// Runs as one curve: their mean, with the lowest and the highest of them, where every one of them has been.
+// The mean, lowest and highest curve of several runs, over the range of x that all of them cover.
 export function banded(curves) {
   const drawn = curves.filter(({ x }) => x.length), low = Math.max(...drawn.map(({ x }) => x[0])), high = Math.min(...drawn.map(({ x }) => x.at(-1)));
   const x = [...new Set(drawn.flatMap((curve) => curve.x))].filter((v) => v >= low && v <= high).sort((a, b) => a - b);
@@ -35,35 +35,35 @@ export function banded(curves) {
   return [line(`mean of ${drawn.length} runs`, (all) => all.reduce((a, b) => a + b, 0) / all.length), line("lowest", (all) => Math.min(...all), { isFaint: true }), line("highest", (all) => Math.max(...all), { isFaint: true })];
 }
 
-// Curves as parts of their sum, the last one on top: only where all have the same places, so that each sum was measured.
+// Curves stacked to their sum, the last one on top; unchanged if their x values differ, because the sums were not measured.
 export function stack(curves) {
   if (curves.some((c) => c.x.join() !== curves[0].x.join())) return curves;
   const sums = curves[0]?.x.map(() => 0);
   return curves.map((c) => ({ ...c, isFilled: true, y: c.y.map((v, i) => (sums[i] += v)) })).reverse();
 }
 
-// Pixels that a picture has, at most `most`: its letters are as large on a telephone.
+// The width of a picture in pixels, at most `most`; limited to the screen, so that text is not scaled down on a telephone.
 const across = (most) => Math.min(most, document.getElementById("main").clientWidth - 32);
 
 const fromZero = (u, low, high) => [Math.min(low, 0), Math.max(high, 0) * 1.05];
-// Of nothing but zeros uPlot shows 0 to 100, as if a share were in percent.
+// For values that are all 0, uPlot would show 0 to 100.
 const around = (u, low, high) => (low === 0 && high === 0 ? [0, 1] : low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true));
 
-// curves: [{name, color, dash, x, y, isFaint, isSparse, isFilled}]. What was measured is always drawn, behind what is smoothed (`isFaint`); points that
-// stand apart (evaluations) are marked, because the line between them was not measured. `range` is the part of the axis that is shown,
-// `onZoom(low, high)` is told what was dragged over, and nothing after a double click.
+// curves: [{name, color, dash, x, y, isFaint, isSparse, isFilled}]. Measured values are always drawn, faint behind a
+// smoothed curve (`isFaint`). Points of a sparse curve (evaluations) are marked, because nothing was measured between them. `range` is
+// the part of the x axis to show. `onZoom(low, high)` gets the range that was dragged over, and no arguments after a double click.
 export function lineChart(curves, { label = "", height = 170, isLog = false, range = null, axis = "step", band = null, onZoom = () => {} } = {}) {
   const positive = isLog ? curves.map((c) => ({ ...c, y: c.y.map((v) => (v > 0 ? v : null)) })) : curves;
   const drawn = positive.filter(({ x }) => x.length);
   const data = joined(positive);
-  const told = el("p", { class: "told muted", "aria-hidden": "true" }, "\u00a0");
+  const readout = el("p", { class: "told muted", "aria-hidden": "true" }, "\u00a0");
   const last = curves.filter((c) => c.x.length && !c.isFaint).map((c) => `${c.name}: ${short(c.y.at(-1))} at ${axis} ${short(c.x.at(-1))}`);
   const box = el("div", { class: "plot", role: "img", "aria-label": `${label}. ${last.join("; ")}` });
   const soft = ink("ink-soft"), line = ink("ink-line");
   const ticks = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 }, font: "11px system-ui, sans-serif", values: (u, splits) => splits.map((v) => (v === null ? "" : short(v))) };
   const tell = (u) => {
     const at = u.cursor.idx;
-    say(told, at === null || at === undefined ? "\u00a0" : `${axis} ${short(data[0][at])}: ${drawn.map((c, i) => (typeof data[i + 1][at] === "number" && !c.isFaint ? `${drawn.length > 1 ? `${c.name} ` : ""}${short(data[i + 1][at])}` : "")).filter(Boolean).join(" · ")}`);
+    say(readout, at === null || at === undefined ? "\u00a0" : `${axis} ${short(data[0][at])}: ${drawn.map((c, i) => (typeof data[i + 1][at] === "number" && !c.isFaint ? `${drawn.length > 1 ? `${c.name} ` : ""}${short(data[i + 1][at])}` : "")).filter(Boolean).join(" · ")}`);
   };
   const options = {
     width: 320, height, legend: { show: false }, series: [{}, ...drawn.map((c) => {
@@ -87,16 +87,16 @@ export function lineChart(curves, { label = "", height = 170, isLog = false, ran
   if (drawn.length) {
     box.plot = new uPlot(options, data, box);
     let wasShown = false;
-    new ResizeObserver(() => { // also when it is taken out of the page: uPlot holds every chart that shares a cursor
+    new ResizeObserver(() => { // also when the chart leaves the page: uPlot keeps every chart that shares a cursor
       if (!box.isConnected && wasShown) box.plot.destroy();
       else if (box.clientWidth > 0) box.plot.setSize({ width: box.clientWidth, height });
       wasShown ||= box.isConnected;
     }).observe(box);
   } else box.append(el("p", { class: "muted" }, isLog && curves.some((c) => c.x.length) ? "No value above 0." : "Nothing here."));
-  return el("div", { class: "drawn" }, box, told);
+  return el("div", { class: "drawn" }, box, readout);
 }
 
-// data: {steps, low, high, counts: [column][bin], mean}. The darker a field, the larger its share of the values of its column.
+// data: {steps, low, high, counts: [column][bin], mean}. A darker field has a larger share of the values of its column.
 export function heatMap({ steps, low, high, counts, mean }, { label = "" } = {}) {
   const width = 400, height = 190, left = 52, top = 6, bottom = 20, wide = (width - left) / counts.length, tall = (height - top - bottom) / counts[0].length;
   const box = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "heat-map", role: "img", "aria-label": `${label}: mean ${short(mean[0])} at step ${steps[0]}, ${short(mean.at(-1))} from step ${steps.at(-1)} on` });
@@ -112,7 +112,7 @@ export function heatMap({ steps, low, high, counts, mean }, { label = "" } = {})
   return box;
 }
 
-// A dot for each reward, on the range of all that are shown.
+// A dot for each reward; `low` and `high` are the range of all groups shown.
 export function strip(rewards, low, high) {
   const box = svg("svg", { viewBox: "0 0 150 16", class: "strip", role: "img" });
   box.append(svg("title", {}, `rewards ${rewards.map(short).join(", ")}`));
@@ -159,8 +159,8 @@ const PARTS = [["generate", "f0"], ["tools", "f1"], ["interaction", "f2"]];
 const begins = (episode) => episode.turns[0].start;
 const ends = (episode) => { const last = episode.turns.at(-1); return last.start + PARTS.reduce((sum, [name]) => sum + (last[name] ?? 0), 0); };
 
-// episodes: [{id, stop, turns: [{start, generate, tools, interaction}]}]; each is a lane. The axis stands above them and stays in view. What
-// is dragged over is told to `onZoom(from, to)`, and nothing after a double click; `range` is what is shown.
+// episodes: [{id, stop, turns: [{start, generate, tools, interaction}]}]; each is a lane. The axis above them stays in
+// view. `range` is the part to show. `onZoom(from, to)` gets the range that was dragged over, and no arguments after a double click.
 export function timeline(episodes, { onOpen, onZoom, range = null }) {
   const lane = episodes.length > 120 ? 6 : 16, width = across(1000), left = lane > 10 ? 90 : 4, whole = Math.max(1e-6, ...episodes.map(ends)), [low, high] = range ?? [0, whole];
   const X = (s) => left + ((s - low) / (high - low)) * (width - left - 4), S = (x) => low + ((x - left) / (width - left - 4)) * (high - low);
@@ -168,7 +168,7 @@ export function timeline(episodes, { onOpen, onZoom, range = null }) {
   const box = svg("svg", { viewBox: `0 0 ${width} ${episodes.length * lane}`, role: "group", class: "lanes", "aria-label": `${episodes.length} episodes, from ${short(low)} to ${short(high)} seconds` });
   const rough = (high - low) / 6, size = 10 ** Math.floor(Math.log10(rough)), every = size * ([1, 2, 5, 10].find((m) => m * size >= rough) ?? 10);
   const first = Math.ceil(low / every);
-  for (let n = 0, at; n < 20 && (at = (first + n) * every) <= high; n++) { // counted: a sum may stand still where `low` is large
+  for (let n = 0, at; n < 20 && (at = (first + n) * every) <= high; n++) { // counted, because adding to a large `low` may not change it
     axis.append(svg("text", { x: X(at), y: 15, "text-anchor": X(at) > width - 30 ? "end" : "middle" }, `${short(Number(at.toPrecision(6)))} s`));
     box.append(svg("line", { x1: X(at), x2: X(at), y1: 0, y2: episodes.length * lane, class: "axis" }));
   }
@@ -193,10 +193,10 @@ export function timeline(episodes, { onOpen, onZoom, range = null }) {
   });
   const chosen = box.appendChild(svg("rect", { y: 0, height: episodes.length * lane, class: "chosen-part", width: 0 }));
   let from = null, dragged = false;
-  const place = (event) => { const { left: edge, width: wide } = box.getBoundingClientRect(); return Math.min(Math.max(((event.clientX - edge) / wide) * width, left), width - 4); };
-  box.addEventListener("pointerdown", (event) => { from = place(event); dragged = false; });
-  box.addEventListener("pointermove", (event) => { if (from === null) return; const to = place(event); dragged ||= Math.abs(to - from) > 6; if (dragged) { chosen.setAttribute("x", Math.min(from, to)); chosen.setAttribute("width", Math.abs(to - from)); } });
-  box.addEventListener("pointerup", (event) => { const to = place(event); if (from !== null && dragged) onZoom(S(Math.min(from, to)), S(Math.max(from, to))); from = null; });
+  const pointerX = (event) => { const { left: edge, width: wide } = box.getBoundingClientRect(); return Math.min(Math.max(((event.clientX - edge) / wide) * width, left), width - 4); };
+  box.addEventListener("pointerdown", (event) => { from = pointerX(event); dragged = false; });
+  box.addEventListener("pointermove", (event) => { if (from === null) return; const to = pointerX(event); dragged ||= Math.abs(to - from) > 6; if (dragged) { chosen.setAttribute("x", Math.min(from, to)); chosen.setAttribute("width", Math.abs(to - from)); } });
+  box.addEventListener("pointerup", (event) => { const to = pointerX(event); if (from !== null && dragged) onZoom(S(Math.min(from, to)), S(Math.max(from, to))); from = null; });
   box.addEventListener("pointerleave", () => { from = null; chosen.setAttribute("width", 0); });
   box.addEventListener("dblclick", () => onZoom());
   return { element: el("div", { class: "timeline" }, axis, box), low, high, whole };

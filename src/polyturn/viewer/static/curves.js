@@ -1,33 +1,33 @@
-// Curves of one or several runs: which metrics, over what, how smooth; drag over a chart to zoom into all of them.
+// Curves of one or several runs, with a choice of metrics, x axis and smoothing. Dragging over a chart zooms into all charts.
 
 import { besidePicker, el, get, kept, remember, select, state, together } from "/static/base.js";
 import { banded, lineChart, stack } from "/static/charts.js";
 import { inline } from "/static/markdown.js";
 
 const MOST = 60, MOST_GROUPS = 30;
-const MOST_ASKED = 16_000; // characters of an address, of which a server takes 65,536
+const MOST_ASKED = 16_000; // characters of an address; the server refuses heads of more than 32,768 bytes
 const AXES = [["step", "step"], ["time", "seconds of training"], ["tokens", "sampled tokens"]];
 
-// Names that hold every word, or, without words, those that a run is first judged by, which come first; where it has none, all.
+// Names that contain every word. Without words: the run's most important metrics, which come first, or all if it has none of them.
 function chosen(info, words) {
   const names = Object.keys(info.names);
   return (words.length ? names.filter((name) => words.every((word) => name.toLowerCase().includes(word))) : names.slice(0, info.num_first || MOST)).slice(0, MOST);
 }
 
-// What is drawn: a panel for metrics that are read together, where one of them is chosen, and one for each of the others.
+// The panels to draw: a shared panel if one of its metrics is chosen, and a separate one for every other metric.
 function panels(infos, names) {
-  const known = new Map(infos.flatMap((info) => info.panels).map((panel) => [panel.title, panel])), found = new Map();
+  const known = new Map(infos.flatMap((info) => info.panels).map((panel) => [panel.title, panel])), byTitle = new Map();
   for (const name of names) {
     const panel = [...known.values()].find((one) => one.names.includes(name)) ?? { title: name, names: [name] };
-    found.set(panel.title, panel);
+    byTitle.set(panel.title, panel);
   }
-  return [...found.values()];
+  return [...byTitle.values()];
 }
 
-// The groups of names, `policy/` and so on, and names without one, as buttons that show one of them.
+// Pairs of a group, such as `policy/`, and its names; a name without a group is a group of its own.
 const groupsOf = (names) => Object.entries(Object.groupBy(names, (name) => name.replace(/\/.*/s, "/"))).sort();
 
-// The curves of a run, asked for in as many requests as their names need.
+// The curves of a run, in as many requests as the length of their names requires.
 async function drawnOf(run, window, names) {
   const parts = [[]];
   let size = 0;
@@ -50,10 +50,10 @@ export async function curves(run, values) {
   const asBand = el("input", { type: "checkbox", checked: values.band === "1" });
   const isLog = el("input", { type: "checkbox", checked: values.log === "1" });
   const low = el("input", { type: "number", step: "any", value: values.low ?? "", "aria-label": "From" }), high = el("input", { type: "number", step: "any", value: values.high ?? "", "aria-label": "To" });
-  let asked = 0;
+  let numLoads = 0;
 
   async function load() {
-    const mine = ++asked;
+    const mine = ++numLoads;
     const infos = await Promise.all(runs.map((index) => get(`runs/${index}/metrics`)));
     const meanings = Object.assign({}, ...infos.map((info) => info.names).reverse());
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -61,7 +61,7 @@ export async function curves(run, values) {
     const over = axis.querySelector("select").value;
     const window = { axis: over, smooth: Number(smoothing.value) || "", low: low.value, high: high.value };
     const drawn = await Promise.all(runs.map((index, at) => drawnOf(index, window, names.filter((name) => Object.hasOwn(infos[at].names, name)))));
-    if (mine !== asked) return; // something else was asked for since
+    if (mine !== numLoads) return; // a newer request replaces this one
     const range = low.value !== "" && high.value !== "" && Number(low.value) < Number(high.value) ? [Number(low.value), Number(high.value)] : null;
     grid.replaceChildren(...shown.filter((panel) => names.includes(panel.names[0])).map((panel) => chart(panel, meanings, drawn, { over, range })));
     const every = groupsOf(Object.keys(meanings)), further = every.length - MOST_GROUPS;
@@ -70,22 +70,22 @@ export async function curves(run, values) {
     alarms.replaceChildren(...infos[0].alarms.slice(-3).map((alarm) => el("div", { class: "problem" }, alarm.message)));
   }
 
-  // Of several runs each has its colour, and each metric of the panel its dashes; of one run each metric has a colour.
+  // With several runs, each run has a colour and each metric of the panel a dash pattern. With one run, each metric has a colour.
   function chart({ title, names, stacked }, meanings, drawn, { over, range }) {
     const isOne = runs.length === 1, label = (at, name) => (names.length === 1 ? state.runs[runs[at]].name : isOne ? name : `${state.runs[runs[at]].name} ${name}`);
     const series = runs.flatMap((_, at) => names.flatMap((name, number) => {
-      const found = drawn[at][name];
-      if (!found) return [];
-      const one = { name: label(at, name), color: isOne ? number : at, dash: isOne ? 0 : number, isSparse: found.is_sparse };
-      if (!found.smooth_x.length) return [{ ...one, x: found.x, y: found.y }];
-      return [{ ...one, x: found.x, y: found.y, isFaint: true }, { ...one, x: found.smooth_x, y: found.smooth_y, isSparse: false }];
+      const curve = drawn[at][name];
+      if (!curve) return [];
+      const one = { name: label(at, name), color: isOne ? number : at, dash: isOne ? 0 : number, isSparse: curve.is_sparse };
+      if (!curve.smooth_x.length) return [{ ...one, x: curve.x, y: curve.y }];
+      return [{ ...one, x: curve.x, y: curve.y, isFaint: true }, { ...one, x: curve.smooth_x, y: curve.smooth_y, isSparse: false }];
     }));
     const smooth = series.filter((one) => !one.isFaint && one.x.length), isBand = asBand.checked && names.length === 1 && smooth.length > 1;
     const total = Math.max(0, ...drawn.flatMap((of) => names.map((name) => of[name]?.total ?? 0)));
     const sentences = [...new Set(names.map((name) => meanings[name]).filter(Boolean))];
     const key = names.length === 1 ? null : el("div", { class: "legend" }, ...names.map((name, number) => el("span", { title: meanings[name] || null }, el("i", { class: isOne ? `ink${number % 6}` : `dash dash${number % 6}` }), name)));
     return el("section", { class: "chart", "aria-label": title }, el("h2", { title }, title), sentences.length ? el("p", { class: "meaning" }, ...inline(sentences.slice(0, 2).join(" "))) : null, key,
-      lineChart(isBand ? banded(smooth) : stacked && isOne ? stack(smooth) : series, { label: title, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to see single ones`) : null);
+      lineChart(isBand ? banded(smooth) : stacked && isOne ? stack(smooth) : series, { label: title, band: isBand ? [2, 1] : null, isLog: isLog.checked, range, axis: over, onZoom: zoom }), total > 1200 ? el("p", { class: "muted" }, `${total} points; drag to zoom in`) : null);
   }
 
   function zoom(from = "", to = "") {

@@ -1,34 +1,34 @@
-// Groups with their rewards, and when the episodes of a step did what.
+// Groups with their rewards, and the timeline of a step's episodes.
 
-import { PAGE_SIZE, asking, el, get, go, pager, place, remember, select, short } from "/static/base.js";
+import { PAGE_SIZE, addressForm, el, get, go, pager, remember, route, select, short } from "/static/base.js";
 import { strip, timeline as drawTimeline } from "/static/charts.js";
 
-const EVERY = "*"; // stands in the address for all splits, because training is shown where it names none
+const EVERY = "*"; // all splits, in the address; without a split, the page shows training
 
 // Groups
 
 export async function groups(run, values, info) {
   const split = values.split ?? (info.splits.includes("train") ? "train" : EVERY);
-  const found = await get(`runs/${run}/groups`, { split: split === EVERY ? "" : split, step: values.step, offset: values.offset, limit: PAGE_SIZE });
-  const rewards = found.rows.flatMap((r) => r.reward_list).filter((r) => typeof r === "number");
+  const data = await get(`runs/${run}/groups`, { split: split === EVERY ? "" : split, step: values.step, offset: values.offset, limit: PAGE_SIZE });
+  const rewards = data.rows.flatMap((r) => r.reward_list).filter((r) => typeof r === "number");
   const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
-  const body = el("tbody", {}, ...found.rows.map((row) => el("tr", { tabindex: 0, "data-key": `${row.group} ${row.step} ${row.split}`, onclick: () => go("trajectories", { group: row.group, split: row.split, min_step: row.step, max_step: row.step }), onkeydown: (e) => { if (e.key === "Enter") e.currentTarget.click(); } },
+  const body = el("tbody", {}, ...data.rows.map((row) => el("tr", { tabindex: 0, "data-key": `${row.group} ${row.step} ${row.split}`, onclick: () => go("trajectories", { group: row.group, split: row.split, min_step: row.step, max_step: row.step }), onkeydown: (e) => { if (e.key === "Enter") e.currentTarget.click(); } },
     el("td", {}, row.group), el("td", { class: "number" }, String(row.step)), el("td", {}, row.split), el("td", {}, strip(row.reward_list, low, high)),
     el("td", { class: "number" }, String(short(row.reward_mean))), el("td", { class: "number" }, String(short(row.reward_stddev))), el("td", { class: "number" }, String(row.id_count)),
     el("td", { class: "number" }, String(short(row.num_turns_mean))), el("td", { class: row.dropped_min ? "bad" : null }, row.dropped_min ?? ""), el("td", { title: row.question_min }, row.question_min ?? ""))));
-  const form = asking("groups", select("split", { split }, info.splits, "Split", EVERY), el("label", {}, "Step", el("input", { type: "number", name: "step", value: values.step ?? "" })), el("button", { type: "submit" }, "Show"));
+  const form = addressForm("groups", select("split", { split }, info.splits, "Split", EVERY), el("label", {}, "Step", el("input", { type: "number", name: "step", value: values.step ?? "" })), el("button", { type: "submit" }, "Show"));
   const head = el("tr", {}, ...[["group"], ["step", 1], ["split"], ["rewards"], ["mean", 1], ["standard deviation", 1], ["size", 1], ["turns", 1], ["dropped"], ["question"]].map(([h, isNumber]) => el("th", { class: isNumber ? "number" : null }, h)));
-  return { element: el("div", {}, form, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager("groups", values, found.total, "group", el("span", { class: "muted" }, "the latest first"))), follows: true };
+  return { element: el("div", {}, form, el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), body)), pager("groups", values, data.total, "group", el("span", { class: "muted" }, "the latest first"))), follows: true };
 }
 
 // Timeline
 
 export async function timelinePage(run, values, info) {
   const split = values.split ?? (info.splits.includes("train") ? "train" : info.splits[0] ?? "train");
-  const found = await get(`runs/${run}/timeline`, { step: values.step, split }), { step } = found;
-  const form = asking("timeline", el("label", {}, "Step", el("input", { type: "number", name: "step", value: step })), select("split", { split }, info.splits, "Split", null), el("button", { type: "submit" }, "Show"));
+  const data = await get(`runs/${run}/timeline`, { step: values.step, split }), { step } = data;
+  const form = addressForm("timeline", el("label", {}, "Step", el("input", { type: "number", name: "step", value: step })), select("split", { split }, info.splits, "Split", null), el("button", { type: "submit" }, "Show"));
   const legend = el("div", { class: "legend" }, ...[["f0", "generation"], ["f1", "tools"], ["f2", "interaction"], ["f3", "waiting"]].map(([c, t]) => el("span", {}, el("i", { class: c }), t)));
-  if (!found.episodes.length) return { element: el("div", {}, form, el("p", { class: "muted" }, found.total ? "These trajectories were recorded without the times at which their turns began." : `No trajectory of the split ${split} is recorded${step === null ? "" : ` for step ${step}`}.`)), follows: true };
+  if (!data.episodes.length) return { element: el("div", {}, form, el("p", { class: "muted" }, data.total ? "These trajectories were recorded without the start times of their turns." : `No trajectory of the split ${split} is recorded${step === null ? "" : ` for step ${step}`}.`)), follows: true };
   const picture = el("div");
   let drawn = null;
   function zoom(low, high) {
@@ -37,11 +37,11 @@ export async function timelinePage(run, values, info) {
     draw();
   }
   function draw() {
-    const { low, high } = place().values, range = [Number(low), Number(high)];
-    drawn = drawTimeline(found.episodes, { onOpen: (id) => go("one", { id, step, split }), onZoom: zoom, range: low !== undefined && high !== undefined && range[1] > range[0] ? range : null });
+    const { low, high } = route().values, range = [Number(low), Number(high)];
+    drawn = drawTimeline(data.episodes, { onOpen: (id) => go("one", { id, step, split }), onZoom: zoom, range: low !== undefined && high !== undefined && range[1] > range[0] ? range : null });
     picture.replaceChildren(drawn.element);
   }
-  // Around the middle of what is shown: half of it, twice of it, or beside it, inside the step.
+  // Zoom around the middle of the range shown by a scale, or move the range by a share of it, within the step.
   function move(scale, by = 0) {
     const size = Math.min((drawn.high - drawn.low) * scale, drawn.whole), middle = (drawn.low + drawn.high) / 2 + by * size, low = Math.min(Math.max(0, middle - size / 2), drawn.whole - size);
     if (size >= drawn.whole) zoom(); else zoom(low, low + size);

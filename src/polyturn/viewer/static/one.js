@@ -1,6 +1,6 @@
 // One trajectory as a conversation and as tokens, and two side by side.
 
-import { address, back, el, get, go, kept, place, post, reading, say, short, state } from "/static/base.js";
+import { address, back, el, get, go, kept, post, reading, route, say, short, state } from "/static/base.js";
 import { marked } from "/static/diff.js";
 import { code, picture, rendered } from "/static/markdown.js";
 import { tokensView } from "/static/tokens.js";
@@ -10,11 +10,11 @@ export async function one(run, values) {
   const panel = el("aside", { class: "side-panel", "aria-live": "polite", "aria-label": "The chosen token" }, el("p", { class: "muted" }, "Choose a token to see why it was trained or not."));
   const view = tokensView(data, panel, values);
   const list = state.list, at = list.findIndex((r) => r.id === data.id && r.step === data.step && r.split === data.split);
-  const step = (by) => { const next = at >= 0 ? list[at + by] : null; if (next) go("one", { ...next, show: values.show, changes: values.changes, raw: values.raw, colour: place().values.colour }); return Boolean(next); };
+  const step = (by) => { const next = at >= 0 ? list[at + by] : null; if (next) go("one", { ...next, show: values.show, changes: values.changes, raw: values.raw, colour: route().values.colour }); return Boolean(next); };
   const show = values.show ?? "both";
   const choice = el("div", { class: "tabs2", role: "group", "aria-label": "How it is shown" }, ...[["both", "Both"], ["conversation", "Conversation"], ["tokens", "Tokens"]].map(([name, label]) =>
-    el("button", { type: "button", "aria-pressed": String(show === name), onclick: () => go("one", { ...place().values, show: name }, { replace: true }) }, label)), ...[["changes", "Changes since the turn before"], ["raw", "As written"]].map(([name, label]) =>
-    el("button", { type: "button", "aria-pressed": String(values[name] === "1"), onclick: () => go("one", { ...place().values, [name]: values[name] === "1" ? "" : 1 }, { replace: true }) }, label)));
+    el("button", { type: "button", "aria-pressed": String(show === name), onclick: () => go("one", { ...route().values, show: name }, { replace: true }) }, label)), ...[["changes", "Changes since the turn before"], ["raw", "As written"]].map(([name, label]) =>
+    el("button", { type: "button", "aria-pressed": String(values[name] === "1"), onclick: () => go("one", { ...route().values, [name]: values[name] === "1" ? "" : 1 }, { replace: true }) }, label)));
   const page = wholePage(), linked = (m) => m.at && (!kept || m.at[1] < data.page_size) && address("one", { ...values, segment: m.at[0], start: m.at[1] - (m.at[1] % data.page_size), token: m.at.join(":") }, run);
   const talk = show !== "tokens" ? el("section", { "aria-label": "Conversation" }, ...data.messages.map((m, i) => message(m, { ...turnBefore(data.messages, i, values), isRaw: values.raw === "1", link: linked(m), page }))) : null;
   const tokens = show !== "conversation" ? view.element : null;
@@ -23,18 +23,18 @@ export async function one(run, values) {
   return { element, ready: view.ready, key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : view.key(event)) };
 }
 
-// A person's label of the trajectory, kept beside the run.
+// The form for a label and a note, which are stored in the run's folder.
 function labelForm(run, data) {
   const label = el("input", { name: "label", value: data.label, maxlength: 60, list: "labels", placeholder: "for instance reward hack" });
   const note = el("input", { name: "note", value: data.note, maxlength: 4000, size: 40 });
-  const said = el("span", { role: "status", class: "muted" });
-  const form = el("form", { class: "bar", "aria-label": "Label and note" }, el("label", {}, "Label", label), el("datalist", { id: "labels" }, ...data.labels.map((l) => el("option", { value: l }))), el("label", {}, "Note", note), el("button", { type: "submit" }, "Save"), said);
+  const status = el("span", { role: "status", class: "muted" });
+  const form = el("form", { class: "bar", "aria-label": "Label and note" }, el("label", {}, "Label", label), el("datalist", { id: "labels" }, ...data.labels.map((l) => el("option", { value: l }))), el("label", {}, "Note", note), el("button", { type: "submit" }, "Save"), status);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
       await post(`runs/${run}/label`, { id: data.id, step: data.step, split: data.split, label: label.value, note: note.value });
-      say(said, "saved beside the run");
-    } catch (problem) { say(said, problem.message); }
+      say(status, "saved in the run's folder");
+    } catch (problem) { say(status, problem.message); }
   });
   return form;
 }
@@ -48,7 +48,7 @@ export function heading(data, run = null) {
     data.dropped ? el("div", { class: "problem" }, `Dropped before training: ${data.dropped_meaning}`) : null);
 }
 
-// Where the address asks for it, what the model says in a turn is shown beside what it said in the turn before.
+// With `changes=1` in the address, a message is compared with the message of the same role in the turn before.
 function turnBefore(messages, at, values) {
   if (values.changes !== "1" || messages[at].turn < 1) return {};
   return { other: messages.findLast((m, i) => i < at && m.role === messages[at].role && m.turn === messages[at].turn - 1), kind: "±" };
@@ -56,13 +56,13 @@ function turnBefore(messages, at, values) {
 
 const seconds = (value) => `${short(typeof value === "number" ? Number(value.toPrecision(3)) : value)} s`;
 
-// `other` is a message that this one is compared with, word by word; `kind` is what of the differences is shown (`marked`). Without
-// one, Markdown, code and JSON are laid out, unless the text is to stand as it was written.
-export const wholePage = () => ({ left: 50_000 }); // elements of its messages
+// A message. With `other`, the two are compared word by word, and `kind` selects the differences to show (`marked`). Otherwise Markdown,
+// code and JSON are laid out, unless `isRaw` or the page has too many elements.
+export const wholePage = () => ({ left: 50_000 }); // number of elements that its messages may still add
 
 export function message(m, { differs = false, link = null, other = undefined, kind = "±", isRaw = false, page = wholePage() } = {}) {
   const isFull = page.left <= 0, isPlain = isRaw || isFull || other !== undefined;
-  const said = (text, before, lay = rendered) => (isPlain ? marked(text, before, kind) : lay(text));
+  const body = (text, before, lay = rendered) => (isPlain ? marked(text, before, kind) : lay(text));
   const box = isPlain ? "text" : "text rich";
   const head = el("div", { class: "head" }, el("b", {}, m.role + (m.name ? ` ${m.name}` : "")), m.turn >= 0 ? el("span", {}, `turn ${m.turn}`) : null,
     m.num_tokens !== undefined ? el("span", {}, `${m.num_tokens} tokens`) : null, link ? el("a", { href: link }, "its tokens") : null, m.finish_reason && m.finish_reason !== "stop" ? el("span", { class: "bad" }, m.finish_reason) : null,
@@ -72,13 +72,13 @@ export function message(m, { differs = false, link = null, other = undefined, ki
   const article = el("article", { class: `message ${["assistant", "user", "tool"].includes(m.role) ? m.role : "other"}${differs ? " differs" : ""}` }, head,
     m.reasoning ? el("details", {}, el("summary", {}, "reasoning"), el("div", { class: box }, ...(isPlain ? [m.reasoning] : rendered(m.reasoning)))) : null,
     ...m.media.map((x) => (x.source ? picture(x.source, x.kind) : el("p", { class: "muted" }, `[${x.kind}]`))),
-    m.text ? el("div", { class: box, tabindex: m.text.length > 500 ? 0 : null }, ...said(m.text, other?.text)) : null, cut,
+    m.text ? el("div", { class: box, tabindex: m.text.length > 500 ? 0 : null }, ...body(m.text, other?.text)) : null, cut,
     ...m.tool_calls.map((call, i) => el("div", { class: "call" },
       el("div", { class: "head" }, el("b", {}, `→ ${call.name || "(no name)"}`), call.result ? el("span", {}, seconds(call.result.duration_s)) : null, call.result?.reward !== null && call.result?.reward !== undefined ? el("span", {}, `reward ${short(call.result.reward)}`) : null,
         call.error || call.result?.error ? el("span", { class: "bad" }, call.result?.error ?? call.error) : null),
-      el("div", { class: box }, ...said(call.error ? call.raw : call.arguments, other && (other.tool_calls[i]?.arguments ?? ""), (text) => [code(text)])), call.result ? el("div", { class: `${box} result` }, ...said(call.result.text, other && (other.tool_calls[i]?.result?.text ?? ""))) : null)),
+      el("div", { class: box }, ...body(call.error ? call.raw : call.arguments, other && (other.tool_calls[i]?.arguments ?? ""), (text) => [code(text)])), call.result ? el("div", { class: `${box} result` }, ...body(call.result.text, other && (other.tool_calls[i]?.result?.text ?? ""))) : null)),
     m.info && Object.keys(m.info).length ? el("details", {}, el("summary", {}, "details"), el("pre", {}, JSON.stringify(m.info, null, 1))) : null,
-    isFull && !isRaw ? el("p", { class: "muted" }, "It stands as it was written: the messages before it take the room of the page.") : null);
+    isFull && !isRaw ? el("p", { class: "muted" }, "Shown as plain text, because the messages before it have too many elements.") : null);
   article.classList.toggle("long", article.textContent.length > 5000); // a browser lays it out when it comes into view
   page.left -= article.getElementsByTagName("*").length;
   return article;
@@ -88,8 +88,8 @@ export function message(m, { differs = false, link = null, other = undefined, ki
 
 export async function compare(run, v) {
   const pair = await Promise.all([["a", "as", "al", "ar"], ["b", "bs", "bl", "br"]].map(([id, step, split, of]) => reading(v[of] ?? run, { id: v[id], step: v[step], split: v[split] })));
-  const rows = inStep(pair.map((d) => d.messages)), said = (m) => JSON.stringify(m ? [m.role, m.text, m.tool_calls.map((c) => [c.name, c.arguments, c.result?.text])] : null);
-  const differs = rows.map((row) => said(row[0]) !== said(row[1])), first = differs.indexOf(true);
+  const rows = inStep(pair.map((d) => d.messages)), content = (m) => JSON.stringify(m ? [m.role, m.text, m.tool_calls.map((c) => [c.name, c.arguments, c.result?.text])] : null);
+  const differs = rows.map((row) => content(row[0]) !== content(row[1])), first = differs.indexOf(true);
   const status = pair.some((data) => data.problem) ? "One of them cannot be shown." : first < 0 ? "Both conversations are the same." : `${differs.filter(Boolean).length} of ${rows.length} messages differ, the first in ${rows[first].find(Boolean).turn < 0 ? "the prompt" : `turn ${rows[first].find(Boolean).turn}`}.`;
   const page = wholePage(), columns = pair.map((data, side) => el("section", { "aria-label": `Trajectory ${data.id}` }, el("div", {}, el("p", {}, el("b", {}, state.runs[v[side ? "br" : "ar"] ?? run]?.name)), heading(data)),
     ...rows.map((row, i) => (row[side] ? message(row[side], { differs: differs[i], other: differs[i] ? row[1 - side] ?? undefined : undefined, kind: side ? "+" : "-", page }) : el("p", { class: "gap muted" }, "no such message")))));
@@ -109,7 +109,7 @@ export async function compare(run, v) {
   return { element: el("div", {}, nav, sides), key: (event) => (event.key === "n" ? step(1) : event.key === "p" ? step(-1) : false) };
 }
 
-// Messages of two conversations in rows: the same turn beside the same turn, and in it the same place.
+// Messages of two conversations in rows, paired by turn and by position in the turn.
 export function inStep(conversations) {
   const turns = [...new Set(conversations.flat().map((m) => m.turn))].sort((a, b) => a - b);
   return turns.flatMap((turn) => {
@@ -118,7 +118,7 @@ export function inStep(conversations) {
   });
 }
 
-// Where a long text is scrolled on one side, the text beside it is scrolled to the same share.
+// When a long text is scrolled, scroll the text beside it to the same relative position.
 function scrollTogether(box, columns) {
   const side = columns.findIndex((column) => column.contains(box)), cell = columns[side] && [...columns[side].children].findIndex((child) => child.contains(box));
   if (side < 0 || !box.matches(".text, .text *")) return;

@@ -1,4 +1,4 @@
-// The runs: which go on, which are finished, and which died; how far each came, and what it was worth last.
+// The list of runs: state, step, time, last reward and evaluation, and problems.
 
 import { address, cell, doing, el, lasting, short, state, table } from "/static/base.js";
 
@@ -22,9 +22,9 @@ function row(info) {
 
 export async function runs() {
   const count = (of) => state.runs.filter((info) => info.state === of).length;
-  const said = ["running", "silent", "finished", "stopped", "died"].filter(count).map((of) => `${count(of)} ${of}`).join(", ");
+  const states = ["running", "silent", "finished", "stopped", "died"].filter(count).map((of) => `${count(of)} ${of}`).join(", ");
   const ordered = [...state.runs].sort((a, b) => b.written_at - a.written_at);
   const beside = ordered.slice(0, 6).map((info) => info.index);
-  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}${said ? `: ${said}` : ""}. Runs that begin in the folder appear here.`),
+  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}${states ? `: ${states}` : ""}. Runs that begin in the folder appear here.`),
     table("Runs", names, ordered.map(row)), beside.length > 1 ? el("p", {}, el("a", { href: address("curves", { with: beside.slice(1).join(",") }, beside[0]) }, `Curves of the latest ${beside.length} side by side`)) : null), follows: true };
 }

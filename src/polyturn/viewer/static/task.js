@@ -1,4 +1,4 @@
-// One task over training: its rewards, a slider over the steps, and what the model said there, beside what it said a step before.
+// One task over training: its rewards, a slider over the steps, and the conversation at a step, compared with the step before.
 
 import { address, back, el, get, reading, remember, say, short } from "/static/base.js";
 import { lineChart, palette } from "/static/charts.js";
@@ -9,9 +9,9 @@ const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / numbers.length;
 
 export async function task(run, values) {
   const slider = el("input", { type: "range", min: 0, "aria-label": "Step" }), member = el("select", { "aria-label": "Trajectory of the step" });
-  const said = el("span", { role: "status" }), talk = el("div"), drawn = el("div"), legend = el("div", { class: "legend" }), all = el("a", { href: address("trajectories", { task_id: values.task_id, sort: "step" }, run) }), more = el("span");
-  let rows = [], steps = [], total = 0, asked = 0, beside = "";
-  const tell = () => { say(said, `step ${steps[slider.value]}, ${Number(slider.value) + 1} of ${steps.length}${beside}`); };
+  const status = el("span", { role: "status" }), talk = el("div"), drawn = el("div"), legend = el("div", { class: "legend" }), all = el("a", { href: address("trajectories", { task_id: values.task_id, sort: "step" }, run) }), more = el("span");
+  let rows = [], steps = [], total = 0, numShown = 0, beside = "";
+  const tell = () => { say(status, `step ${steps[slider.value]}, ${Number(slider.value) + 1} of ${steps.length}${beside}`); };
   const at = (step) => rows.filter((row) => row.step === step);
 
   async function load() {
@@ -34,17 +34,17 @@ export async function task(run, values) {
   }
 
   async function show() {
-    const mine = ++asked, number = Number(slider.value), chosen = at(steps[number]), before = number ? at(steps[number - 1]) : [];
+    const mine = ++numShown, number = Number(slider.value), chosen = at(steps[number]), before = number ? at(steps[number - 1]) : [];
     if (member.dataset.step !== String(steps[number])) {
-      const held = member.selectedIndex;
+      const index = member.selectedIndex;
       member.replaceChildren(...chosen.map((row) => el("option", {}, `${row.id}, reward ${short(row.reward)}`)));
-      member.selectedIndex = Math.max(0, Math.min(held, chosen.length - 1));
+      member.selectedIndex = Math.max(0, Math.min(index, chosen.length - 1));
       member.dataset.step = steps[number];
     }
     const pair = [chosen[member.selectedIndex], before[Math.min(member.selectedIndex, before.length - 1)]];
     const [now, old] = await Promise.all(pair.map((row) => row && reading(run, row)));
-    if (mine !== asked) return;
-    beside = old && !old.problem ? `; marked is what differs from ${old.id} at step ${old.step}` : "";
+    if (mine !== numShown) return;
+    beside = old && !old.problem ? `; differences from ${old.id} at step ${old.step} are marked` : "";
     tell();
     const page = wholePage();
     talk.replaceChildren(heading(now, run), el("p", {}, el("a", { href: address("one", { id: pair[0].id, step: pair[0].step, split: pair[0].split }, run) }, "Its tokens")), ...inStep([now.messages, old?.messages ?? []]).filter(([m]) => m).map(([m, before]) => message(m, { other: before ?? undefined, kind: "±", page })));
@@ -55,5 +55,5 @@ export async function task(run, values) {
   await load();
   if (!rows.length || !values.task_id) return { element: el("div", {}, el("div", { class: "pager" }, back()), el("p", { class: "muted" }, "No trajectory of this task is recorded.")), follows: true };
   await show();
-  return { element: el("div", {}, el("div", { class: "pager" }, back()), el("h2", {}, `Task ${values.task_id} over training`), el("p", {}, all, more), legend, drawn, el("div", { class: "bar" }, el("label", { class: "wide" }, "Step", slider), el("label", {}, "Trajectory", member), said), talk), update: load, repaint: draw };
+  return { element: el("div", {}, el("div", { class: "pager" }, back()), el("h2", {}, `Task ${values.task_id} over training`), el("p", {}, all, more), legend, drawn, el("div", { class: "bar" }, el("label", { class: "wide" }, "Step", slider), el("label", {}, "Trajectory", member), status), talk), update: load, repaint: draw };
 }

@@ -1,6 +1,6 @@
 // The tokens of a trajectory: coloured by source or by a number, one of them explained in the panel.
 
-import { address, el, go, kept, place, remember, short } from "/static/base.js";
+import { address, el, go, kept, remember, route, short } from "/static/base.js";
 
 const COLOURS = [["source", "source"], ["advantages", "advantage"], ["logprobs", "log-probability"], ["difference", "engine − trainer"], ["entropies", "entropy"], ["version", "policy version"]];
 
@@ -22,10 +22,10 @@ export function tokensView(data, panel, values) {
         box.append(piece);
       }
     }
-    const part = (start, label, is_there) => el("button", { type: "button", disabled: !is_there, onclick: () => go("one", { ...place().values, segment: s, start, token: "" }) }, label);
-    const shown = segment.ids.length ? `tokens ${segment.start}–${end - 1} of ${segment.num_tokens}` : `${segment.num_tokens} tokens`;
-    const pager = segment.num_tokens === segment.ids.length ? null : kept ? el("p", { class: "muted" }, `${shown}; the viewer shows the others`)
-      : el("div", { class: "pager" }, part(Math.max(0, segment.start - data.page_size), "‹ tokens before", segment.start > 0), el("span", {}, shown), part(end, "tokens after ›", end < segment.num_tokens));
+    const part = (start, label, is_there) => el("button", { type: "button", disabled: !is_there, onclick: () => go("one", { ...route().values, segment: s, start, token: "" }) }, label);
+    const range = segment.ids.length ? `tokens ${segment.start}–${end - 1} of ${segment.num_tokens}` : `${segment.num_tokens} tokens`;
+    const pager = segment.num_tokens === segment.ids.length ? null : kept ? el("p", { class: "muted" }, `${range}; the viewer shows the others`)
+      : el("div", { class: "pager" }, part(Math.max(0, segment.start - data.page_size), "‹ tokens before", segment.start > 0), el("span", {}, range), part(end, "tokens after ›", end < segment.num_tokens));
     return el("section", { "aria-label": `Segment ${s + 1}` }, el("h3", {}, `Segment ${s + 1}: ${segment.num_tokens} tokens of ${segment.agent}` + (segment.parent ? `, branched from segment ${segment.parent[0] + 1} after ${segment.parent[1]} tokens` : "")), box, pager);
   });
   let chosen = -1;
@@ -47,7 +47,7 @@ export function tokensView(data, panel, values) {
   const draw = () => legend.replaceChildren(...paint(pieces, colour.value).map(([c, t]) => el("span", {}, el("i", { class: c }), t)));
   colour.addEventListener("change", () => { draw(); remember({ colour: colour.value === "source" ? "" : colour.value }); });
   draw();
-  const hint = data.has_tokenizer ? null : el("p", { class: "muted" }, "The run kept no tokenizer, so tokens are shown as their ids.");
+  const hint = data.has_tokenizer ? null : el("p", { class: "muted" }, "The run's folder has no tokenizer, so tokens are shown as ids.");
   const key = (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!by) return false;
@@ -68,10 +68,10 @@ function value(piece, what) {
 }
 
 // Colour every token and return the legend: pairs of a class and its meaning. Log-probabilities, differences and entropies have
-// a fixed scale, so that a colour means the same in every trajectory; advantages are on the range of this one.
+// a fixed scale, so that a colour means the same in every trajectory; advantages are scaled to the largest of this trajectory.
 const SOURCES = [["s-sampled", "sampled and trained"], ["s-masked", "sampled, not trained"], ["s-observation", "observation"], ["s-prompt", "prompt"]];
 const DIFFERENCES = [1e-3, 1e-2, 1e-1];
-const ENTROPIES = [0.1, 0.5, 1.5]; // nats; two tokens that are as likely as each other have 0.69
+const ENTROPIES = [0.1, 0.5, 1.5]; // nats; two equally likely tokens have 0.69
 function paint(pieces, what) {
   const numbers = what === "source" ? [] : pieces.map((p) => value(p, what)).filter((v) => typeof v === "number");
   let low = Infinity, high = -Infinity;
@@ -90,7 +90,7 @@ function paint(pieces, what) {
     if (level && typeof v === "number") piece.piece.classList.add(`heat${level(v) || 0}`);
   }
   if (what === "source") return SOURCES;
-  if (!numbers.length) return [["", "no token of this trajectory has a number for it"]];
+  if (!numbers.length) return [["", "no token of this trajectory has this value"]];
   const steps = [-3, -2, -1, 0, 1, 2, 3];
   if (what === "logprobs") return [["heat0", "0 (certain)"], ["heat-1", "−1"], ["heat-2", "−2"], ["heat-3", "−3 or less"]];
   if (what === "entropies") return [["heat0", `below ${ENTROPIES[0]} nats (certain)`], ...ENTROPIES.map((e, n) => [`heat${n + 1}`, `≥ ${e}`])];
@@ -104,7 +104,7 @@ function describe(piece, data) {
   const turn = data.messages.find((m) => m.turn === span.turn && m.role === "assistant");
   const from = data.reward && span.source === "sampled" ? [["reward", `${short(data.reward.total)} (${Object.entries(data.reward.components).map(([k, v]) => `${k} ${short(v)}`).join(", ") || "no parts"})`]] : [];
   const rows = [["text", JSON.stringify(segment.texts[at])], ["id", segment.ids[at]], ["position", `${t} of segment ${piece.s + 1}`], ["turn", span.turn < 0 ? "the task's prompt" : span.turn], ["source", span.source], ["weight in the loss", short(segment.used_weights[at])]];
-  if (segment.weights[at] !== segment.used_weights[at]) rows.push(["weight that it was recorded with", short(segment.weights[at])]);
+  if (segment.weights[at] !== segment.used_weights[at]) rows.push(["recorded weight", short(segment.weights[at])]);
   if (span.source === "sampled") {
     const a = segment.logprobs?.[at], b = segment.policy_logprobs?.[at];
     rows.push(["log-probability, engine", short(a)], ["log-probability, trainer", short(b ?? null)]);
@@ -113,7 +113,7 @@ function describe(piece, data) {
     rows.push(["advantage", el("span", {}, `${short(segment.advantages?.[at] ?? null)} `, el("a", { href: address("why", { id: data.id, step: data.step, split: data.split }) }, "why?"))], ["policy version", short(span.version)], ...from);
     if (turn?.score !== undefined && turn.score !== null) rows.push(["score of the turn", short(turn.score)]);
   }
-  if (span.routed) rows.push(["experts known", `of ${span.routed} of its span's ${span.length} tokens`]);
+  if (span.routed) rows.push(["experts recorded", `for ${span.routed} of the ${span.length} tokens of its span`]);
   const sentence = segment.notes[t] ?? span.why;
   return [el("h2", {}, "Token"), el("p", { class: "why" }, sentence.charAt(0).toUpperCase() + sentence.slice(1) + "."), el("dl", {}, ...rows.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v instanceof Node ? v : String(v))]))];
 }

@@ -1,4 +1,4 @@
-// Why a trajectory has its advantage: its group on one strip, the estimator's formula with the group's numbers, parts and turns.
+// Why a trajectory has its advantage: its group's rewards on a line, the estimator's formula with numbers, components and turns.
 
 import { address, back, cell, el, get, kept, short, table } from "/static/base.js";
 import { groupStrip } from "/static/charts.js";
@@ -23,7 +23,7 @@ export async function why(run, values) {
     cell(t.tools.map((c) => `${c.name || "(no name)"}${c.error ? ` (${c.error})` : ""}${c.reward !== null ? ` ${short(c.reward)}` : ""}`).join(", "))));
   const element = el("div", {},
     el("div", { class: "pager" }, back()),
-    el("h2", {}, `Why has ${data.id} this advantage?`),
+    el("h2", {}, `Why does ${data.id} have this advantage?`),
     el("p", {}, link("the trajectory", at(data.id, "one")), ...(kept ? [] : [" · ", link(`its group ${data.group}`, address("trajectories", { group: data.group, min_step: data.step, max_step: data.step, split: data.split }, run)), " · ",
       link(`the task ${data.task_id} over training`, address("task", { task_id: data.task_id, split: data.split, step: data.step }, run))])),
     groupStrip(data, (id) => at(id, "why")), answer(data),
