@@ -26,7 +26,7 @@ UNREADABLE = (
     pa.ArrowException, OSError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
 """Errors from reading a file that is damaged, malicious, or not part of a run."""
-_PLACE = ("id", "group", "step", "split", "dropped", "routed_experts")
+_PLAIN = ("id", "group", "step", "split", "dropped", "routed_experts")
 _TEXTS: dict[int, tuple[str, ...]] = {1: ("payload",), 2: older_versions.COLUMNS, 3: ("trajectory",)}
 """Version -> the columns of a trajectory, except its arrays."""
 
@@ -43,7 +43,7 @@ def read_rows(file: PartFile, rows: Sequence[int], *, damaged: Callable[[int, Ex
             f"the part has version {version}, but this polyturn reads versions up to {VERSION}; use a newer polyturn"
         )
     records = []
-    for row, values in _values(file, rows, {*_PLACE, *_TEXTS[version], *ARRAYS}):
+    for row, values in _values(file, rows, {*_PLAIN, *_TEXTS[version], *ARRAYS}):
         try:
             records.append(_record(values, version))
         except UNREADABLE as problem:  # other rows are not affected
@@ -85,9 +85,8 @@ def _record(row: Mapping[str, Any], version: int) -> StoredTrajectory:
         data = {**json.loads(row["trajectory"]), "id": row["id"]} if version == VERSION else older_versions.of_second(row)
         trajectory = from_json(Trajectory, _with_arrays(data, row))
     arrays = {
-        name: None
-        if row.get(name) is None
-        else np.asarray(row[name], dtype=np.float32)  # some columns are missing in older files
+        # some columns are missing in older files
+        name: None if row.get(name) is None else np.asarray(row[name], dtype=np.float32)
         for name in ("advantages", "policy_logprobs", "entropies", "trained_weights")
     }
     for name, array in arrays.items():

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "trajectories"
 """The store's folder inside a run's folder."""
 ROW_GROUP = 128
-"""Rows per row group: the unit that is read to show one row."""
+"""Rows per row group, the unit that must be read to show one row."""
 _MAX_BUFFERED = 16 * 2**20
 """Number of buffered tokens at which a part is written without a `flush`."""
 

@@ -1,4 +1,4 @@
-"""PartFile: reads columns of one Parquet file of a store; texts are dictionary-encoded, so each value is kept once."""
+"""PartFile: reads columns of one Parquet file of a store. Equal texts of a row group are kept once (dictionary-encoded)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PartFile:
     def read(self, columns: Sequence[str], *, groups: Iterable[int] | None = None) -> pa.Table:
         """Return columns, or fields of columns (`paths`), of all or some row groups, with texts dictionary-encoded."""
         chosen = range(len(self.rows_of_groups)) if groups is None else groups
-        # One at a time: each group has its own dictionaries, and nested texts of several groups cannot be read together.
+        # One group at a time: each has its own dictionaries, and nested texts of several groups cannot be read together.
         # No threads: groups are small, so distributing columns over threads costs more than reading them.
         read = [self._file.read_row_group(number, columns=list(columns), use_threads=False) for number in chosen]
         return pa.concat_tables(read) if read else self.schema.empty_table().select(list(columns))

@@ -14,11 +14,11 @@ from polyturn.infra.contained import contained
 RESOLVED_HEAD = (
     "# Everything this run used, defaults included. ${oc.env:...} is read from the environment and never written.\n"
 )
-"""The first line of a configuration written by a run; it distinguishes it from a user's configuration."""
+"""The first line of a configuration written by a run; a user's configuration does not have it."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the folders that are runs, and the runs inside the other folders, newest first.
+    """Return the folders that are runs, and the runs inside each other folder, newest first.
 
     Raises:
         DataError: a folder does not exist, or is neither a run nor contains one.
@@ -45,7 +45,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder belongs to a run, even one that has just begun; a user's configuration is not enough."""
+    """Return whether a folder is a run's, even if the run has just begun; a folder with only a user's config is not."""
     if any((folder / name).exists() for name in ("metrics.jsonl", "trajectories")):
         return True
     try:

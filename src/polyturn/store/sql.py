@@ -39,7 +39,7 @@ def run_query(
     """Run a query over the table `trajectories` and return its result.
 
     Args:
-        table: The table with this name.
+        table: The table that the query calls `trajectories`.
         query: A query in DuckDB's SQL.
         stop: An event; when the caller sets it, the query ends.
         timeout_s: Seconds that the query may take.

@@ -113,7 +113,7 @@ class StoredRun:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read parts written since the last call; return whether there were any."""
+        """Read parts that have changed since the last call; return whether there were any."""
         stamps = {}
         for path in list_parts(self.folder / FOLDER):
             with contextlib.suppress(FileNotFoundError):  # joined with other parts since it was listed
@@ -173,7 +173,7 @@ class StoredRun:
         return self._narrowed(self._table.filter(pa.array(chosen)))
 
     def search(self, text: str, *, is_expression: bool = False, stop: threading.Event | None = None) -> StoredRun:
-        """Return the rows with matches in their id, task id, messages, tool calls or tool results.
+        """Return the rows with matches in their id, task id, messages, reasoning, tool calls or tool results.
 
         Args:
             text: Words, each of which must occur in some text, ignoring case; or a regular expression of RE2.
@@ -351,7 +351,7 @@ class StoredRun:
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that was joined into another part; they are found in the other part by their keys."""
+        """Return rows of a part that was joined into another part, from that part, by their keys."""
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)

@@ -53,7 +53,7 @@ class RowTable(list[dict[str, Any]]):
         try:
             import pandas
         except ModuleNotFoundError as problem:
-            raise ConfigError("pandas is not installed; pip install pandas, or use the rows, which are dicts") from (problem)
+            raise ConfigError("pandas is not installed; pip install pandas, or use the rows, which are dicts") from problem
         return pandas.DataFrame(list(self), columns=self.columns)
 
     def _picture(self) -> tuple[list[str], list[list[str]]]:

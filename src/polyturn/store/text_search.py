@@ -119,12 +119,12 @@ class TextSearch:
         Raises:
             DataError: the search took too long.
         """
-        rows_of_parts = [np.empty(0, np.int64)]
+        rows = [np.empty(0, np.int64)]
         for texts in self._texts(part):
             hits = query.matches(texts.distinct, pattern)
             if hits.any():
-                rows_of_parts.append(texts.row[hits[texts.which]])
-        return np.unique(np.concatenate(rows_of_parts))
+                rows.append(texts.row[hits[texts.which]])
+        return np.unique(np.concatenate(rows))
 
     def _texts(self, part: str) -> list[_Texts]:
         with self._lock:

@@ -53,11 +53,11 @@ def to_table(rows: Sequence[StoredTrajectory]) -> pa.Table:
             b"".join(s.routed_experts.tobytes() for s in of if s.routed_experts is not None) or None for of in spans
         ],
     }
-    of_kind = {
+    typed = {
         f.name: columns[f.name] if isinstance(columns[f.name], pa.Array) else pa.array(columns[f.name], f.type)
         for f in SCHEMA
     }
-    return pa.table(of_kind, schema=SCHEMA)
+    return pa.table(typed, schema=SCHEMA)
 
 
 def _as_json(trajectory: Trajectory) -> str:

@@ -1,7 +1,7 @@
 """Alarms: detects from a few metrics that training goes wrong, some steps before the reward shows it.
 
     alarms.feed(31, {"policy/entropy": 0.04, ...})
-      ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20 % of ... 0.9: ...")]
+      ->  [Alarm("entropy_collapse", "step 31: policy/entropy is 0.04, for 3 steps in a row below 20% of ... 0.9: ...")]
 
 One alarm has absolute thresholds: trainer and engine disagree on the log-probabilities of sampled tokens. The position where
 the disagreement starts indicates the cause (`diagnose`).
@@ -65,8 +65,8 @@ class _Rule(NamedTuple):
     is_past: Callable[[float, float], bool]
     """(value, early median) -> whether the value is past the threshold."""
     what: str
-    """Text with the meaning; `{early}` is the early median."""
-    look: str
+    """The threshold and its meaning, for the message; `{early}` is the early median."""
+    advice: str
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Alarms:
         """Whether an alarm has already reported these steps."""
 
     def feed(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Add the metrics of a step and return new alarms; each is raised once, until its metric has recovered.
+        """Add the metrics of a step and return new alarms; an alarm is raised again only after its metric has recovered.
 
         A metric that is missing or not finite is ignored in that step.
         """
@@ -102,14 +102,14 @@ class Alarms:
             if value is not None and math.isfinite(value) and self._is_news(rule, value):
                 early = statistics.median(self._watches[rule.name].early)
                 what = f"{self._thresholds.patience} steps in a row " + rule.what.format(early=f"{early:.3g}")
-                raised.append(Alarm(rule.name, f"step {step}: {rule.metric} is {value:.3g}, for {what}; {rule.look}"))
+                raised.append(Alarm(rule.name, f"step {step}: {rule.metric} is {value:.3g}, for {what}; {rule.advice}"))
         raised += self._nothing_trained(step, metrics)
         raised += self._no_signal(step, metrics)
         if "policy/rollout_difference" in metrics:
-            alarms = diagnose(metrics, self._thresholds)
-            if alarms is not None and alarms.name != self._disagreement:
-                raised.append(Alarm(alarms.name, f"step {step}: {alarms.message}"))
-            self._disagreement = None if alarms is None else alarms.name
+            alarm = diagnose(metrics, self._thresholds)
+            if alarm is not None and alarm.name != self._disagreement:
+                raised.append(Alarm(alarm.name, f"step {step}: {alarm.message}"))
+            self._disagreement = None if alarm is None else alarm.name
         return raised
 
     def _nothing_trained(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
@@ -134,7 +134,7 @@ class Alarms:
         return [Alarm("nothing_trained", message)]
 
     def _no_signal(self, step: int, metrics: Mapping[str, float | None]) -> list[Alarm]:
-        """Return, once, an alarm for rewards that never differ within a group, unless another alarm has reported it."""
+        """Return an alarm for rewards that never differ within a group; once, and not if another alarm has reported it."""
         spread = metrics.get("reward/std")
         if spread is None or not math.isfinite(spread):
             return []
@@ -191,24 +191,24 @@ def diagnose(metrics: Mapping[str, float | None], thresholds: AlarmThresholds | 
         return math.nan if value is None else float(value)
 
     mean, p99, k3 = (number(f"policy/rollout_{n}") for n in ("difference", "difference_p99", "k3"))
-    first, behind = (number(f"policy/rollout_difference_{n}_token{s}") for n, s in (("first", ""), ("later", "s")))
-    opening = number("policy/rollout_difference_turn0")
+    first, rest = (number(f"policy/rollout_difference_{n}_token{s}") for n, s in (("first", ""), ("later", "s")))
+    first_turn = number("policy/rollout_difference_turn0")
     later = [v for n in ("turn1", "turn2", "turn3plus") if not math.isnan(v := number(f"policy/rollout_difference_{n}"))]
     latest = max(later, default=math.nan)
     if not (mean > t.difference or p99 > t.difference_p99 or k3 > t.k3 or first > t.difference_first_token):
         return None
     what = f"engine and trainer disagree on sampled tokens by {mean:.3g} nats on average, {p99:.3g} at the 99th percentile"
-    if behind <= t.difference and first > t.growth * behind:
+    if rest <= t.difference and first > t.growth * rest:
         return Alarm(
             "disagreement_scaffold",
-            f"{what}: scaffold. The difference is {first:.3g} at the first token of a turn and {behind:.3g} after it, so "
+            f"{what}: scaffold. The difference is {first:.3g} at the first token of a turn and {rest:.3g} after it, so "
             "the text that opens a turn differs between the two; compare the engine's prompt with the generation prompt "
             "that `polyturn check` shows",
         )
-    if opening <= t.difference and latest > t.growth * opening:
+    if first_turn <= t.difference and latest > t.growth * first_turn:
         return Alarm(
             "disagreement_template",
-            f"{what}: template. The difference is {opening:.3g} in turn 0 and {latest:.3g} later, so later turns are "
+            f"{what}: template. The difference is {first_turn:.3g} in turn 0 and {latest:.3g} later, so later turns are "
             "trained in another context than they were sampled in: the history is rendered or tokenized again (by a "
             "server's template), or a KV cache is wrong between turns; send token ids, and check all episodes with "
             "rollout.sanity_every: 1",

@@ -31,7 +31,7 @@ PAUSE_S, LONGEST_PAUSE_S = 1.5, 60.0
 
 
 def pause_after(seconds: float, *, least: float = PAUSE_S) -> float:
-    """Return the pause between lines without a terminal, after `seconds` of work: a sixtieth of them, within bounds."""
+    """Return the pause between lines without a terminal: a sixtieth of the `seconds` worked so far, within bounds."""
     return min(max(least, seconds / 60), LONGEST_PAUSE_S)
 
 
@@ -72,7 +72,7 @@ class ConsoleTracker:
 
 
 def figures(values: Mapping[str, float], past: Mapping[str, Sequence[float]] | None = None) -> list[str]:
-    """Return the most important metrics of a step as text, with a sparkline of the history that `past` has."""
+    """Return the most important metrics of a step as text, with a sparkline for each metric in `past`."""
     parts = []
     for name, word, form in _SHOWN:
         if name in values:
@@ -104,8 +104,8 @@ def sparkline(values: Sequence[float]) -> str:
 class Progress:
     """Counts and shows progress: `with Progress("rollout", 256) as bar: ... bar.advance()`.
 
-    A thread updates the display, so it also works during a single long operation, such as an import. Without `with` nothing
-    is shown, and `line` has the progress.
+    A thread updates the display, so it also works during a single long operation, such as an import. Without `with`, only
+    `line` shows the progress.
     """
 
     def __init__(

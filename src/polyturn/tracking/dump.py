@@ -4,8 +4,8 @@
      "messages": [{"role": "user", …}, …], "turns": [{"index": 0, "text": "…", "score": 0.0, "observation": […]}, …]}
 
 `input` and `output` are decoded tokens without special tokens, so they do not show roles; `messages` and `turns` do. A key
-that a reward function returned keeps its name and overrides a key added here, except the keys `FIXED`. A repeated step
-overwrites its file, which is written atomically.
+that a reward function returned keeps its name and replaces a key above, except the keys `FIXED`. A repeated step overwrites
+its file, which is written atomically.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class TrajectoryDump:
         path = self.folder / name / f"{step}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open(
-            "w", encoding="utf-8", errors="backslashreplace"
-        ) as file:  # lone surrogates are written as JSON escapes
+        # `backslashreplace` writes lone surrogates as JSON escapes
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for group, trajectory in pairs:
                 info = {} if trajectory.reward is None else trajectory.reward.info
                 own = {**self._record(group, trajectory), "step": step}

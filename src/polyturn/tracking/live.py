@@ -4,8 +4,8 @@
     success 0.520 ▁▂▃▅▇  reward 0.610 ▁▁▃▅▆  turns 2.30  tool errors 1.2 %  8,120 tokens/s
     rollout: 120 of 256 (47 %), 33.1/s, eta 4s; 90 generate, 12 call tools        or: training: 12s
 
-It is redrawn twice a second and removed when the run ends. It shares the console of the log lines, so that status and log
-lines do not overwrite each other.
+It is redrawn at most twice a second and removed when the run ends. It shares the console of the log lines, so that status
+and log lines do not overwrite each other.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def tracker_spec(name: NameOrObject, *, samples: int = 4, base: Path | None = No
         inspect.signature(make).bind(None, **kwargs)
     except TypeError as problem:
         raise ConfigError(
-            f"tracking: {name} cannot be made with the keys {sorted(kwargs) or 'given'} ({problem}); its "
-            f"parameters are {inspect.signature(make)}"
+            f"tracking: {name} cannot be created with the keys {sorted(kwargs)} ({problem}); its parameters are "
+            f"{inspect.signature(make)}"
         ) from problem
     return TrackerSpec(name=str(name), make=make, kwargs=kwargs, samples=samples)
 
@@ -136,7 +136,7 @@ class _Sender:
         self._spec = spec
         self._queue: queue.Queue[_Work | None] = queue.Queue(size)
         self._thread: threading.Thread | None = None
-        self._has_said = False
+        self._has_warned = False
         self._is_ending = threading.Event()
 
     def put(self, run: RunInfo, work: _Work) -> None:
@@ -167,7 +167,7 @@ class _Sender:
         try:
             tracker = self._spec.make(run, **self._spec.kwargs)
         except BaseException as problem:  # a library may also call sys.exit
-            self._say(f"it cannot be opened ({type(problem).__name__}: {one_line(problem)})")
+            self._warn(f"it cannot be opened ({type(problem).__name__}: {one_line(problem)})")
             tracker = None
         while True:
             try:
@@ -189,13 +189,13 @@ class _Sender:
             try:
                 tracker.close()
             except BaseException as problem:
-                self._say(f"it cannot be closed ({type(problem).__name__}: {one_line(problem)})")
+                self._warn(f"it cannot be closed ({type(problem).__name__}: {one_line(problem)})")
 
     def _lose(self, why: str) -> None:
         self.num_lost += 1
-        self._say(why)
+        self._warn(why)
 
-    def _say(self, why: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("tracking: %s fails: %s. The run continues, and metrics.jsonl has everything", self.name, why)

@@ -13,7 +13,7 @@ from functools import cache
 
 MEANINGS: dict[str, str] = {
     # rollout
-    "rollout/turns": "Mean turns of a trajectory.",
+    "rollout/turns": "Mean number of turns of a trajectory.",
     "rollout/success": "Share of the scored trajectories whose outcome reached 1.",
     "rollout/failed": "Share of trajectories that failed; they are left out of the loss.",
     "rollout/cut": "Share of trajectories that a limit on tokens, context or time cut short.",
@@ -25,15 +25,15 @@ MEANINGS: dict[str, str] = {
     "rollout/state_interaction": "Mean number of the step's episodes that waited for an interaction, over the time of the "
     "step.",
     "rollout/concurrency": "Allowed concurrent episodes at the end of the step, if `rollout.min_concurrent` is set.",
-    "rollout/segments": "Mean segments of a trajectory; above 1 where histories are edited or branch.",
+    "rollout/segments": "Mean number of segments of a trajectory; above 1 if histories are edited or branch.",
     "rollout/segmented": "Share of trajectories of more than one segment.",
-    "rollout/forks": "Branches that schedulers took.",
+    "rollout/forks": "Branches of episodes, forked by schedulers or agents.",
     "rollout/user_tokens": "Tokens of simulated users, at endpoints or as further policies, including prompts.",
     "rollout/tool_calls": "Tool calls.",
     "rollout/loop_blocked": "Times that an async plug-in blocked the event loop and so all episodes; the log names the "
     "plug-in.",
     "rollout/loop_blocked_s": "Seconds for which the event loop was blocked.",
-    "rollout/tool_errors": "Share of the tool calls that ended with an error of any kind.",
+    "rollout/tool_errors": "Share of the tool calls that ended with any kind of error.",
     "rollout/tools_unavailable": "Trajectories that failed because a tool could not begin a call (a sandbox did not start).",
     "rollout/close_errors": "Tools, interactions and environments that raised when they were closed.",
     "rollout/resumed_episodes": "Running conversations of an interrupted run that continued after their last complete turn.",
@@ -48,7 +48,7 @@ MEANINGS: dict[str, str] = {
     # tokens
     "tokens/sampled": "Tokens that the policy sampled.",
     "tokens/prefilled": "Prompt and observation tokens that the engine processed, excluding cached ones.",
-    "tokens/per_trajectory": "Mean sampled tokens of a trajectory.",
+    "tokens/per_trajectory": "Mean number of sampled tokens of a trajectory.",
     "tokens/trained": "Tokens with a weight in the loss, over all updates of the step.",
     "tokens/processed": "Tokens that went through the forward pass of training, without padding.",
     "tokens/padding_share": "Share of padding in the training batches.",
@@ -88,7 +88,7 @@ MEANINGS: dict[str, str] = {
     "buffer/samples_unweighted": "Samples left out because no token has a weight.",
     "buffer/samples_taught": "Samples whose advantages a teacher changed (`self_distill`, `served_teachers`).",
     "buffer/samples_without_privileged": "Samples without privileged text, which keep the estimator's advantage.",
-    "buffer/samples_other_prompt": "Samples that do not begin with their task's prompt, so cannot take privileged text.",
+    "buffer/samples_other_prompt": "Samples that do not begin with their task's prompt and so cannot take privileged text.",
     "buffer/samples_privileged_too_long": "Samples that do not fit the model's context with the privileged text.",
     "buffer/staleness": "The largest number of policy versions between sampling a token and training it.",
     # loss
@@ -107,7 +107,7 @@ MEANINGS: dict[str, str] = {
     "loss/skipped_steps": "Updates that were skipped because the loss or the gradient was not finite.",
     # policy
     "policy/entropy": "Mean entropy of the policy at the trained tokens, in nats.",
-    "policy/high_entropy_threshold": "The lowest entropy that the policy loss trains, with `high_entropy_share`.",
+    "policy/high_entropy_threshold": "The lowest entropy of a token in the policy loss, with `high_entropy_share`.",
     "policy/observation_nll": "Mean negative log-probability of the observed tokens, if the loss uses them.",
     "policy/advantage": "Mean advantage of the trained tokens.",
     "policy/ratio": "Mean ratio of the new probability of a token to its old one.",
@@ -141,7 +141,7 @@ MEANINGS: dict[str, str] = {
     "policy/correction_capped_share": "Share of the off-policy correction's weights that the cap cut.",
     "policy/correction_effective_share": "Effective sample size of the correction's weights, as a share of the tokens.",
     "policy/correction_rejected_share": "Share of the tokens that the off-policy correction rejected.",
-    "policy/correction_rejected_sequences": "Share of the samples of which the off-policy correction rejected all tokens.",
+    "policy/correction_rejected_sequences": "Share of the samples in which the off-policy correction rejected all tokens.",
     "policy/off_policy_kl": "KL between the sampling policy and the trained policy: k1 estimate, per token.",
     "policy/off_policy_k3": "KL between the sampling policy and the trained policy: k3 estimate, per token.",
     "policy/off_policy_chi2": "Chi-square divergence between the sampling policy and the trained policy, per token.",
@@ -178,7 +178,7 @@ MEANINGS: dict[str, str] = {
     "system/gpu<n>/memory_share": "The largest share of this GPU's memory that was in use during the step (NVML).",
     "system/gpu<n>/power_w": "Mean power that this GPU drew, in watts (NVML).",
     # time
-    "time/step_s": "Seconds of the step, from one update's end to the next.",
+    "time/step_s": "Seconds of the step, from the end of one update to the end of the next.",
     "time/generate_s": "Seconds of the step in which the engine was generating.",
     "time/train_s": "Seconds of training.",
     "time/prepare_s": "Seconds for filters, samples, scores and advantages.",
@@ -188,7 +188,7 @@ MEANINGS: dict[str, str] = {
     "time/layout": "Seconds for laying out batches.",
     "time/optim": "Seconds in the optimizer.",
     "time/critic_s": "Seconds of the critic.",
-    "time/other_share": "Share of the step in which the engine neither generated nor the policy trained.",
+    "time/other_share": "Share of the step in which neither the engine generated nor the policy trained.",
     "time/tools_s": "Sum of the seconds of all tool calls, which run concurrently.",
     "time/interaction_s": "Sum of the seconds of all interactions, which run concurrently.",
     "time/tool/<name>/p50_s": "Median seconds of a call of this tool.",
@@ -200,7 +200,7 @@ MEANINGS: dict[str, str] = {
     # tools
     "tool/<name>/calls": "Calls of this tool; `unknown` counts the names that the model made up.",
     "tool/<name>/errors": "Share of this tool's calls that ended with an error.",
-    "tool/<name>/error_<kind>": "Calls that failed in this way; the reference lists the kinds of tool errors.",
+    "tool/<name>/error_<kind>": "Calls that failed with this kind of error; the reference lists the kinds.",
     "tool/<name>/unavailable": "Calls in which the tool reported to the model that its service is unavailable.",
     "tool/<name>/cut": "Calls whose result was cut because it was too long.",
     "tool/<name>/cut_chars": "Mean number of characters that were cut from a result that was too long.",
@@ -217,8 +217,8 @@ MEANINGS: dict[str, str] = {
     "eval/<set>/repaired": "Share of successes among trajectories with an earlier attempt that the interaction rejected.",
     "eval/<set>/num_repairable": "Trajectories with an attempt that the interaction rejected.",
     "eval/<set>/mean_reward": "Mean total reward.",
-    "eval/<set>/mean_turns": "Mean turns.",
-    "eval/<set>/mean_sampled_tokens": "Mean sampled tokens.",
+    "eval/<set>/mean_turns": "Mean number of turns.",
+    "eval/<set>/mean_sampled_tokens": "Mean number of sampled tokens.",
     "eval/<set>/valid_tool_calls": "Share of all tool calls that ran without an error.",
     "eval/<set>/failed": "Share of the trajectories that failed.",
     "eval/<set>/cut": "Share of the trajectories that a limit on tokens, context or time cut short.",

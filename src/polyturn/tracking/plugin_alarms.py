@@ -37,7 +37,7 @@ class PluginAlarms:
         self._is_raised = False
 
     def feed(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:
-        """Add the trajectories of a step and return new alarms; each is raised once, until the failures have stopped."""
+        """Add the trajectories of a step and return new alarms; an alarm is raised again only after the failures stop."""
         return [*self._failures(step, groups), *self._calls(step, groups)]
 
     def _failures(self, step: int, groups: Sequence[TrajectoryGroup]) -> list[Alarm]:

@@ -3,7 +3,7 @@
     system/cpu_share 0.93   system/memory_share 0.41   system/process_gb 3.2   system/gpu0/busy_share 0.97
 
 psutil reads processors and memory. NVML reads the GPUs if its Python package (`nvidia-ml-py`) and a driver are installed;
-values that a GPU does not report are left out. Processors and power are means over a step, memory is its peak.
+values that a GPU does not report are left out. Memory is the peak of a step; all other values are its means.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ class MlflowTracker(RunTracker):
         """
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(experiment)
-        folder = known.experiment_id if known is not None else self._client.create_experiment(experiment)
+        experiment_id = known.experiment_id if known is not None else self._client.create_experiment(experiment)
         self._id = run.kept("mlflow_id") or ""
         if not self._id:
-            self._id = run.keep("mlflow_id", self._client.create_run(folder, run_name=run.name).info.run_id)
+            self._id = run.keep("mlflow_id", self._client.create_run(experiment_id, run_name=run.name).info.run_id)
             params = [Param(name, str(value)[:MAX_PARAM]) for name, value in flat(run.config()).items()]
             for start in range(0, len(params), 100):
                 self._client.log_batch(self._id, params=params[start : start + 100])

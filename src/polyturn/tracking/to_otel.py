@@ -5,8 +5,8 @@
                   └─ turn 1 ─── interaction gsm8k
 
 The spans are created from the recorded times of a step, so the rollout itself is not instrumented. OTEL_TRACES_EXPORTER
-(console, otlp, none) and the OTEL_EXPORTER_OTLP_ variables determine the destination. Concurrent calls of a turn begin at
-the same time.
+(console, otlp, none) and the OTEL_EXPORTER_OTLP_ variables determine the destination. All tool calls of a turn begin when
+its completion ends, because only their durations are recorded.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _exporter(name: str, run: RunInfo) -> SpanExporter:
     protocol = run.environ.get(
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", run.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     )
-    where = f"otlp_proto_{'grpc' if protocol == 'grpc' else 'http'}" if name == "otlp" else name
+    installed_name = f"otlp_proto_{'grpc' if protocol == 'grpc' else 'http'}" if name == "otlp" else name
     exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
-    if where not in exporters:
+    if installed_name not in exporters:
         raise ConfigError(
             f"the span exporter {name!r} is not installed (installed: {', '.join(sorted(exporters))}); otlp is part of "
             "opentelemetry-exporter-otlp-proto-http"
         )
-    exporter: SpanExporter = exporters[where].load()()
+    exporter: SpanExporter = exporters[installed_name].load()()
     return exporter
 
 
@@ -110,12 +110,12 @@ def _turn(tracer: Tracer, episode: Span, trajectory: Trajectory, turn: Turn) -> 
         span.set_attribute("polyturn.score", turn.score)
     within = set_span_in_context(span)
 
-    wrote = [trajectory.span(ref) for ref in turn.spans if trajectory.span(ref).source is SpanSource.SAMPLED]
+    sampled = [trajectory.span(ref) for ref in turn.spans if trajectory.span(ref).source is SpanSource.SAMPLED]
     chat = tracer.start_span("chat", context=within, start_time=_ns(begin))
     chat.set_attributes(
         {
             "gen_ai.operation.name": "chat",
-            "gen_ai.usage.output_tokens": sum(len(s) for s in wrote),
+            "gen_ai.usage.output_tokens": sum(len(s) for s in sampled),
             "gen_ai.response.finish_reasons": [turn.finish_reason.value],
         }
     )
@@ -132,10 +132,10 @@ def _turn(tracer: Tracer, episode: Span, trajectory: Trajectory, turn: Turn) -> 
         tool.end(_ns(generated + result.duration_s))
     if "interaction" in times:
         interaction = trajectory.task.interaction
-        answered = generated + times.get("tools", 0.0)
+        tools_end = generated + times.get("tools", 0.0)
         name = "interaction" if interaction is None else f"interaction {interaction.name}"
-        answer = tracer.start_span(name, context=within, start_time=_ns(answered))
-        answer.end(_ns(answered + times["interaction"]))
+        answer = tracer.start_span(name, context=within, start_time=_ns(tools_end))
+        answer.end(_ns(tools_end + times["interaction"]))
     span.end(_ns(_end(turn)))
 
 

@@ -26,7 +26,7 @@ class TensorBoardTracker(RunTracker):
 
         Args:
             run: The run.
-            folder: The folder for event files; `<run>/tensorboard` by default.
+            folder: Event files go to a subfolder of it with the run's name; by default to `<run>/tensorboard`.
         """
         self._writer = EventFileWriter(str(run.folder / "tensorboard" if folder is None else Path(folder) / run.name))
         if run.resumed_step is not None:  # hides the events of later steps, which the run repeats
