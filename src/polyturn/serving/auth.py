@@ -3,15 +3,16 @@
     guarded(app, ServerRules(token="…"))        puts the rules in front of an application (FastAPI, Starlette, the MCP SDK's)
     json_app({"GET /health": health}, rules)    makes an application of functions that return JSON, behind the rules
 
-    a request to a loopback server names another host     421, DNS rebinding
-    a request comes from a web page of another origin     403, a site that posts to 127.0.0.1
-    the body has two lengths, is compressed, too large    400, 415, 413
+    a request to a loopback server names another host     421, as in DNS rebinding
+    a web page of another origin sends a request          403, for example a site that posts to 127.0.0.1
+    the body has two lengths, is compressed or too large  400, 415, 413
     the body arrives too slowly                           408
     the token is missing or wrong                         401
     one client sends too many requests                    429 with Retry-After
     the application fails                                 500, one sentence without a traceback
 
-uvicorn bounds heads and connections (`listen.py`). A proxy in front must add TLS and bound slow heads (docs/security.md).
+uvicorn limits the size of heads and the number of connections (`listen.py`). A proxy in front must add TLS and
+a deadline for heads (docs/security.md).
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Guard:
         rules = self._rules
         is_known = rules.token is None or path in rules.open_paths
         is_known = is_known or any(self._is_token(token) for token in request_tokens(headers, cookie=rules.cookie))
-        # Requests without the token are counted separately, so they cannot use up the rate of a client that has it.
+        # Requests without the token are counted separately, so that they do not use up the rate of a client with the token.
         wait_s = 0 if self._rates is None else self._rates.count(address if is_known else f"unknown {address}")
         if wait_s:
             return Refusal(429, f"too many requests; try again in {wait_s} s", {"Retry-After": str(wait_s)})

@@ -188,25 +188,25 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientDisconnect: the client disconnected.
     """
-    asking, has_left = asyncio.current_task(), False
-    assert asking is not None
+    task, has_left = asyncio.current_task(), False
+    assert task is not None
 
     async def watch() -> None:
         nonlocal has_left
         while (await request.receive())["type"] != "http.disconnect":
             pass
         has_left = True
-        asking.cancel()
+        task.cancel()
 
-    watching = asyncio.create_task(watch())
+    watcher = asyncio.create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
-        if has_left and asking.uncancel() == 0:
+        if has_left and task.uncancel() == 0:
             raise ClientDisconnect from None
         raise
     finally:
-        watching.cancel()
+        watcher.cancel()
 
 
 def dumps(value: Any) -> bytes:

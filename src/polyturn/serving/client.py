@@ -4,8 +4,8 @@
     replies = client.infer([{"messages": […], "uuid": "x"}, …])     # one reply for each request, in their order
     client.push_weights(model.state_dict(), version=3)               # to all servers, verified by a probe
 
-Several servers get contiguous shares of the requests. After a failed connection only requests without side effects are
-repeated (/health/, /probe/). /infer/ is not, because an environment may have acted already.
+Several servers get contiguous shares of the requests. After a failed connection, only requests without side effects
+(/health/, /probe/) are repeated. /infer/ is not, because an environment may have acted already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from polyturn.infra.run_sync import in_own_loop
 
 _TRIES, _PAUSE_S = 4, 0.2
 _MAX_ANSWER_BYTES = 1 << 30
-"""One answer holds a whole batch of trajectories."""
+"""Largest size of an answer, which has a whole batch of trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

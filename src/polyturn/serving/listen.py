@@ -5,13 +5,14 @@
     async with serving(app, rules, bound): …             the same, next to other work on the loop
 
 uvicorn parses with httptools, which refuses ambiguous requests (two lengths, a chunked body with a length) but does not
-limit the size of a head; `BoundedHeads` adds that limit. uvicorn's other parser, h11, has the limit and takes a fifth more
-CPU per request.
+limit the size of a head; `BoundedHeads` adds that limit. uvicorn's other parser, h11, has the limit but needs a fifth more
+CPU time per request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -70,8 +71,9 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
             bound.listen(2048)
         except OSError as problem:
             bound.close()
-            if candidate == last or not isinstance(problem, OSError) or problem.errno not in (98, 48):
-                hint = "; stop its program, or use another --port (0 is any free one)" if problem.errno in (98, 48) else ""
+            is_in_use = problem.errno == errno.EADDRINUSE
+            if candidate == last or not is_in_use:
+                hint = "; stop its program, or use another --port (0 is any free one)" if is_in_use else ""
                 raise ConfigError(f"cannot listen on {host}:{candidate}: {problem.strerror}{hint}") from problem
             continue
         if candidate != port and port != 0:

@@ -89,7 +89,7 @@ class ToolServer:
         return types.CallToolResult(content=_blocks(result), is_error=result.error is not None)
 
     async def _session(self, context: ServerRequestContext[Any]) -> EpisodeTools:
-        """Return the episode of a connection; the first call begins it."""
+        """Return the episode of a connection; the first tool call begins it."""
         connection = context.session._connection  # the one object that lives as long as the client's session
         if _KEY not in connection.state:
             begun = EpisodeTools(self._box, f"mcp-{uuid4()}")
@@ -109,7 +109,7 @@ class ToolServer:
 
 
 async def _demand_session(ctx: Any, call_next: Any) -> Any:
-    """Refuse the protocol version without sessions, with the error on which a client tries an earlier version."""
+    """Refuse the protocol version without sessions, with the error that makes a client try an earlier version."""
     if ctx.protocol_version in MODERN_PROTOCOL_VERSIONS:
         versions = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": ctx.protocol_version}
         raise MCPError(

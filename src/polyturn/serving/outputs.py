@@ -1,4 +1,4 @@
-"""Converts a finished trajectory to the outputs that a rollout server replies, and to rows for reward functions.
+"""Converts a finished trajectory to the outputs that a rollout server sends, and to rows for reward functions.
 
     rollout_outputs(trajectory)  ->  [RolloutOutput(response_token_ids=[[…], […]], rollout_infos={…, "num_turns": 2})]
     reward_rows(trajectory)      ->  [{"messages": […], "request_id": "g0/1", "rollout_infos": {…}, "solution": "4", …}]
@@ -153,16 +153,16 @@ def _conversation(trajectory: Trajectory, until: int) -> list[dict[str, Any]]:
 
 def _tokens(trajectory: Trajectory, turns: Sequence[Turn]) -> _Tokens:
     tokens = _Tokens(ids=[], masks=[], logprobs=[])
-    goes_on = False
+    continues = False
     for turn in turns:
-        if not goes_on:
+        if not continues:
             for lists in (tokens.ids, tokens.masks, tokens.logprobs):
                 lists.append([])  # type: ignore[attr-defined]
         for span in map(trajectory.span, turn.spans):
             if span.source is not SpanSource.SAMPLED and not turn.is_continued:
                 continue
             _append(tokens, span)
-        goes_on = turn.is_continued
+        continues = turn.is_continued
     return tokens
 
 

@@ -2,8 +2,8 @@
 
     {"messages": […], "images": ["data:image/png;base64,…"], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  Task(id="a")
 
-A request must contain its media whole, so that it cannot read this machine's files. It may name registered parts only, so
-that it cannot make the server import a module.
+A request must contain its media, so that it cannot read this machine's files. It may name registered parts only, so that it
+cannot make the server import a module.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
     if max_messages is not None and len(messages) > max_messages:
         raise DataError(f"the request has {len(messages)} messages, more than fit a context of {max_messages} tokens")
     if not isinstance(columns, Mapping):
-        raise DataError("data_dict exists but is not a dictionary")
+        raise DataError(f"data_dict is {columns!r:.100}, not an object with the row's other columns")
     for key, why in _NOT_READ.items():
         if request.get(key):
             raise DataError(f"the request's {key} is {request[key]!r:.100}, but {why}")
@@ -86,7 +86,7 @@ def task_of(request: Any, *, id: str, max_messages: int | None = None) -> Task:
 
 
 def _marked(value: Any, kind: str) -> Any:
-    """Return media with bare base64, which some trainers send, turned into data URIs."""
+    """Return media with bare base64, which some trainers send, as data URIs."""
     if isinstance(value, list):
         return [_marked(one, kind) for one in value]
     if isinstance(value, Mapping):
@@ -123,7 +123,7 @@ def _check_whole(kind: str, source: str) -> None:
 
 
 def _check_media_of(value: Any, *, kind: str | None = None) -> None:
-    """Refuse tool kwargs that give an image, a video or a sound as a file or an address."""
+    """Refuse tool kwargs with an image, a video or a sound that is a file or an address."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             name = str(key).removesuffix("_url").removesuffix("s")

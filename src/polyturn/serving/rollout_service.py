@@ -3,7 +3,7 @@
     {"messages": […], "data_dict": {"solution": "4"}, "uuid": "a"}  ->  [{"response": {…}, "response_token_ids": …}]
 
 A failing episode becomes a reply with an `error` and does not fail its batch. When the service stops, running episodes get
-some time to finish; the rest are cancelled and replied as errors. The trainer computes rewards, so nothing is scored here.
+some time to finish; the rest are cancelled, and their replies have an `error`. The trainer computes the rewards.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RolloutService:
         Args:
             context: The rollout context; its rewarder is replaced by one that returns 0.
             max_concurrent: Largest number of live episodes over all requests.
-            deadline_s: Seconds after which an unfinished episode is replied as an error.
+            deadline_s: Seconds after which an unfinished episode gets a reply with an error.
         """
         context.rewarder = RewardRouter({}, function=RewardRef(target=_unscored))
         self.context = context

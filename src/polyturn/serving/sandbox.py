@@ -41,7 +41,7 @@ class Program(Body):
     files: dict[str, str] | None = Field(None, description="name -> content in base64")
     fetch_files: Annotated[list[str], Field(max_length=256)] | None = Field(None, description="names of files to return")
     run_timeout: Annotated[float, Field(gt=0)] | None = Field(None, description="seconds")
-    memory_limit_MB: float | None = Field(None, description="-1 sets none")
+    memory_limit_MB: float | None = Field(None, description="-1 sets no limit")
 
 
 class SandboxService:

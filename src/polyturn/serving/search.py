@@ -3,7 +3,7 @@
     POST /retrieve  {"queries": ["capital of norway"], "topk": 3, "return_scores": true}
     ->  {"result": [[{"document": {"id": "7", "contents": "Oslo\\nOslo is …"}, "score": 4.2}, …]]}      one list per query
 
-Without `return_scores` a list holds the bare documents. Without `topk` the server's own default applies. A query without a
+Without `return_scores`, a list has the documents only. Without `topk`, the server's own default applies. A query without a
 match gets an empty list.
 """
 

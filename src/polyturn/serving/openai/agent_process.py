@@ -9,7 +9,7 @@ The process inherits a few of the trainer's variables (`core.secrets.PASSED_ON`)
 The agent posts its reward to `$OPENAI_BASE_URL/reward`, or the run's reward functions score the episode. The reward key is
 not an environment variable, because programs that the agent starts for the model would inherit it; it can be read once,
 from a pipe. When the episode ends, the process and its session are killed. A child process that left the session may
-survive, but nothing waits for it.
+survive, but the episode does not wait for it.
 """
 
 from __future__ import annotations

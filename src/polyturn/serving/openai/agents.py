@@ -63,7 +63,7 @@ class CommandLineAgent:
     install: str = ""
     """The command that installs the agent, for the error message if it is missing."""
     check: str | None = None
-    """A shell command that succeeds if the agent is installed; None looks for the program on PATH."""
+    """A shell command that succeeds if the agent is installed; by default, the check is whether the program is on PATH."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables in addition to OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY."""
     files: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +89,6 @@ class CommandLineAgent:
         for name in self.files:
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ConfigError(f"CommandLineAgent: files has {name!r}; give a path inside home")
-
         if not self.reads_task:
             self._check_braces()
 

@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class BadRequest(Exception):
-    """A request that gets an error; each format writes the error as its clients expect."""
+    """A request that is answered with an error, which each format writes as its clients expect."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None) -> None:
         super().__init__(message)

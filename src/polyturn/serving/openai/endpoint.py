@@ -6,8 +6,8 @@
 
 A request needs its episode's key (`Authorization: Bearer KEY`, or `x-api-key: KEY`) and passes the rules that all servers
 share (`serving/auth.py`). Posting a reward needs a separate reward key, because the agent may pass the API key on to code
-that the model wrote. A request can never contain a path or an address, and every error has the form that the client's
-library reads.
+that the model wrote. A request cannot make this machine read a file or an address, and every error has the form that the
+client's library reads.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class _CreatedEpisode:
 
 @keeps_deadlines
 class HostedEpisodes(SessionScheduler):
-    """Hands each episode's session to the request that created it."""
+    """Passes each episode's session to the request that created it."""
 
     no_request_error = "the episode ended before any request came to its base_url"
 
@@ -77,7 +77,7 @@ class HostedEpisodes(SessionScheduler):
         self._visits = visits
 
     async def run_agent(self, episode: Episode, session: AgentSession) -> None:
-        """Hand the session to the waiting request."""
+        """Pass the session to the waiting request, and wait until the episode may end."""
         await self._visits[episode.id](session)
 
 
@@ -265,7 +265,7 @@ class OpenAIService:
                 live.session.give_reward(*read_reward(body))
             live.ending.set()
             await asyncio.wait({live.task})
-            await asyncio.sleep(0)  # a done callback records its end
+            await asyncio.sleep(0)  # the done callback of the task records the end
         return await self._fetch(request)
 
     async def _fetch(self, request: Request) -> Response:

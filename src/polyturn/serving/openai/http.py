@@ -1,7 +1,7 @@
 """Reads requests and writes answers of the endpoint, for all of its APIs.
 
-BadRequest                              an error in the form that the client's library reads (`guarded`)
-a value of an unexpected type           a sentence without a stack trace (`readable`)
+BadRequest                       becomes an error in the form that the client's library reads (`guarded`)
+a value of an unexpected type    becomes a BadRequest (`readable`)
 """
 
 from __future__ import annotations
@@ -121,5 +121,5 @@ def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | N
 
 
 def stream_answer(events: Iterator[bytes]) -> Response:
-    """Return an answer as server-sent events; all events exist already."""
+    """Return an answer as server-sent events, all in one body."""
     return Response(b"".join(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

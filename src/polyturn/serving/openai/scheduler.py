@@ -77,7 +77,7 @@ class SessionScheduler(MultiTurnScheduler):
         return reason
 
     async def run_agent(self, episode: Episode, session: AgentSession) -> None:
-        """Run the agent, or wait until its requests have been made."""
+        """Run the agent, or wait until it has sent its requests."""
         raise NotImplementedError
 
     async def step(self, episode: Episode, turn: OpenTurn) -> Reply:
@@ -362,7 +362,7 @@ def _arguments_of(function: Any, kwargs: Mapping[str, Any], name: str) -> tuple[
                 f"black_box: the agent {name!r} has a parameter {parameter.name!r}, which gets no value; use "
                 f"{', '.join(AGENT_ARGUMENTS)}, or set the parameter in scheduler_kwargs.kwargs"
             )
-    for row in kwargs:
-        if row not in parameters:
-            raise ConfigError(f"black_box: the agent {name!r} has no parameter {row!r}, which kwargs names")
+    for key in kwargs:
+        if key not in parameters:
+            raise ConfigError(f"black_box: the agent {name!r} has no parameter {key!r}, which kwargs names")
     return tuple(t for t in AGENT_ARGUMENTS if t in parameters and t not in kwargs)

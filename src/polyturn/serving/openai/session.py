@@ -119,7 +119,7 @@ class AgentSession:
         self._is_aborted = False
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
-        """Run an agent and return why the episode ended. If the agent fails after a limit, the episode is only truncated.
+        """Run an agent and return why the episode ended. If the agent fails after it met a limit, the episode is truncated.
 
         Raises:
             PolyturnError: the agent, the engine or a plug-in failed.
@@ -169,7 +169,7 @@ class AgentSession:
         except (TemplateError, DataError) as problem:
             raise unrenderable(problem) from problem
 
-    # Asking.
+    # Requests.
 
     async def ask(self, ask: ChatRequest) -> list[ChatResponse]:
         """Answer one request with `ask.n` completions.
@@ -229,7 +229,7 @@ class AgentSession:
         return [self._continue(ask, node, branch, typed, choice) for choice in choices]
 
     def _continue(self, ask: ChatRequest, node: _Node, branch: _AfterTurn, new: tuple[Message, ...], choice: int) -> _Begun:
-        """Continue after a turn: in its own loop if that waits there, else in a fork."""
+        """Continue after a turn: in the loop of its history if that waits after this turn, else in a fork."""
         conversation = branch.conversation
         if conversation.waiting_after is not branch or conversation.next_request is None:
             episode = conversation.episode.fork(at=branch.mark)
