@@ -1,4 +1,4 @@
-"""Configurations with the keys of another library: find the dialects, and detect the dialect of a file.
+"""Configurations with the keys of another library: finds the dialects, and detects the dialect of a file.
 
 polyturn train --other CONFIG     is     polyturn train --dialect other CONFIG
 """

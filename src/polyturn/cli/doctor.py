@@ -1,6 +1,6 @@
-"""`polyturn doctor`: the installed and missing features, and the missing dependencies.
+"""`polyturn doctor`: which features are installed, and which dependencies the others need.
 
-The command reads only package metadata, and so works with a broken installation. torch is imported in a separate process,
+The command reads only package metadata, so it works with a broken installation. torch is imported in a separate process,
 because a broken torch can crash the process.
 """
 
@@ -32,7 +32,7 @@ FEATURES = {
     "engines": "vLLM and SGLang servers",
     "serve": "serving rollouts and models over HTTP",
     "view": "the viewer, SQL conditions on recorded trajectories",
-    "gpu": "curves of what GPUs do",
+    "gpu": "curves of the load of GPUs",
     "ray": "a cluster with Ray",
     "megatron": "the Megatron backend: pipeline and expert parallelism",
     "mcp": "tools of MCP servers",

@@ -1,7 +1,7 @@
-"""End a command's process even if plug-ins left threads or exit handlers running.
+"""Ends a command's process even if plug-ins left threads or exit handlers running.
 
-Python waits for both without a limit, so a finished run would hang on a plug-in's thread. Here the process ends
-after `GRACE_S`.
+Python waits for both without a limit, so a finished run would hang on a plug-in's thread. Here the process ends after
+`GRACE_S`.
 """
 
 from __future__ import annotations

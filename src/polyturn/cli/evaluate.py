@@ -49,7 +49,7 @@ def main(
     tries: Annotated[int, typer.Option(min=1, help="With --endpoint: number of tries per request.")] = 6,
     as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate a checkpoint, a model, or what an endpoint serves. The config's section `evaluation` sets the tasks."""
+    """Evaluate a checkpoint, a model, or a model behind an endpoint. The config's section `evaluation` sets the tasks."""
     if endpoint is None:
         refuse_unused(context, {"config", "overrides", "checkpoint", "model", "as_json"}, here="without --endpoint")
     elif not model or checkpoint is not None:
@@ -63,8 +63,8 @@ def main(
     changes = overrides or []
     if model is not None:
         path = str(Path(model).resolve()) if endpoint is None and Path(model).is_dir() else model
-        nothing = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
-        changes = [f"model.path={json.dumps(path)}", *nothing, *changes]
+        unset = [f"model.{name}=null" for name in ("init", "tokenizer", "lora")]
+        changes = [f"model.path={json.dumps(path)}", *unset, *changes]
     source, resolved = open_source(config, changes)
     if endpoint is None or model is None:
         _show(evaluate_sets(source, resolved, checkpoint=checkpoint), as_json=as_json)

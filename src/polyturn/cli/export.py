@@ -109,7 +109,7 @@ def _hub_errors(name: str) -> Iterator[None]:
     except LocalTokenNotFoundError as problem:
         raise ConfigError(f"{where}: no token of the Hugging Face hub; run `hf auth login`, or set HF_TOKEN") from problem
     except HFValidationError as problem:
-        raise ConfigError(f"{where}: this names no repository; write USER/MODEL ({one_line(problem)})") from problem
+        raise ConfigError(f"{where}: this is not a repository's name; write USER/MODEL ({one_line(problem)})") from problem
     except HfHubHTTPError as problem:
         raise ConfigError(f"{where}: the hub refused it ({one_line(problem)}); check the name and the token") from problem
     except (OfflineModeIsEnabled, OSError, httpx.HTTPError) as problem:

@@ -1,7 +1,7 @@
-"""Listen for HTTP requests: from programs (to a model or tools), or from people (to the viewer or the desk).
+"""Listens for HTTP requests: from programs (to a model or tools), or from people (to the viewer or the desk).
 
-This module chooses the port, sets the access rules, and logs the address. A page for people that others can reach gets a
-token, which is part of the printed link.
+It chooses the port, sets the access rules, and logs the address. A page that other machines can reach gets a token, which is
+part of the printed link.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ServeOptions:
         """Raise if the configured port is in use, before a model is loaded.
 
         Raises:
-            ConfigError: as `bind`.
+            ConfigError: the port is in use.
         """
         if self.port is not None:
             self.bind().close()
@@ -164,7 +164,7 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
 
     Args:
         make: Makes the application with the rules.
-        options: Options of the server; if others can reach it and there is no token, one is made.
+        options: Options of the server; if other machines can reach it and there is no token, a token is made.
         label: Label of the link.
         max_body_bytes: Largest size of a request, in bytes.
 

@@ -28,7 +28,7 @@ from polyturn.infra.plugins import NAMESPACES, offered
 COMMANDS = {
     "train": "Train: warm start if configured, evaluation, RL, evaluation.",
     "sft": "Train on conversations, or on a run's best trajectories.",
-    "eval": "Evaluate a checkpoint, a model, or what an endpoint serves.",
+    "eval": "Evaluate a checkpoint, a model, or a model behind an endpoint.",
     "compare": "Compare two evaluations of the same tasks by a paired test.",
     "rollout": "Run episodes on the training tasks, and record them.",
     "serve": "Serve rollouts over HTTP, to a trainer elsewhere.",
@@ -47,6 +47,7 @@ COMMANDS = {
 }
 """Command -> first sentence of its help, so that the list imports no command."""
 _FILES = {"eval": "evaluate", "run-as": "run_as"}
+"""Commands whose file has another name."""
 RETIRED = {
     "plan": "`polyturn train CONFIG --dry-run --gpus N --gpu-memory GB` estimates the memory of each process",
     "simulate": "its predictions were not exact enough to choose servers by; run a few steps on one server and read "
@@ -73,7 +74,7 @@ class Commands(TyperGroup):
         """Return a command; None if there is none.
 
         Raises:
-            ConfigError: the command was removed; with its replacement.
+            ConfigError: the command was removed; the message names its replacement.
         """
         if cmd_name in RETIRED:
             raise ConfigError(f"polyturn {cmd_name} is no longer a command: {RETIRED[cmd_name]}")
@@ -114,7 +115,7 @@ def about(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Without `arguments`, also end the process."""
+    """Run the command line. Without `arguments`, use the process's own, and end the process."""
     if arguments is None:
         end_process(_run)
     _run(arguments)

@@ -47,24 +47,24 @@ def main(
     if reward in EPISODE_ROUTES:
         _check_recorded(store, reward)
     router = RewardRouter({"*": reward}, function=reward, weighing=Weighing(weights={"outcome": 1.0}), base=Path())
-    rescored_groups = run_loop(rescore(store, router))
+    scores = run_loop(rescore(store, router))
     out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(rescored_groups, out)
+    pq.write_table(scores, out)
     table = Table("split", "trajectories", "reward", "new reward", "changed", "not scored", box=None, pad_edge=False)
-    for split in sorted(set(rescored_groups["split"].to_pylist())):
-        rows = rescored_groups.filter(pc.equal(rescored_groups["split"], split))
+    for split in sorted(set(scores["split"].to_pylist())):
+        rows = scores.filter(pc.equal(scores["split"], split))
         scored = rows.filter(pc.is_valid(rows["new_reward"]))
         changed = sum(a != b for a, b in zip(scored["reward"].to_pylist(), scored["new_reward"].to_pylist(), strict=True))
         means = [_mean(pc.mean(scored[name]).as_py()) for name in ("reward", "new_reward")]
         table.add_row(split, str(rows.num_rows), *means, str(changed), str(rows.num_rows - scored.num_rows))
     console = Output()
     console.table(table)
-    reasons = [e for e in rescored_groups["error"].to_pylist() if e is not None]
+    reasons = [e for e in scores["error"].to_pylist() if e is not None]
     if reasons:
         console.text(f"the first that could not be scored: {reasons[0]}")
     console.fact("written", out)
-    if len(reasons) == rescored_groups.num_rows:
-        raise RolloutError(f"none of the {rescored_groups.num_rows} trajectories could be scored")
+    if len(reasons) == scores.num_rows:
+        raise RolloutError(f"none of the {scores.num_rows} trajectories could be scored")
 
 
 def _check_recorded(store: StoredRun, route: str) -> None:

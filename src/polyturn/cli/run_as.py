@@ -121,7 +121,7 @@ def find_stand_in(name: str) -> StandIn:
 
 
 def _programs(name: str) -> str:
-    """Return a folder with the library's programs, if any, and a `python` that restores the stand-in if a script has
+    """Return a folder with the library's programs, if any, and a `python` that restores the stand-in after a script has
     overwritten PYTHONPATH."""
     stand_in, folder, python = find_stand_in(name), Path(tempfile.mkdtemp(prefix="polyturn-")), shlex.quote(sys.executable)
     commands = {own: f"{python} -m {module}" for own, module in stand_in.programs.items()}

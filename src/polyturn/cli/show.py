@@ -132,7 +132,7 @@ def show_tokens(console: Console, record: StoredTrajectory, texts: TokenTexts) -
         )
     )  # fmt: skip
     if not texts.is_known:
-        console.print("the run's folder has no tokenizer, so tokens are shown as their ids", style="dim")
+        console.print("the run's folder has no tokenizer, so tokens are shown as ids", style="dim")
     for number, segment in enumerate(record.trajectory.segments):
         begins = "" if segment.parent is None else f", branched off segment {segment.parent[0]} at {segment.parent[1]}"
         of = f" of {segment.agent}" if segment.agent != "assistant" else ""

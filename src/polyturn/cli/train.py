@@ -111,7 +111,7 @@ def show_plan(path: Path, overrides: Sequence[str], *, gpus: int, gpu_memory: fl
     """Print the memory of each process on GPUs that this machine need not have; reads no data and no weights.
 
     Raises:
-        ConfigError: the layout does not fit; with the nearest one that does.
+        ConfigError: the layout does not fit; the message has the nearest layout that does.
     """
     load_native(path, overrides, warns=False)
     from polyturn.api.folders import open_source

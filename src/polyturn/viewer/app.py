@@ -5,15 +5,15 @@
     GET /api/runs/0/overview       a run's results in tables
     GET /api/runs/0/curves         metrics over steps: ?name=reward/mean&axis=time&smooth=0.9
     GET /api/runs/0/trajectories   a page of the table: ?min_reward=1&split=train&sort=reward&offset=100
-    GET /api/runs/0/trajectory     one: ?id=g5/2&step=12&split=train
+    GET /api/runs/0/trajectory     one trajectory: ?id=g5/2&step=12&split=train
+    GET /api/runs/0/advantage      how its advantage was computed: ?id=g5/2&step=12&split=train
     GET /api/runs/0/export         the rows of the table as a file: ?format=parquet&min_reward=1
     POST /api/runs/0/label         {"id": "g5/2", "step": 12, "split": "train", "label": "hack", "note": ""}
-    GET /api/runs/0/advantage      how its advantage was computed: ?id=g5/2&step=12&split=train
     GET /api/waiting               the conversations that wait at the desk, oldest first
     POST /api/answer               {"ticket": "3f…", "text": "And for four?", "is_end": false, "score": null}
 
-The viewer only reads runs, except for their labels. Models' text is treated as data. `viewer/pages.py` serves the page and
-its static files.
+The viewer only reads runs, and writes only their labels. Text of models and environments never becomes markup.
+`viewer/pages.py` serves the page and its static files.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def create_app(
         rules=rules or ServerRules(max_body_bytes=MAX_BODY_BYTES),
     )
 
-    runs, looking = list(runs), threading.Lock()
+    runs, lock = list(runs), threading.Lock()
 
     def view(number: int) -> RunView:
         if not 0 <= number < len(runs):
@@ -88,7 +88,7 @@ def create_app(
 
     @app.get("/api/runs")
     def all_runs() -> list[dict[str, Any]]:
-        with looking:
+        with lock:
             runs.extend(appeared())
         return [{"index": i, **_summary(run)} for i, run in enumerate(runs)]
 
@@ -130,7 +130,7 @@ def _show_runs(app: FastAPI, view: Callable[[int], RunView]) -> None:
 
 
 def _let_people_answer(app: FastAPI, desk: HumanQueue | None) -> None:
-    """Add the paths of the desk; without a desk, only the path that reports this."""
+    """Add the paths of the desk; without a desk, only the path that reports whether there is one."""
 
     @app.get("/api/desk")
     def has_desk() -> bool:
@@ -243,12 +243,12 @@ async def _while_waited_for(
             await asyncio.sleep(WATCH_S)
         stop.set()
 
-    watching = asyncio.create_task(watch())
+    watcher = asyncio.create_task(watch())
     try:
         return await anyio.to_thread.run_sync(work, stop, limiter=limiter)
     finally:
         stop.set()
-        watching.cancel()
+        watcher.cancel()
 
 
 def _real(params: Mapping[str, str], name: str, default: float) -> float:

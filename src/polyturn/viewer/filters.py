@@ -70,7 +70,7 @@ def narrow(
     if mask is not None:
         run = run.keep(mask)
     if wanted.get("label") or wanted.get("note"):
-        chosen = _said(labels, wanted.get("label", "*"), wanted.get("note", "").casefold().split())
+        chosen = _with_label(labels, wanted.get("label", "*"), wanted.get("note", "").casefold().split())
         run = run.keep(_labelled(run.table(["id", "step", "split"]), chosen))
     if text := wanted.get("text"):
         run = run.search(text, is_expression=wanted.get("regex") == "1", stop=stop)
@@ -78,12 +78,12 @@ def narrow(
 
 
 def facets(table: pa.Table) -> list[dict[str, Any]]:
-    """Return for each column its values with their numbers of rows; training comes before evaluations.
+    """Return for each column of `FACETS` its values with their numbers of rows; training comes before evaluations.
 
     A numeric column with more than `MAX_VALUES` values is divided into ranges, `low` to `high`, with about equally many
     rows. Any other column has its most frequent values, and the number of further ones.
     """
-    facets_found = []
+    columns = []
     for name, title in FACETS:
         counts = pc.value_counts(table[name].drop_null())
         values, numbers = counts.field("values"), counts.field("counts").to_numpy()
@@ -99,8 +99,8 @@ def facets(table: pa.Table) -> list[dict[str, Any]]:
                 options.sort(key=lambda one: (not one["value"].startswith("train"), one["value"]))
         if len(options) > 1:
             num_more = 0 if name in NUMERIC else max(0, len(counts) - MAX_VALUES)
-            facets_found.append({"name": name, "title": title, "values": options, "num_more": num_more})
-    return facets_found
+            columns.append({"name": name, "title": title, "values": options, "num_more": num_more})
+    return columns
 
 
 def _values(values: Iterable[Any], numbers: Counts) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def as_jsonl(chosen: StoredRun) -> Iterator[bytes]:
         yield json.dumps({**line, "trajectory": to_json(record.trajectory)}).encode() + b"\n"
 
 
-def _said(labels: Mapping[tuple[str, int, str], Label], label: str, words: Sequence[str]) -> set[tuple[str, int, str]]:
+def _with_label(labels: Mapping[tuple[str, int, str], Label], label: str, words: Sequence[str]) -> set[tuple[str, int, str]]:
     """Return the keys of trajectories with a label ("*": any label or note) and with all `words` in the note."""
     chosen = {key: one.note.casefold() for key, one in labels.items() if label in ("*", "", one.label)}
     return {key for key, note in chosen.items() if all(word in note for word in words)}
@@ -166,8 +166,8 @@ def _mask(table: pa.Table, wanted: Mapping[str, str]) -> Any:
             compare = pc.greater_equal if kind == "min" else pc.less_equal
             masks.append(pc.fill_null(compare(table[column], _as_number(key, value)), False))
         elif column in PLAIN and not kind:
-            value_given: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
-            masks.append(pc.fill_null(pc.equal(table[column], value_given), False))
+            operand: Any = value if pa.types.is_string(table[column].type) else _as_number(key, value)
+            masks.append(pc.fill_null(pc.equal(table[column], operand), False))
         else:
             known = [*PLAIN, "errors", *_WHOLE_RUN, *(f"min_{c}" for c in NUMERIC)]
             raise DataError(f"there is no filter {key!r}.{did_you_mean(key, known)}")

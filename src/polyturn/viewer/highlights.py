@@ -3,7 +3,8 @@
     repaired            g12/3   a turn scored 0, and 1 after the feedback
     broken tool call    g7/0    2 of its 3 tool calls failed
 
-They are selected from the store's table. Only the shown ones, and at most `TRIED` candidates for "repaired", are read whole.
+They are selected from the store's table. Only the selected ones, and at most `TRIED` candidates for "repaired", are read
+whole.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ def highlights(store: StoredRun, num: int = NUM_HIGHLIGHTS) -> list[Highlight]:
     """Return at most `num` of a run's most informative trajectories, without duplicates."""
     rows = store.table().to_pylist()
     keys_shown: set[tuple[Any, ...]] = set()
-    highlights_found: list[Highlight] = []
+    chosen: list[Highlight] = []
     kinds = [_kind(store, rows, keys_shown) for _kind in _KINDS]
-    while kinds and len(highlights_found) < num:  # one of each kind, then a second of each
+    while kinds and len(chosen) < num:  # one of each kind, then a second of each
         for kind in list(kinds):
             one = next(kind, None)
             if one is None:
                 kinds.remove(kind)
-            elif len(highlights_found) < num:
-                highlights_found.append(one)
-    return highlights_found
+            elif len(chosen) < num:
+                chosen.append(one)
+    return chosen
 
 
 _Rows = list[dict[str, Any]]

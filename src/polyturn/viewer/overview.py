@@ -27,19 +27,19 @@ _OF_EVALUATIONS = ("success", "first_turn_success", "mean_turns", "valid_tool_ca
 
 def facts(lines: Lines, num_trajectories: int) -> dict[str, str]:
     """Return the run's progress, and how its time was spent."""
-    facts_found = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
+    rows = {"steps": str(max((line["step"] for line in lines), default=0)), "trajectories": f"{num_trajectories:,}"}
     sampled = sum(line.get("tokens/sampled") or 0 for line in lines)
     seconds = sum(line.get("time/step_s") or 0 for line in lines)
     if sampled:
-        facts_found["sampled tokens"] = f"{sampled:,.0f}"
+        rows["sampled tokens"] = f"{sampled:,.0f}"
     if seconds:
-        facts_found["time of the steps"] = f"{seconds:,.0f} s"
-        facts_found["sampled tokens per second"] = f"{sampled / seconds:,.0f}"
+        rows["time of the steps"] = f"{seconds:,.0f} s"
+        rows["sampled tokens per second"] = f"{sampled / seconds:,.0f}"
     last = lines[-1] if lines else {}
     slowest = {k: v for k, v in last.items() if k.startswith(("time/tool/", "time/interaction/")) and k.endswith("/share")}
     for name, share in sorted(slowest.items(), key=lambda item: -(item[1] or 0))[:3]:
-        facts_found[f"share of the rollout in {name.split('/')[2]}"] = f"{100 * (share or 0):.1f} %"
-    return facts_found
+        rows[f"share of the rollout in {name.split('/')[2]}"] = f"{100 * (share or 0):.1f} %"
+    return rows
 
 
 def before_after(lines: Lines) -> dict[str, str]:
@@ -103,8 +103,8 @@ def tools(calls: Iterable[pa.Table]) -> list[dict[str, Any]]:
 
 def settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return dotted name -> value of a configuration, as texts."""
-    settings_found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        settings_found |= settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: str(value)[:500]}
-    return settings_found
+        texts |= settings(value, f"{name}.") if isinstance(value, Mapping) and value else {name: str(value)[:500]}
+    return texts

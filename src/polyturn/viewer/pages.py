@@ -1,11 +1,11 @@
-"""The parts of a page's application without data: static files, headers, access rules and error messages.
+"""The parts of the viewer's application without data: static files, headers, access rules and error messages.
 
     GET /                the page           GET /static/{name}    its scripts and styles
     PolyturnError        422 {"detail": "there is no trajectory 'g9/9'; …"}
 
 Text from environments is never inserted as HTML, and the content security policy allows only the pages' own scripts. Access
-is decided by the rules that all servers share (`serving/auth.py`): on a loopback address this machine has access, elsewhere
-everyone with the token, which is part of the link printed at the start.
+is decided by the rules that all servers share (`serving/auth.py`): on a loopback address, programs on this machine have
+access; on other addresses, clients with the token, which is part of the link printed at the start.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def page_app(title: str, *, cookie: str, rules: ServerRules) -> FastAPI:
 
 
 class JSONResponse(starlette.responses.JSONResponse):
-    """JSON in ASCII, which can contain lone surrogates: invalid bytes of an environment are recorded as such."""
+    """JSON in ASCII, which can carry lone surrogates; invalid bytes from an environment are recorded as such."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
@@ -81,7 +81,7 @@ class JSONResponse(starlette.responses.JSONResponse):
 
 
 class _WithHeaders:
-    """Adds the headers to every answer; drops the answer if the client has disconnected."""
+    """Adds the headers to every answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

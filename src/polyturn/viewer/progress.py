@@ -1,10 +1,10 @@
-"""Determines from a run's folder whether the run is still running, and how far it is.
+"""Determines from a run's folder whether the run is still running, and how far it has come.
 
-lock held                               running; silent if nothing has been written for long
+lock held                               running, or silent if nothing has been written for a long time
 lock free, with a recorded end          finished (at the last step, or the process ended normally), stopped (before the last
                                         step), or died (of an error)
 lock free, without a recorded end       finished at the last step, else died: its process was killed on this machine
-no lock, or one of another machine      finished at the last step, else running or silent, by the time of the last line
+no lock, or another machine's lock      finished at the last step, else running or silent, by the time of the last line
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def planned_steps(config: Mapping[str, Any], section: str) -> int:
 
 
 def progress(folder: Path, metrics: MetricFile, warm_start: MetricFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's progress, with the fields of `NOTHING`.
+    """Return a run's progress, with the keys of `NOTHING`.
 
     Args:
         folder: The run's folder.

@@ -2,8 +2,8 @@
 
     report.html    the pages' script and styles, and the answers of the viewer's server as JSON
 
-The file loads nothing, and its content security policy allows only the one script, by hash. Environments' text is stored as
-JSON in which tags are escaped, and the pages insert it as text, so hostile text cannot run anywhere.
+The file loads nothing, and its content security policy allows only its own script, by hash. Text from environments is
+stored as JSON with escaped tags, and the pages insert it as text, so it cannot run as code.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 20
 MAX_ALIASES = 20
 """Largest number of YAML aliases, each of which may double the size."""
 MAX_DEPTH = 100
-"""Largest nesting depth; parsing time grows with its square."""
+"""Largest nesting depth; the time to parse grows with its square."""
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

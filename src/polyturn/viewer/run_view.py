@@ -89,7 +89,7 @@ class RunView:
         def known(column: str) -> list[str]:
             return sorted(v for v in pc.unique(self._store.table([column])[column]).to_pylist() if v)
 
-        how_far = self._progress()
+        state = self._progress()
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -97,10 +97,10 @@ class RunView:
             "splits": known("split"),
             "stop_reasons": known("stop_reason"),
             "data_sources": known("data_source"),
-            **how_far,
+            **state,
             "latest": self._latest(),
             "num_metrics": len(self._metrics.lines) + len(self._warm_start.lines),
-            "problems": self.problems(is_running=how_far["state"] == "running"),
+            "problems": self.problems(is_running=state["state"] == "running"),
             "has_tokenizer": self._tokens().is_known,
         }
 
@@ -137,14 +137,14 @@ class RunView:
 
     def problems(self, *, is_running: bool = False) -> list[str]:
         """Return one sentence for each part that cannot be read, or that a run without a running process lacks."""
-        problems_found = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
+        sentences = [f"{FOLDER}/{name} was skipped: {reason}" for name, reason in self._store.problems.items()]
         is_begun = is_running or (bool(self._warm_start.lines) and not self._metrics.is_there)
         if not (self.folder / FOLDER).is_dir() and not is_begun:
-            problems_found.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
+            sentences.append(f"the run recorded no trajectories (there is no {FOLDER}/)")
         if not self._metrics.is_there and not is_begun and not self._metrics.problem:
-            problems_found.append("the run recorded no metrics (there is no metrics.jsonl)")
-        problems_found += [self._labels.problem] if self._labels.problem else []
-        return problems_found + self._metrics.problems() + self._warm_start.problems()
+            sentences.append("the run recorded no metrics (there is no metrics.jsonl)")
+        sentences += [self._labels.problem] if self._labels.problem else []
+        return sentences + self._metrics.problems() + self._warm_start.problems()
 
     def refresh(self) -> None:
         """Read data written since the last call."""
@@ -215,9 +215,9 @@ class RunView:
         parts = list(chosen.scan(token_values, self._values))
         known = of_trajectories(chosen.table()) | {name: of_tokens(name, parts) for name in OF_TOKENS}
         drawn = [
-            {"name": name, "title": title, **distribution_found}
+            {"name": name, "title": title, **counts}
             for name, title in (OF_TRAJECTORIES | OF_TOKENS).items()
-            if (distribution_found := distribution(*known[name])) is not None
+            if (counts := distribution(*known[name])) is not None
         ]
         return {
             "distributions": drawn,
@@ -227,10 +227,9 @@ class RunView:
     def highlights(self, num: int) -> list[dict[str, Any]]:
         """Return the keys of at most `num` informative trajectories, with the reasons."""
         self._store.refresh()
-        highlights_found = highlights(self._store, num)
         return [
             {"id": r.trajectory.id, "step": r.step, "split": r.split, "title": title, "why": why}
-            for title, why, r in highlights_found
+            for title, why, r in highlights(self._store, num)
         ]
 
     def page(

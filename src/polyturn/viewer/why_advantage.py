@@ -86,9 +86,9 @@ def _by_length(group: GroupComparison) -> Derivation:
 
 
 def _by_mean(group: GroupComparison) -> Derivation:
-    number = group.own - group.mean
+    difference = group.own - group.mean
     numbers = f"({_n(group.own)} − {_n(group.mean)}) / ({_n(group.mean)} + {group.eps:g})"
-    return Derivation("A = (r − mean) / (mean + eps)", numbers, number / (group.mean + group.eps))
+    return Derivation("A = (r − mean) / (mean + eps)", numbers, difference / (group.mean + group.eps))
 
 
 _OF_GROUP: dict[str, Callable[[GroupComparison], Derivation]] = {
@@ -165,7 +165,7 @@ def _derive(
     name: str, own: Mapping[str, Any], counted: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> Derivation:
     if name not in _OF_GROUP:
-        return Derivation(_IN_SYMBOLS.get(name, "an estimator of the run's own"))
+        return Derivation(_IN_SYMBOLS.get(name, "a custom estimator"))
     if own not in counted:
         return Derivation("")
     eps = as_score(options.get("eps"))

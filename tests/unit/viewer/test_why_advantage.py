@@ -76,4 +76,4 @@ def test_evaluation_is_noted_and_no_plugin_is_loaded():
     rows = recorded(group_of([1.0, 0.0]), grpo)
     evaluated = StoredTrajectory(trajectory=rows[0].trajectory, group="g0", step=3, split="eval/greedy")
     said = why_advantage(evaluated, [evaluated], {"algorithm": {"advantage": "evil.py:estimator"}})
-    assert "Evaluations" in said["note"] and said["formula"] == "an estimator of the run's own"
+    assert "Evaluations" in said["note"] and said["formula"] == "a custom estimator"
