@@ -12,7 +12,6 @@ after a resume is recorded twice; the later record counts.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import threading
@@ -114,11 +113,8 @@ class StoredRun:
 
     def refresh(self) -> bool:
         """Read parts that have changed since the last call; return whether there were any."""
-        stamps = {}
-        for path in list_parts(self.folder / FOLDER):
-            with contextlib.suppress(FileNotFoundError):  # joined with other parts since it was listed
-                about = path.stat()
-                stamps[path.name] = (about.st_mtime_ns, about.st_size)
+        listed = {path.name: _stamp(path) for path in list_parts(self.folder / FOLDER)}
+        stamps = {name: stamp for name, stamp in listed.items() if stamp is not None}
         if stamps == self._stamps:
             return False
         same = [name for name, stamp in stamps.items() if self._stamps.get(name) == stamp]
@@ -129,9 +125,9 @@ class StoredRun:
                 kept[name] = table
         self._parts = {name: kept[name] for name in stamps if name in kept}
         self._search.keep(same)
-        self._stamps = stamps
         self.problems = {name: why for name, why in self.problems.items() if name.partition(",")[0] in stamps}
         self._table = self._joined()
+        self._stamps = stamps
         return True
 
     def __len__(self) -> int:
@@ -259,7 +255,8 @@ class StoredRun:
             row = f"{part}, row {last[_ROW][0].as_py()}"
             source = row if row in self.problems else part
             where = self.folder / FOLDER / source
-            raise DataError(f"the trajectory {id!r} is in {where}, which cannot be read: {self.problems.get(source)}")
+            why = self.problems.get(source, "it was deleted, or written again without this trajectory")
+            raise DataError(f"the trajectory {id!r} is in {where}, which cannot be read: {why}")
         return records[0]
 
     def records(self) -> Iterator[StoredTrajectory]:
@@ -346,19 +343,18 @@ class StoredRun:
         def damaged(row: int, problem: Exception) -> None:
             self._note(f"{part}, row {row}", one_line(problem))
 
-        if not (self.folder / FOLDER / part).exists():  # joined with others since it was listed
+        if _stamp(self.folder / FOLDER / part) != self._stamps.get(part):  # joined or written again since it was listed
             return self._read_moved(part, rows)
         return self._try(part, lambda path: read_rows(PartFile(path), rows, damaged=damaged)) or []
 
     def _read_moved(self, part: str, rows: Sequence[int]) -> list[StoredTrajectory]:
-        """Return rows of a part that was joined into another part, from that part, by their keys."""
+        """Return rows of a part that has changed since it was listed, by their keys, from the parts that have them now."""
         mine = self._table.filter(pc.equal(self._table[_PART], part)).to_pylist()
         key_of = {row[_ROW]: tuple(row[name] for name in KEY) for row in mine}
         now = StoredRun(self.folder)
         row_of_key = {tuple(row[name] for name in KEY): row for row in now._table.to_pylist()}
-        here = [
-            location for row in rows if (location := row_of_key.get(key_of[row])) is not None and location[_PART] != part
-        ]
+        self.problems.update(now.problems)
+        here = [location for row in rows if (location := row_of_key.get(key_of[row])) is not None]
         return [record for location in here for record in now._read_rows(location[_PART], [location[_ROW]])]
 
     def _try(self, name: str, read: Callable[[Path], Any]) -> Any:
@@ -375,6 +371,15 @@ class StoredRun:
         if name not in self.problems:
             logger.warning("%s is damaged and is skipped (%s); nothing else is affected", self.folder / FOLDER / name, why)
         self.problems[name] = why
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Return the time and size of a part, which change if it is written again; None if there is no such file."""
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    return about.st_mtime_ns, about.st_size
 
 
 _LISTED = pa.schema([*(SCHEMA.field(name) for name in INDEX_COLUMNS), (_PART, pa.string()), (_ROW, pa.int64())])

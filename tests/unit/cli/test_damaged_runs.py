@@ -125,7 +125,7 @@ def test_tokens_of_a_trajectory_name_the_origin_of_each_span(run: Path):
     assert "\x1b" not in shown.out and "[bold]b[/]" in shown.out
     assert "\x1b" not in call("show", run, "g1/0").out
     (run / "tokenizer" / "tokenizer.json").unlink()
-    assert "shown as their ids" in call("show", run, "g1/0", "--tokens").out
+    assert "shown as ids" in call("show", run, "g1/0", "--tokens").out
 
 
 def test_colours_show_the_mask_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch):

@@ -89,6 +89,17 @@ def test_reader_finds_records_after_parts_are_joined(tmp_path: Path) -> None:
     assert after.trajectory("g4/0").same_as(trajectory("g4/0", reward=1.0))
 
 
+def test_reader_finds_records_after_a_part_is_written_again(tmp_path: Path) -> None:
+    with ParquetStore(tmp_path) as store:
+        for step in (2, 1):
+            store.add(group(f"g{step}"), step=step, split="train")
+    before = open_store(tmp_path)
+    store.forget_after(1)
+    assert before.trajectory("g1/1").id == "g1/1", "its row has another number now"
+    assert [t.id for t in before.trajectories()] == ["g1/0", "g1/1"]
+    refuses(lambda: before.trajectory("g2/0"), DataError, "'g2/0' is in ", "deleted, or written again")
+
+
 def test_kill_between_joining_and_deleting_duplicates_nothing(tmp_path: Path) -> None:
     write(tmp_path, steps=2)
     folder = tmp_path / "trajectories"
