@@ -15,9 +15,12 @@ from polyturn.core.errors import ConfigError
 from polyturn.core.generation import GenerateRequest
 from polyturn.core.lifecycle import StopReason
 from polyturn.core.trajectory import CUT_BY_REQUEST, Trajectory
+from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.serving.openai.scheduler import BlackBox
+from polyturn.serving.openai.chat_request import ChatRequest
+from polyturn.serving.openai.scheduler import BlackBox, SessionScheduler
+from polyturn.serving.openai.session import AgentSession
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from support.refusals import refuses_later
 
@@ -94,6 +97,24 @@ async def test_growing_history_is_one_segment():
     assert len(t.segments) == 1 and [turn.message.text for turn in t.turns] == ["four", "six", "eight"]
     assert t.segments[0].loss_weights.sum() == sum(len(turn_ids(s)) for s in ("four", "six", "eight"))
     assert [m.text for m in t.task.prompt] == ["Be brief.", "2+2?"]
+
+
+async def test_session_is_not_idle_while_it_answers():
+    sessions: list[AgentSession] = []
+    idle: list[float] = []
+
+    class Asking(SessionScheduler):
+        async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+            sessions.append(session)
+            await session.ask(ChatRequest(messages=[user("2+2?")]))
+            idle.append(session.idle_s)
+
+    def says(request: GenerateRequest) -> str:
+        idle.append(sessions[0].idle_s)
+        return "four"
+
+    await run_episode(scripted_context(says, scheduler=Asking()), task(), id="e")
+    assert idle[0] == 0.0 and idle[1] > 0.0
 
 
 async def test_tool_answers_continue_the_segment():

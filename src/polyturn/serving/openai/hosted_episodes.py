@@ -19,7 +19,6 @@ import dataclasses
 import itertools
 import logging
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +98,7 @@ class OpenAIService:
         Args:
             context: The rollout context; its scheduler is replaced by one that waits for requests.
             options: Options of the endpoint.
-            idle_s: Seconds without a request after which an episode is ended.
+            idle_s: Seconds after the last request or answer after which an episode is ended.
             max_episodes: Largest number of live episodes; more are refused.
             record: Called with the trajectory of every episode, as a group of one.
             has_rewards: Whether the context's reward functions score episodes without a posted reward.
@@ -291,7 +290,7 @@ class OpenAIService:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 10.0))
             for live in list(self._live.values()):
-                if live.session is not None and time.monotonic() - live.session.last_used > self._idle_s:
+                if live.session is not None and live.session.idle_s > self._idle_s:
                     logger.info("the episode %s was not used for %g seconds and is ended", live.session.id, self._idle_s)
                     live.ending.set()
 

@@ -103,7 +103,7 @@ class AgentSession:
         self.ended: str | None = None
         """Why the session has ended; None while it accepts requests."""
         self.num_calls = 0
-        self.last_used = time.monotonic()
+        self._last_used = time.monotonic()
         self._scheduler = scheduler
         self._episode = episode
         self._sampling = episode.sampling
@@ -117,6 +117,12 @@ class AgentSession:
         self._is_refused = False
         """Whether a limit of the run refused the latest request or cut its completion."""
         self._is_aborted = False
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request or answer; 0 while a request is being answered."""
+        is_answering = any(c.reply is not None and not c.reply.done() for c in self._conversations.values())
+        return 0.0 if is_answering else time.monotonic() - self._last_used
 
     async def run(self, agent: Callable[[], Awaitable[None]]) -> StopReason:
         """Run an agent and return why the episode ended. If the agent fails after it met a limit, the episode is truncated.
@@ -178,7 +184,7 @@ class AgentSession:
             BadRequest: a limit forbids it, the messages cannot be rendered, or the episode has ended.
         """
         self._check_live()
-        self.last_used = time.monotonic()
+        self._last_used = time.monotonic()
         await refuse_too_long(ask, self._episode)
         self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
@@ -334,6 +340,7 @@ class AgentSession:
             turn.info["is_unread"] = True
         else:
             reply.set_result(response)
+            self._last_used = time.monotonic()
             self._over = turn.cut_by if turn.finish_reason is FinishReason.LENGTH else None
             # The request's own max_tokens is not a limit of the run: an agent that fails after such a cut has failed.
             own = conversation.ask.max_tokens
