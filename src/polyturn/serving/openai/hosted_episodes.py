@@ -198,10 +198,11 @@ class OpenAIService:
 
     async def _create(self, request: Request) -> Response:
         self.endpoint.check_token(request)
-        if self.is_stopping or len(self._live) >= self._max_episodes:
-            why = "the server is stopping" if self.is_stopping else f"all {len(self._live)} episodes are in use"
-            raise BadRequest(f"{why}; try again later", status=503, code="overloaded")
         body = await read_object(request, may_be_empty=True)
+        num_live = sum(id.startswith("served/") for id in self._visits)  # including episodes that have yet to open
+        if self.is_stopping or num_live >= self._max_episodes:
+            why = "the server is stopping" if self.is_stopping else f"all {num_live} episodes are in use"
+            raise BadRequest(f"{why}; try again later", status=503, code="overloaded")
         metadata, seed = body.get("metadata") or {}, body.get("seed")
         if not isinstance(metadata, dict) or isinstance(seed, bool) or not isinstance(seed, int | None):
             raise BadRequest("an episode takes `metadata` (an object) and `seed` (a whole number); both are optional")
@@ -219,6 +220,7 @@ class OpenAIService:
         )
         await asyncio.wait([live.task, live.opened], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
         if not live.opened.done():
+            del self._visits[id]
             raise BadRequest(f"the episode did not start: {live.task.result().error}", status=500, code="server_error")
         live.session = live.opened.result()
         live.name, live.address = self.endpoint.admit(live.session, origin=self._origin, posts_reward=True)
