@@ -60,7 +60,7 @@ def main(
     trajectory = named or trajectory
     if tokens and trajectory is None:
         raise ConfigError("--tokens shows one trajectory; give its id from the list of `polyturn show RUN`")
-    if trajectory is None and split is None and where is None and _holds_runs(folder):
+    if trajectory is None and split is None and step is None and where is None and _holds_runs(folder):
         list_runs.run(folder)
         return
     out = Output()

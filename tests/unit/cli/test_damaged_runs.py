@@ -139,5 +139,6 @@ def test_condition_narrows_the_list(run: Path):
     assert "2 trajectories" in call("show", run, "--where", "step = 1").out
     assert "Columns: " in call("show", run, "--where", "stepp = 1").err
     assert "where step = 9" in call("show", run, "--where", "step = 9").err
+    assert "has no recorded trajectories" in call("show", run.parent, "--step", 1).err, "the list of runs has no steps"
     assert "give its id" in call("show", run, "--tokens").err
     assert "g1/0" in call("show", run, "--trajectory", "g1/0").out
