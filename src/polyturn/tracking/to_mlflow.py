@@ -8,6 +8,7 @@ It uses a separate client, because MLflow's module-level functions keep a curren
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,14 +41,14 @@ class MlflowTracker(RunTracker):
         self._id = run.kept("mlflow_id") or ""
         if not self._id:
             self._id = run.keep("mlflow_id", self._client.create_run(experiment_id, run_name=run.name).info.run_id)
-            params = [Param(name, str(value)[:MAX_PARAM]) for name, value in flat(run.config()).items()]
+            params = [Param(_key(name), str(value)[:MAX_PARAM]) for name, value in flat(run.config()).items()]
             for start in range(0, len(params), 100):
                 self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve."""
         now = round(1000 * time.time())
-        points = [Metric(name, float(v), now, step) for name, v in values.items() if math.isfinite(v)]
+        points = [Metric(_key(name), float(v), now, step) for name, v in values.items() if math.isfinite(v)]
         for start in range(0, len(points), BATCH):
             self._client.log_batch(self._id, metrics=points[start : start + BATCH])
 
@@ -59,6 +60,11 @@ class MlflowTracker(RunTracker):
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._id)
+
+
+def _key(name: str) -> str:
+    """Return a name that MLflow accepts, because it refuses a whole batch for one other name: mean@4 -> mean_at_4."""
+    return re.sub(r"[^/\w.\- ]", "_", name.replace("@", "_at_"))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

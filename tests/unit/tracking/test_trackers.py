@@ -226,13 +226,14 @@ async def test_mlflow_keeps_a_run_and_goes_on_with_it(tmp_path: Path):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for resumed in (None, 1):
         trackers = Trackers([tracker_spec("mlflow", uri=uri)], run_info(tmp_path, resumed_step=resumed), close_s=120)
-        trackers.log(1 if resumed is None else 2, {"reward/mean": 0.5})
+        trackers.log(1 if resumed is None else 2, {"reward/mean": 0.5, "eval/a/b/reward/mean@4": 0.2, "reward/f1 (b)": 1.0})
         trackers.close()
         assert trackers.lost == {"mlflow": 0}
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("polyturn")
     (run,) = client.search_runs([experiment.experiment_id])
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2]
+    assert run.data.metrics["eval/a/b/reward/mean_at_4"] == 0.2 and run.data.metrics["reward/f1 _b_"] == 1.0
 
 
 async def test_trackio_keeps_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
