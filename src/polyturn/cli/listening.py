@@ -144,11 +144,10 @@ async def listen(
         more: Text for the log after the address.
         stop: Called with `grace_s` at the signal; ends the work behind the requests within this time.
     """
-    from polyturn.serving.listen import serve_until_signal
+    from polyturn.serving.listen import origin_of, serve_until_signal
 
     bound = options.bind()
-    host, port = bound.getsockname()[:2]
-    logger.info("%s: listening on http://%s:%d%s%s", what, host, port, path, more)
+    logger.info("%s: listening on %s%s%s", what, origin_of(bound), path, more)
     await serve_until_signal(
         app,
         rules,
@@ -172,7 +171,7 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
         ConfigError: the address cannot be used.
     """
     from polyturn.serving.auth import is_loopback
-    from polyturn.serving.listen import serve_until_signal
+    from polyturn.serving.listen import origin_of, serve_until_signal
 
     token = None if options.token_file is None else read_token(options.token_file)
     if not is_loopback(options.host) and token is None:
@@ -180,7 +179,5 @@ def show_page(make: Callable[[ServerRules], Any], options: ServeOptions, *, labe
     rules = options.rules_of(token, max_body_bytes=max_body_bytes)
     app = make(rules)
     bound = options.bind()
-    name, port = bound.getsockname()[:2]
-    link = f"http://{f'[{name}]' if ':' in name else name}:{port}/" + (f"?token={token}" if token else "")
-    Output().fact(label, link)
+    Output().fact(label, f"{origin_of(bound)}/" + (f"?token={token}" if token else ""))
     run_loop(serve_until_signal(app, rules, bound))

@@ -82,6 +82,13 @@ def bind(host: str, port: int, *, is_only: bool = False) -> socket.socket:
     raise AssertionError("the last port is tried")
 
 
+def origin_of(bound: socket.socket, *, host: str | None = None) -> str:
+    """Return http://HOST:PORT of a listening socket; `host` replaces its address."""
+    address, port = bound.getsockname()[:2]
+    name = host or address
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
 def http_config(app: Any, rules: ServerRules, **options: Any) -> uvicorn.Config:
     """Return uvicorn's settings for an application with access rules.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.routing import Route
 
 from polyturn.serving.auth import ServerRules, guarded
 from polyturn.serving.body import while_wanted
-from polyturn.serving.listen import MAX_HEAD_BYTES, bind, serving
+from polyturn.serving.listen import MAX_HEAD_BYTES, bind, origin_of, serving
 
 HOST = b"Host: localhost\r\n"
 
@@ -31,6 +32,16 @@ async def count(request: Request) -> Response:
         yield b"two"
 
     return StreamingResponse(numbers())
+
+
+class Socket:
+    def getsockname(self) -> tuple[Any, ...]:
+        return ("::1", 8000, 0, 0)
+
+
+@pytest.mark.parametrize(("host", "origin"), [(None, "http://[::1]:8000"), ("trainer", "http://trainer:8000")])
+def test_origin_of_an_ipv6_address_has_brackets(host: str | None, origin: str):
+    assert origin_of(Socket(), host=host) == origin
 
 
 async def talk(*pieces: bytes, rules: ServerRules | None = None) -> bytes:

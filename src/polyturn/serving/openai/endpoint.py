@@ -32,7 +32,7 @@ from polyturn.core.errors import ConfigError, did_you_mean
 from polyturn.serving.auth import ServerRules, check_token
 from polyturn.serving.auth import guarded as guard_app
 from polyturn.serving.body import Refusal, while_wanted
-from polyturn.serving.listen import bind, serving
+from polyturn.serving.listen import bind, origin_of, serving
 from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest, ChatResponse
 from polyturn.serving.openai.http import (
@@ -176,12 +176,10 @@ class ModelEndpoint:
             bound = bound or bind(self.options.host, self.options.port, is_only=True)
         except ConfigError as problem:
             raise ConfigError(f"the endpoint {problem}") from problem
-        host, port = bound.getsockname()[:2]
-        host = self.options.reach_as or host
         # Input that is not HTTP gets a 400 and is not worth a log line.
         options = {"timeout_keep_alive": KEEP_ALIVE_S, "log_level": "critical"}
         await self._server.enter_async_context(serving(self._app(more), self._rules, bound, **options))
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return origin_of(bound, host=self.options.reach_as)
 
     def admit(self, answerer: Answerer, *, origin: str, posts_reward: bool) -> tuple[str, Address]:
         """Add a session; return its secret name, which `dismiss` takes, and its address.
