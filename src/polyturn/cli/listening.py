@@ -62,7 +62,7 @@ class ServeOptions:
         """Raise if the configured port is in use, before a model is loaded.
 
         Raises:
-            ConfigError: the port is in use.
+            ConfigError: the port is in use, or the address is not on this machine.
         """
         if self.port is not None:
             self.bind().close()

@@ -133,7 +133,7 @@ def _programs(name: str) -> str:
 
 
 def find_like(name: str) -> None:
-    """Set up imports like in a process started by `run`: the stand-in for `name` first, the working directory last."""
+    """Set up imports as in a process started by `run`: the stand-in for `name` first, the working directory last."""
     install_namespace(name)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)

@@ -159,7 +159,7 @@ class Progress:
                 self._bar.update(self._bar.task_ids[0], completed=self.done)
 
     def line(self) -> str:
-        """Return the progress, and what running episodes do, as one line."""
+        """Return the progress and the states of running episodes as one line."""
         return "; ".join(filter(None, (self._counted(), states(self._running))))
 
     def _counted(self) -> str:

@@ -54,7 +54,7 @@ def test_person_answers_waiting_conversations(desk: HumanQueue, address: str, tm
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto("/")
-        page.get_by_text("No conversation waits.").wait_for()
+        page.get_by_text("No conversation is waiting.").wait_for()
         first = askers.submit(ask, desk, "g0/0", HOSTILE)
         page.get_by_text(HOSTILE).first.wait_for()
         second = askers.submit(ask, desk, "g0/1", "For how many?")
@@ -73,7 +73,7 @@ def test_person_answers_waiting_conversations(desk: HumanQueue, address: str, tm
         page.get_by_text("For how many?").last.wait_for()
         page.get_by_role("button", name="Answer", exact=True).click()
         page.get_by_role("button", name="End the conversation").click()
-        page.get_by_text("No conversation waits.").wait_for()
+        page.get_by_text("No conversation is waiting.").wait_for()
         assert page.evaluate("window.pwned") is None
         browser.close()
         assert first.result(60) == HumanReply(text="That is no table.", score=-0.5)

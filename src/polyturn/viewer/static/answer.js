@@ -7,7 +7,7 @@ const drafts = new Map(); // ticket -> text that was typed and not sent
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? ""));
 
 export async function answer() {
-  const queue = el("nav", { id: "queue", "aria-label": "Conversations that wait" }), talk = el("section", { id: "talk", "aria-label": "Conversation" });
+  const queue = el("nav", { id: "queue", "aria-label": "Waiting conversations" }), talk = el("section", { id: "talk", "aria-label": "Conversation" });
   const status = el("p", { class: "muted", role: "status" });
   let conversations = [], open = null, timer = 0;
 
@@ -19,7 +19,7 @@ export async function answer() {
     open = ticket;
     const conversation = conversations.find((one) => one.ticket === ticket);
     showQueue();
-    if (!conversation) { talk.replaceChildren(el("p", { class: "muted" }, conversations.length ? "Choose a conversation." : "No conversation waits.")); return; }
+    if (!conversation) { talk.replaceChildren(el("p", { class: "muted" }, conversations.length ? "Choose a conversation." : "No conversation is waiting.")); return; }
     const text = el("textarea", { id: "text", rows: "4", required: true, oninput: () => drafts.set(ticket, text.value) });
     text.value = drafts.get(ticket) ?? "";
     const score = el("input", { id: "score", type: "number", step: "any" });

@@ -25,6 +25,6 @@ export async function runs() {
   const states = ["running", "silent", "finished", "stopped", "died"].filter(count).map((of) => `${count(of)} ${of}`).join(", ");
   const ordered = [...state.runs].sort((a, b) => b.written_at - a.written_at);
   const beside = ordered.slice(0, 6).map((info) => info.index);
-  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}${states ? `: ${states}` : ""}. Runs that begin in the folder appear here.`),
+  return { element: el("div", {}, el("h2", {}, "Runs"), el("p", { role: "status", class: "muted" }, `${state.runs.length} ${state.runs.length === 1 ? "run" : "runs"}${states ? `: ${states}` : ""}. New runs in the folder appear here.`),
     table("Runs", names, ordered.map(row)), beside.length > 1 ? el("p", {}, el("a", { href: address("curves", { with: beside.slice(1).join(",") }, beside[0]) }, `Curves of the latest ${beside.length} side by side`)) : null), follows: true };
 }
