@@ -159,7 +159,11 @@ def _version(package: str) -> str:
 def _torch() -> dict[str, str]:
     if _version("torch") == _MISSING:
         return {"torch": "not installed: pip install 'polyturn[train]'"}
-    done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, check=False, timeout=120)
+    probe = [sys.executable, "-P", "-c", _PROBE]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=120)
+    except subprocess.TimeoutExpired as problem:
+        return {"torch": f"{_version('torch')}, which was not imported within {problem.timeout:g} s"}
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"torch": f"{_version('torch')}, which cannot be imported: {reason}"}

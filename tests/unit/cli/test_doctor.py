@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,15 @@ def test_environment_extras_and_servers_are_named(capsys: pytest.CaptureFixture[
     )
     assert told["extras"]["train"]["missing"] == []
     assert set(told["servers"]) == {"vllm", "sglang"}
+
+
+def test_torch_that_is_never_imported_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def hangs(command: list[str], *, timeout: float, **options: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    doctor.main.main(["--json"], standalone_mode=False)
+    assert "not imported within 120 s" in json.loads(capsys.readouterr().out)["torch"]
 
 
 def test_missing_package_comes_with_its_install_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
