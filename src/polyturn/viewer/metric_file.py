@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,16 @@ class MetricFile:
         self.written_at = 0.0
         """Time of the last write, in seconds since the epoch."""
         self._folder, self._name = folder, name
+        self._lock = threading.Lock()
         self._read_to = self._bad_lines = self._file = 0
 
     def refresh(self) -> None:
-        """Read the lines that have been completed since the last call."""
-        try:
-            self._refresh()
-        except (DataError, OSError) as problem:
-            self.problem = str(problem)
+        """Read the lines that have been completed since the last call; each line once, also if several threads call it."""
+        with self._lock:
+            try:
+                self._refresh()
+            except (DataError, OSError) as problem:
+                self.problem = str(problem)
 
     def _refresh(self) -> None:
         path = contained(self._folder, self._name)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 
 from polyturn.core.errors import ConfigError, RewardError
 from polyturn.infra import folder_lock
 from polyturn.infra.folder_lock import hold_folder, read_lock
+from polyturn.viewer import metric_file
+from polyturn.viewer.metric_file import MetricFile
 from polyturn.viewer.run_view import RunView
 
 
@@ -110,6 +117,27 @@ def test_rewritten_metrics_replace_the_old_ones(run: Path):
     found = view.summary()
     assert found["num_metrics"] == 4 and found["problems"] == RunView(run).summary()["problems"]
     assert "eval/greedy/success" not in view.metrics()["names"]
+
+
+def test_threads_read_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch):
+    both_have_read = threading.Barrier(2)
+
+    class File(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes | None:
+            data = super().read(size)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both_have_read.wait(0.5)  # in vain if one thread waits for the other, as it should
+            return data
+
+    class Opened(PosixPath):
+        def open(self, *args: Any) -> Any:
+            return File(str(self))
+
+    monkeypatch.setattr(metric_file, "contained", lambda folder, name: Opened(folder / name))
+    metrics = MetricFile(run, "metrics.jsonl")
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: metrics.refresh(), range(2)))
+    assert len(metrics.lines) == 1 and not metrics.problem
 
 
 def test_summary_has_the_latest_values(run: Path):
