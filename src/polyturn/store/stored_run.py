@@ -201,8 +201,8 @@ class StoredRun:
             read: Reads columns that are not in the table, such as arrays over tokens.
             cache: Keeps the results of `read`, so that the next scan reads only new parts.
         """
-        for old in [key for key in cache if self._stamps.get(key[0]) != key[1]]:
-            del cache[old]
+        for old in [key for key in list(cache) if self._stamps.get(key[0]) != key[1]]:
+            cache.pop(old, None)  # another thread may have removed it
         for key in self._stamps.items():
             if key not in cache and (value := self._try(key[0], lambda path: read(PartFile(path)))) is not None:
                 cache[key] = value

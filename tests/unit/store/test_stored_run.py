@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,18 @@ def test_reader_finds_records_after_a_part_is_written_again(tmp_path: Path) -> N
     assert before.trajectory("g1/1").id == "g1/1", "its row has another number now"
     assert [t.id for t in before.trajectories()] == ["g1/0", "g1/1"]
     refuses(lambda: before.trajectory("g2/0"), DataError, "'g2/0' is in ", "deleted, or written again")
+
+
+def test_scan_goes_on_when_another_thread_drops_old_parts(tmp_path: Path) -> None:
+    class Shared(dict[tuple[str, tuple[int, int]], int]):
+        def __iter__(self) -> Iterator[tuple[str, tuple[int, int]]]:
+            keys = list(super().__iter__())
+            self.clear()
+            return iter(keys)
+
+    write(tmp_path)
+    cache = Shared({("part-00009.parquet", (0, 0)): 9})
+    assert [num for *_, num in open_store(tmp_path).scan(lambda file: file.num_rows, cache)] == [2, 2, 2]
 
 
 def test_kill_between_joining_and_deleting_duplicates_nothing(tmp_path: Path) -> None:
