@@ -31,7 +31,7 @@ def main(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The Parquet file; rescored/NAME.parquet of the run by default.")] = None,
 ) -> None:
-    """Score a run's trajectories again, with another reward. Prints one row per trajectory with the change of its reward."""
+    """Score a run's trajectories again, with another reward. Writes a row per trajectory, and prints means by split."""
     folder = Path(os.path.realpath(run))  # resolved, because the function may change the working directory
     rescored = folder / "rescored"
     file = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', Path(reward).name)}.parquet"

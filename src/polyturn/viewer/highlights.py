@@ -91,7 +91,7 @@ def _repaired(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -
 
 
 def _learned(store: StoredRun, rows: _Rows, keys_shown: set[tuple[Any, ...]]) -> Iterator[Highlight]:
-    """Yield the tasks of evaluations whose reward rose most: their trajectory in the first evaluation, then in the last."""
+    """Yield, for the evaluated tasks whose reward rose most, a trajectory of the first evaluation, then of the last."""
     by_task: dict[tuple[str, str], _Rows] = {}
     for row in rows:
         if row["split"].startswith("eval/") and _has_reward(row):

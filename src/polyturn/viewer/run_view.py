@@ -67,7 +67,7 @@ LATEST = ("reward/mean", "eval/*/success")
 
 
 class RunView:
-    """One run, read-only."""
+    """One run; only its labels are written."""
 
     def __init__(self, folder: Path) -> None:
         """Open the run in `folder`, which may be incomplete."""
