@@ -40,7 +40,6 @@ class Output:
             self.console.width = PLAIN_WIDTH
 
     def table(self, table: Table) -> None:
-        """Print a table."""
         self.console.print(table)
 
     def text(self, text: str, *, style: str | None = None) -> None:

@@ -83,7 +83,6 @@ class Commands(TyperGroup):
         return importlib.import_module(f"polyturn.cli.{_FILES.get(cmd_name, cmd_name)}").main
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 

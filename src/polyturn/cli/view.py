@@ -33,7 +33,7 @@ def main(
     rate_limit: RateLimitOption = None,
     allow_host: AllowHosts = None,
 ) -> None:
-    """Look at runs in the browser, while they train and after. Curves, conversations, every token; with --desk, answer as the user."""
+    """Look at runs in the browser, while they train and after. Shows curves, conversations and every token."""
     folders = runs or []
     if not folders and desk is None:
         raise ConfigError("name the folder of a run, or --desk FOLDER to answer its conversations")

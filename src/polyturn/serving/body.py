@@ -210,5 +210,4 @@ async def while_wanted(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as JSON."""
     return orjson.dumps(value)

@@ -137,8 +137,6 @@ class RequestConfig:
 
 @dataclass
 class UsageInfo:
-    """Numbers of tokens."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int

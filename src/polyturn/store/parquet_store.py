@@ -185,7 +185,6 @@ def list_parts(folder: Path) -> list[Path]:
 
 
 def part_number(path: Path) -> int:
-    """Return the number of a part."""
     return int(path.stem.removeprefix("part-"))
 
 

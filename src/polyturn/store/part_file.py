@@ -15,8 +15,6 @@ MAX_ROWS = 1_000_000
 
 
 class PartFile:
-    """One Parquet file."""
-
     def __init__(self, path: Path) -> None:
         """Read the footer of a file.
 

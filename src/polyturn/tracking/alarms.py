@@ -53,8 +53,6 @@ class AlarmThresholds:
 
 
 class Alarm(NamedTuple):
-    """A warning."""
-
     name: str
     message: str
 

@@ -45,7 +45,6 @@ class JsonlTracker:
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         self._file.close()
 
 

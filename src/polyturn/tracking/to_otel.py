@@ -25,8 +25,6 @@ from polyturn.tracking.base import RunInfo, RunTracker
 
 
 class OtelTracker(RunTracker):
-    """Exports spans."""
-
     def __init__(self, run: RunInfo, *, exporter: str | SpanExporter | None = None) -> None:
         """Open the exporters.
 

@@ -49,7 +49,6 @@ class TensorBoardTracker(RunTracker):
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
     def _add(self, step: int, summary: Summary) -> None:

@@ -76,7 +76,6 @@ class JSONResponse(starlette.responses.JSONResponse):
     """JSON in ASCII, which can carry lone surrogates; invalid bytes from an environment are recorded as such."""
 
     def render(self, content: Any) -> bytes:
-        """Return the body."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 

@@ -43,7 +43,6 @@ class GroupComparison:
 
     @property
     def mean(self) -> float:
-        """Mean of the rewards."""
         return float(self.rewards_G.mean())
 
     @property

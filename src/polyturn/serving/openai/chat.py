@@ -108,7 +108,6 @@ def may_call(choice: Any, ignored: frozenset[str]) -> bool:
 
 
 def reply(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
-    """Return the answer to a request."""
     answer: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",

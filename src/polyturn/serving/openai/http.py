@@ -116,7 +116,6 @@ def check_key(request: Request, keys: Sequence[bytes], *, wants: str) -> None:
 
 
 def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer in JSON."""
     return Response(dumps(value), status_code=status, media_type="application/json", headers=headers)
 
 

@@ -158,7 +158,6 @@ def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
 
 
 def reply(body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str) -> dict[str, Any]:
-    """Return the answer to a request."""
     (one,) = responses
     content: list[dict[str, Any]] = []
     if one.reasoning is not None:

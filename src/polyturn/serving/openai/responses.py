@@ -154,7 +154,6 @@ def _output(output: Any) -> Any:
 def reply(
     body: Mapping[str, Any], responses: Sequence[ChatResponse], *, model: str, status: str | None = None
 ) -> dict[str, Any]:
-    """Return the answer to a request."""
     one, counted = responses[0], usage(responses)
     is_cut = one.finish == "length"
     return {
