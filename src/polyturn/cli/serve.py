@@ -76,7 +76,7 @@ def main(
     idle: Annotated[
         float, typer.Option(min=1, help="With --openai or --mcp: seconds of inactivity after which an episode ends.")
     ] = 600.0,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which an episode counts as failed.")] = None,
+    deadline: Annotated[float | None, typer.Option(min=0.1, help="Seconds after which an episode counts as failed.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running episodes to finish after SIGTERM.")] = 30.0,
     sandbox: Annotated[
         bool, typer.Option("--sandbox", help="Run programs instead, isolated, in SandboxFusion's protocol.")

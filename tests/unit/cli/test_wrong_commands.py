@@ -334,6 +334,7 @@ def test_unreachable_hub_is_asked_once(tmp_path: Path) -> None:
         ("check config.yaml", "is a file"),
         ("serve --openai", "--model FOLDER"),
         ("serve --deadline=5", "--model FOLDER"),
+        ("serve --deadline=0 --model x", "--deadline"),
         ("serve --openai --model empty", "no model in empty"),
         # options that have no meaning beside the others
         ("serve --sandbox --model x", "--model has no effect with --sandbox"),
