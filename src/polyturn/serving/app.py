@@ -4,7 +4,7 @@
     POST /update_weights/  ?version=3, the body is a safetensors file                      ->  {"version": 3}
 
 Bodies are JSON or safetensors, never pickle. Access is decided by the rules that all servers share (`auth.py`). An invalid
-request gets an error status and a sentence in `detail`.
+request gets an error status and a sentence in `detail`. If the client of /infer/ disconnects, its episodes are cancelled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from polyturn.core.errors import EngineError, PolyturnError, did_you_mean, one_line
 from polyturn.serving.auth import ServerRules, json_app
-from polyturn.serving.body import Body, read_body
+from polyturn.serving.body import Body, read_body, while_wanted
 from polyturn.serving.rollout_service import RolloutService
 
 _GROUP_PATHS = (
@@ -85,7 +85,8 @@ def create_app(
         if service.is_stopping:
             raise HTTPException(503, "the server is stopping")
         body = await read_body(request, Requests)
-        outputs = await service.infer(body.infer_requests, body.request_config, timeout_s=body.timeout_s)
+        replies = service.infer(body.infer_requests, body.request_config, timeout_s=body.timeout_s)
+        outputs = await while_wanted(request, replies)
         return Response(json.dumps(outputs, default=str), media_type="application/json")
 
     async def probe(request: Request) -> dict[str, Any]:

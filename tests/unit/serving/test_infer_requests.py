@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
 
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler
@@ -13,6 +16,9 @@ from polyturn.core.errors import ConfigError, DataError
 from polyturn.core.task import Task
 from polyturn.rollout.schedulers import SingleTurn
 from polyturn.serving import RolloutService
+from polyturn.serving.app import create_app
+from polyturn.serving.auth import ServerRules
+from polyturn.serving.listen import bind, serving
 from polyturn.serving.rollout_protocol import RequestConfig, RolloutInferRequest
 from polyturn.testing.episodes import scripted_context
 
@@ -44,6 +50,19 @@ async def test_stop_word_of_the_request_ends_the_reply(scheduler: Any) -> None:
     (whole,) = await service.infer([asdict(REQUEST)], {**asdict(TRAINERS), "stop": None})
     assert whole["messages"][-1]["content"] == SAID
     assert len(stopped["response_token_ids"][0]) < len(whole["response_token_ids"][0])
+
+
+async def test_episodes_of_a_client_that_leaves_are_cancelled() -> None:
+    service = RolloutService(scripted_context([SAID], latency_s=1e6))
+    bound, body = bind("127.0.0.1", 0), json.dumps({"infer_requests": [asdict(REQUEST)]}).encode()
+    head = f"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with serving(create_app(service, model=torch.nn.Linear(1, 1)), ServerRules(), bound), asyncio.timeout(60):
+        _, writer = await asyncio.open_connection(*bound.getsockname()[:2])
+        writer.write(head + body)
+        for num_live in (1, 0):
+            while service.num_live != num_live:  # noqa: ASYNC110  the service has no event for this
+                await asyncio.sleep(0.01)
+            writer.close()
 
 
 @pytest.mark.parametrize(
