@@ -62,6 +62,8 @@ def main(
     hub = None if push_to is None else _sign_in(push_to)
     if (model / "config.json").is_file():
         _require_weights(model)
+        if dtype is not None and not any(model.glob("*.safetensors")):
+            raise ConfigError(f"--dtype converts only safetensors files, and {model} has none; remove --dtype")
         _copy(model, out)
     else:
         _merge(model, out, config=config or _config_of(source))
