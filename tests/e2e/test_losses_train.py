@@ -154,7 +154,7 @@ def test_reference_can_be_another_model(tmp_path):
     ("overrides", "message"),
     [
         (["algorithm.loss=gspoo"], "Did you mean 'gspo'"),
-        (["algorithm.loss=none"], "nothing would be trained"),
+        (["algorithm.loss=none"], "algorithm.loss.distill or algorithm.observation_coef"),
         (["algorithm.loss.correction={}", "algorithm.old_logprobs=engine"], "set old_logprobs to 'trainer'"),
         (["model.lora={target_modules: [query]}"], "its linear modules are"),
     ],

@@ -1,4 +1,4 @@
-"""Build the loss, its frozen models and the off-policy correction, from the section `algorithm`."""
+"""Build the loss, its frozen models (reference, teacher) and the off-policy correction."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ def teacher_path(source: ConfigSource) -> str | None:
     """Return the path of the teacher to distil from; None without one.
 
     Raises:
-        ConfigError: the loss would have no term.
+        ConfigError: the loss is `none`, and nothing replaces it.
     """
     loss = source.config.algorithm.loss
     if loss.distill is None and loss.name == "none" and not source.config.algorithm.observation_coef:
         raise ConfigError(
-            "algorithm.loss is none, and neither algorithm.loss.distill nor algorithm.observation_coef is set, so "
-            "nothing would be trained"
+            "algorithm.loss is none, which needs another term that trains on tokens; set algorithm.loss.distill or "
+            "algorithm.observation_coef"
         )
     return None if loss.distill is None else loss.distill.teacher
 
 
 def build_reference(source: ConfigSource, model: PreTrainedModel) -> bool | PreTrainedModel:
-    """Return the model of `model.reference`, or whether the run needs a copy of the policy as its reference."""
+    """Return the model of `model.reference`; without one, whether the starting policy is the reference."""
     path = reference_path(source)
     return source.config.algorithm.has_kl if path is None else load_frozen(source, path, like=model, dtype=None)
 
@@ -88,7 +88,7 @@ def build_teacher(source: ConfigSource, model: PreTrainedModel) -> PreTrainedMod
     """Return the model to distil from; None without one.
 
     Raises:
-        ConfigError: the model cannot be loaded, or the loss would have no term.
+        ConfigError: the model cannot be loaded, or the loss is `none` and nothing replaces it.
     """
     path, distill = teacher_path(source), source.config.algorithm.loss.distill
     return None if path is None or distill is None else load_frozen(source, path, like=model, dtype=distill.dtype)

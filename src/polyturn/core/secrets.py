@@ -28,8 +28,8 @@ PASSED_ON = (
 
 _NAME = re.compile(
     r"^(token|pass|auth|bearer|oauth|pat)$"
-    r"|(^|[_.-])((auth|access|api|bearer|csrf|hf|hub|id|refresh|secret|session)[_-]?token|api[_-]?keys?|secrets?|jwt|pwd?"
-    r"|(secret|access|private|encryption|signing)[_-]?(access[_-]?)?key|passw(or)?d|passphrase|(db|user)[_-]?pass"
+    r"|(^|[_.-])((auth|access|api|bearer|csrf|hf|hub|id|refresh|secret|session)[_-]?tokens?|api[_-]?keys?|secrets?|jwt|pwd?"
+    r"|(secret|access|private|encryption|signing)[_-]?(access[_-]?)?keys?|passw(or)?ds?|passphrase|(db|user)[_-]?pass"
     r"|credentials?|cookies?|(basic|http|proxy)[_-]auth|authorization)$"
     r"|(?-i:^([A-Z0-9_]*(TOKEN|API_?KEY|SECRET|SECRET_(ACCESS_)?KEY|PASSWORD|CREDENTIALS)|([A-Z0-9_]+_)?(PASS|PAT))$)",
     re.IGNORECASE,

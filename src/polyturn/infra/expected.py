@@ -35,11 +35,11 @@ _LIMITS = {
     "string_too_long": ("max_length", "a text of {} or fewer characters"),
     "string_pattern_mismatch": ("pattern", "a text that matches {}"),
 }
-"""Type of an error -> the name of its limit, and the sentence."""
+"""Type of an error -> the limit's key in `ctx`, and words for it."""
 
 
 def expected(problem: Mapping[str, Any]) -> str:
-    """Describe the requirement that a value fails, for one of `ValidationError.errors()`; a validator's message stays."""
+    """Say what a value must be, for an item of `ValidationError.errors()`; a validator's message is not changed."""
     kind = problem["type"]
     if kind in _KINDS:
         return f"it must be {_KINDS[kind]}"
@@ -54,14 +54,18 @@ def expected(problem: Mapping[str, Any]) -> str:
 
 
 def sentences(problem: ValidationError, *, shows_values: bool = True) -> list[str]:
-    """Return a sentence for each invalid value: "max_turns is '3'; it must be a whole number". Secrets are never shown."""
+    """Return a sentence for each invalid value: "max_turns is '3'; it must be a whole number".
+
+    Values under a secret's name are hidden.
+    """
     sentences = []
     for one in problem.errors(include_url=False):
-        name, message = ".".join(map(str, one["loc"])), expected(one)
+        path = [str(part) for part in one["loc"]]
+        name, message = ".".join(path), expected(one)
         if one["type"] == "missing":
             sentences.append(f"{name} is missing")
         else:
-            is_shown = shows_values and not is_secret_name(name)
+            is_shown = shows_values and not any(map(is_secret_name, path))
             sentence = f"{name} is {masked(one['input'])!r:.100}; {message}" if is_shown else f"{name}: {message}"
             sentences.append(sentence if name else message)
     return sentences

@@ -38,7 +38,7 @@ class Settings(BaseModel):
     )
 
     shows_values: ClassVar[bool] = True
-    """Whether messages show invalid values; secrets never are."""
+    """Whether messages show invalid values; values under a secret's name are hidden."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, who: str, ignores_others: bool = False) -> Self:

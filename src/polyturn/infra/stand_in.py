@@ -1,7 +1,9 @@
 """StandIn: replaces the modules of another library, so that code and command lines written for that library work.
 
     [project.entry-points."polyturn.namespaces"]
-    other = "polyturn_other:STAND_IN"              import other.x    polyturn run-as other -- python train.py
+    other = "polyturn_other:STAND_IN"
+
+    ->  `import other.x` works, and so does `polyturn run-as other -- python train.py`
 
 Separate from the stand-ins themselves, so that the rest of polyturn does not depend on a particular library.
 """
@@ -31,7 +33,7 @@ class AdaptScheduler(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn:
-    """The replacement of one library. Calling it installs the modules, as an entry point of the group must."""
+    """The replacement of one library. Calling it installs the modules, as `polyturn.namespaces` requires."""
 
     name: str
     install: Callable[[], bool]
@@ -39,16 +41,16 @@ class StandIn:
     shims: Path | None = None
     """A folder for PYTHONPATH with a package of the library's name; None if `polyturn run-as` is not supported."""
     programs: Mapping[str, str] = field(default_factory=dict)
-    """Name of a program of the library -> the module that `python -m` runs instead."""
+    """Name of a program to replace -> the module, and any arguments, for `python -m`."""
     takes_overrides: bool = False
     """Whether its training programs read `--dry-run` and `--set` of `polyturn run-as`."""
     adapt_scheduler: AdaptScheduler | None = None
     schedulers: Callable[[], Mapping[str, Any]] = dict
-    """Return name -> scheduler class, for the schedulers that plug-ins registered with the library."""
+    """Return name -> scheduler class: the library's own, and those of plug-ins."""
     adapt_estimator: Callable[[Any], Any] | None = None
-    """Convert an advantage estimator that was written for the library to ours; None for any other function."""
+    """Return ours from an advantage estimator written for the library; None from any other function."""
     adapt_loss: Callable[[Any], Any] | None = None
-    """Convert a policy loss that was written for the library to ours; None for any other function."""
+    """Return ours from a policy loss written for the library; None from any other function."""
     eval_metrics: Callable[[Sequence[TrajectoryGroup]], Mapping[str, float]] | None = None
     """Return the metrics of an evaluation under the library's names."""
 
@@ -58,13 +60,13 @@ class StandIn:
 
 
 def stand_ins() -> Iterator[StandIn]:
-    """Yield every installed `StandIn`; entry points that are plain functions are skipped."""
+    """Yield every `StandIn` among the entry points; plain functions are skipped."""
     for _, stand_in in load_each(NAMESPACES, StandIn):
         yield stand_in
 
 
 def as_ours(kind: str, target: Any) -> Any:
-    """Convert an estimator or loss (`kind` "estimator" or "loss") that was written for another library to ours."""
+    """Return another library's estimator or loss (`kind`) as ours; any other `target` unchanged."""
     for one in stand_ins():
         adapt = one.adapt_estimator if kind == "estimator" else one.adapt_loss
         if adapt is not None and (adapted := adapt(target)) is not None:

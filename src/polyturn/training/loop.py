@@ -6,9 +6,9 @@
 The producer starts a group whenever the buffer grants a slot. The consumer takes one step's groups, trains, publishes the
 new weights, and only then frees the slots.
 
-If the engine samples from the trainer's parameters, training blocks the event loop, so that no token is sampled from half an
-update. Otherwise training runs in a thread while rollout continues; an engine on the trainer's GPUs sleeps during the
-update. A cancellation during an update takes effect after the update.
+In a synchronous run with the embedded engine, training blocks the event loop. Otherwise it runs in a thread while rollout
+continues: the embedded engine pauses while its parameters change, an engine on the trainer's GPUs sleeps during the update.
+A cancellation during an update takes effect after the update.
 """
 
 from __future__ import annotations

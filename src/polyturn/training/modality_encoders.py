@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 def encoders_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a backbone that are outside its decoder; empty if the backbone is the decoder."""
+    """Return the outermost modules of a model's backbone outside its decoder; empty if the backbone is the decoder."""
     backbone = model.base_model
     assert isinstance(backbone, PreTrainedModel)
     decoder = backbone.get_decoder()
@@ -38,17 +38,17 @@ def encoders_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def layers_of(model: PreTrainedModel, encoders: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the layers outside `encoders`, which run on every batch and may be sharded one by one."""
+    """Return the layers outside `encoders`: they run on every batch, so each may be sharded by itself."""
     kinds = set(model._no_split_modules or ())
     apart = {module for encoder in encoders for module in encoder.modules()}
     return [module for module in model.modules() if type(module).__name__ in kinds and module not in apart]
 
 
 def touching(out: Tensor, encoders: Sequence[nn.Module]) -> Tensor:
-    """Return `out` plus 0 times every trained parameter of `encoders`, which gives each a gradient."""
+    """Return `out` plus 0 times an element of each trained parameter of `encoders`, so that all get gradients."""
     if not torch.is_grad_enabled():
         return out
-    # One element of a parameter puts the parameter into the graph. An empty shard has no element and needs no gradient.
+    # One element of a parameter puts the whole parameter into the graph.
     for parameter in (p for encoder in encoders for p in encoder.parameters() if p.requires_grad and p.numel()):
         out = out + 0.0 * parameter.reshape(-1)[0]
     return out

@@ -40,3 +40,13 @@ def test_wrong_setting_is_named_with_its_value(config: dict[str, Any], key: str,
     with pytest.raises(ConfigError, match="it: ") as caught:
         Mine.read(config, who="it")
     assert key in str(caught.value) and value in str(caught.value) and "'sk'" not in str(caught.value)
+
+
+def test_values_under_the_name_of_a_secret_are_hidden() -> None:
+    class WithSecrets(Settings):
+        api_keys: list[str]
+        passwords: dict[str, int]
+
+    with pytest.raises(ConfigError, match=r"api_keys\.0: it must be a text.*passwords\.db: it must be") as raised:
+        WithSecrets.read({"api_keys": [12345678], "passwords": {"db": "hunter2hunter2"}}, who="it")
+    assert "12345678" not in str(raised.value) and "hunter2" not in str(raised.value)

@@ -8,8 +8,8 @@
             return AgentLoopOutput(prompt_ids=ids, response_ids=turn.token_ids, response_mask=[1] * len(turn.token_ids))
 
 Every `generate` is a turn of the episode: the prompt is used unchanged, the episode's limits apply, and the ids and logprobs
-come from the engine. A sampled token is trained if the output's mask is 1 there; everything else in the output is an
-observation. See `agent_scheduler.py`.
+come from the engine. A sampled token is trained if the output's mask is 1 there; no other token is trained.
+See `agent_scheduler.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenOutput(BaseModel):
     log_probs: list[float] | None = None
     routed_experts: Any | None = None
     stop_reason: str | None = None
-    """"completed", "aborted" or None."""
+    """Always "completed" here, because an abort ends the episode."""
     num_preempted: int | None = None
     extra_fields: dict[str, Any] = Field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class TokenList(list[int]):
 
 
 class AgentLoopMetrics(BaseModel):
-    """Durations in seconds that a loop measured."""
+    """Seconds and counts that a loop measured."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -134,7 +134,7 @@ class AgentData:
         self.response_mask: list[int] = []
         self.response_logprobs: list[float] = []
         self.turn_scores: list[float] = []
-        self.scored_turns: list[int] = []  # the assistant's turn of each score
+        self.scored_turns: list[int] = []  # the index of each score's assistant turn
         self.tool_rewards: list[float] = []
         self.user_turns = 0
         self.assistant_turns = 0
@@ -143,14 +143,14 @@ class AgentData:
 
 
 class DictConfigWrap:
-    """Wraps a config so that it is not copied."""
+    """Wraps a config, as loops written for verl expect."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
 
 class ToolListWrap:
-    """Wraps tools so that they are not copied."""
+    """Wraps tools, as loops written for verl expect."""
 
     def __init__(self, tools: list[Any]) -> None:
         self.tools = tools
@@ -259,7 +259,7 @@ class AgentLoopBase(ABC):
         audios: Sequence[Any] | None = None,
         mm_inputs_out: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a prompt; the run refuses one that is too long."""
+        """Return the ids of a prompt; `generate` ends the episode if it is too long."""
         return await self.apply_chat_template(messages, tools, images, videos, audios)
 
     async def ct_merge_assistant_token(
@@ -325,7 +325,7 @@ AGENT_LOOP = Shape(
 
 
 def register(agent_name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a class under a name for the rows' `agent_name`."""
+    """Return a decorator that registers a class; rows select it by this `agent_name`."""
 
     def add(cls: _Class) -> _Class:
         check_class(cls, AGENT_LOOP, where=f"agent_name {agent_name!r}")
@@ -336,7 +336,7 @@ def register(agent_name: str) -> Callable[[_Class], _Class]:
 
 
 def get_agent_loop_class(agent_name: str, *, also: Collection[str] = ()) -> type[AgentLoopBase]:
-    """Return a registered class; `also` are further known names, for the message.
+    """Return a registered class; `also` has further names for the error message.
 
     Raises:
         UnknownNameError: the name is not registered; import the module that registers it.
