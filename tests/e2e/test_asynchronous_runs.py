@@ -17,6 +17,7 @@ MIX = "data.sampler={name: mix, weights: {tiny: "
 @pytest.mark.parametrize(
     "settings",
     [
+        ["train.max_staleness=1", "train.minibatches=2", "engine.update=wait"],
         pytest.param(["train.max_staleness=1", "train.replay=0.5", "engine.update=abort_resume"], marks=pytest.mark.slow),
         pytest.param(
             ["train.max_staleness=2", "train.oversample=1", "train.leftover=carry", "train.dynamic_sampling=2"],

@@ -136,7 +136,15 @@ def _thread_of_updates(parts: Parts, policy: ModelPolicy) -> OneThread | None:
     if engine.capabilities.shares_loop and isinstance(backend, ModelBackend):  # ranks train other weights than the engine's
         if parts.source.config.train.max_staleness == 0 or not isinstance(engine, EmbeddedEngine):
             return None
-        backend.optimizer.before_step(engine.freeze)
+        thread, gate = OneThread("polyturn-update"), parts.context.engine
+
+        def pause() -> None:
+            if isinstance(gate, UpdateGate):  # now, because the frozen engine ends no completion
+                thread.await_in_loop(gate.pause)
+            engine.freeze()
+
+        backend.optimizer.before_step(pause)
+        return thread
     return OneThread("polyturn-update")
 
 

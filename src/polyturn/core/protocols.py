@@ -39,7 +39,7 @@ class EngineCapabilities:
     support: bool = False
     """Whether it supports `Sampling.keep_support`: completions have the tokens that each token was drawn from."""
     shares_loop: bool = False
-    """Whether it computes on the trainer's event loop, so that sampling and training alternate and cannot overlap."""
+    """Whether it computes on the trainer's event loop. An update must then not change its weights while it samples."""
 
 
 @runtime_checkable

@@ -136,7 +136,7 @@ class EmbeddedEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """The engine is seeded, returns logprobs as training computes them, and runs in turns with training."""
+        """The engine is seeded, returns logprobs as training computes them, and runs on the trainer's event loop."""
         return dataclasses.replace(self._accepts.capabilities, shares_loop=True)
 
     @property

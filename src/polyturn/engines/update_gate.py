@@ -90,6 +90,11 @@ class UpdateGate(EngineWrapper):
                 await self.engine.abort(request_id)
         await self._is_idle.wait()
 
+    async def pause(self) -> None:
+        """Hold new requests back, and return once no request runs; `closed` lets them run again."""
+        self.hold()
+        await self.drain()
+
     def release(self) -> None:
         """Let requests run again."""
         self._is_open.set()
@@ -97,9 +102,8 @@ class UpdateGate(EngineWrapper):
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
         """Hold requests back while weights change: within the context no episode is sampling, except in mode in_flight."""
-        self.hold()
         try:
-            await self.drain()
+            await self.pause()
             yield
         finally:
             self.release()

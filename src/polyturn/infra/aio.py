@@ -6,9 +6,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -88,10 +88,11 @@ class OneThread:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run `function` in the thread; return a future of the running event loop."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(set_it: Callable[[], None]) -> None:
@@ -142,6 +143,11 @@ class OneThread:
         if cancelled is not None:
             raise cancelled
         return result
+
+    def await_in_loop(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `function` in the event loop that waits for the thread, and return its result; for work in the thread."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(function(), self._loop).result()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
