@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         DataError: the file is a link that leads out of its folder, or cannot be read.
     """
     steps: dict[int, dict[str, Any]] = {}
-    for line in metric_lines(path, max_bytes=MAX_BYTES):
+    for line in metric_lines(path):
         steps.setdefault(line["step"], {}).update(line)
     return [steps[step] for step in sorted(steps)]
-
-
-MAX_BYTES = 64 << 20
-"""The most bytes of a run's metrics that are read; later lines are ignored."""
 
 
 _TOGETHER = 256
 """Number of lines parsed in one call, so that they share the strings of their names. If that fails, each line is parsed
 separately."""
+
+_READ_BYTES = 1 << 20
+"""About the number of bytes of a file that are in memory at a time, beside the parsed lines."""
 
 
 def parse_lines(data: bytes, *, loads: Callable[[bytes], Any] = json.loads) -> list[dict[str, Any] | None]:
@@ -86,18 +85,18 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def metric_lines(path: Path, *, max_bytes: int = -1) -> list[dict[str, Any]]:
-    """Return the valid lines of a metrics file, in order.
+def metric_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a metrics file, in order.
 
     Raises:
         DataError: the file cannot be read.
     """
     metrics_path = contained(path.parent, path.name)
     if metrics_path is None:
-        return []
+        return
     try:
         with metrics_path.open("rb") as file:
-            data = file.read(max_bytes)
+            while lines := file.readlines(_READ_BYTES):
+                yield from (line for line in parse_lines(b"".join(lines)) if line is not None)
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {one_line(problem)}") from problem
-    return [line for line in parse_lines(data) if line is not None]

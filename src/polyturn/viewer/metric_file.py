@@ -13,7 +13,10 @@ import orjson
 
 from polyturn.core.errors import DataError
 from polyturn.infra.contained import contained
-from polyturn.infra.metrics_file import MAX_BYTES, parse_lines
+from polyturn.infra.metrics_file import parse_lines
+
+MAX_BYTES = 64 << 20
+"""The most bytes of a file that are read at first: the newest ones. The lines in memory have at most twice as many."""
 
 MAX_NAME = 1000
 """Largest number of characters of a metric's name in an address and on a page."""
@@ -34,7 +37,7 @@ class MetricFile:
         """Time of the last write, in seconds since the epoch."""
         self._folder, self._name = folder, name
         self._lock = threading.Lock()
-        self._read_to = self._bad_lines = self._file = 0
+        self._read_from = self._read_to = self._bad_lines = self._file = 0
 
     def refresh(self) -> None:
         """Read the lines that have been completed since the last call; each line once, also if several threads call it."""
@@ -51,14 +54,17 @@ class MetricFile:
             return
         about = path.stat()
         size, self.written_at = about.st_size, about.st_mtime
-        if size < self._read_to or about.st_ino != self._file:  # a resumed run removes the steps that it repeats
-            self.lines, self.names, self._read_to, self._bad_lines, self._file = [], {}, 0, 0, about.st_ino
-            self._long_names = set()
+        # A resumed run removes the steps that it repeats. A file that has grown much is read from a later line on.
+        if size < self._read_to or about.st_ino != self._file or size - self._read_from > 2 * MAX_BYTES:
+            self.lines, self.names, self._long_names, self._bad_lines, self._file = [], {}, set(), 0, about.st_ino
+            self._read_from = self._read_to = max(0, size - MAX_BYTES)
         with path.open("rb") as file:
             file.seek(self._read_to)
-            new = file.read(max(0, MAX_BYTES - self._read_to))
-        if size > MAX_BYTES:
-            self.problem = f"{self._name} has {size} bytes; only the first {MAX_BYTES} are shown"
+            if 0 < self._read_from == self._read_to:
+                self._read_to += len(file.readline(size - self._read_to))  # the rest of a line that began earlier
+            new = file.read(size - self._read_to)
+        if self._read_from:
+            self.problem = f"{self._name} has {size} bytes; only the newest {size - self._read_from} are shown"
         whole = new[: new.rfind(b"\n") + 1]
         self._read_to += len(whole)
         for values in parse_lines(whole, loads=orjson.loads):  # parsing takes nine tenths of the time of a page of curves

@@ -22,7 +22,6 @@ from polyturn.core.errors import DataError, did_you_mean, one_line
 from polyturn.core.reward import as_score
 from polyturn.core.trajectory import Trajectory
 from polyturn.infra.contained import read_contained
-from polyturn.infra.metrics_file import MAX_BYTES
 from polyturn.store.parquet_store import FOLDER
 from polyturn.store.schema import KEY
 from polyturn.store.stored_run import StoredRun
@@ -41,7 +40,7 @@ from polyturn.viewer.distributions import (
 from polyturn.viewer.filters import PLAIN, check_size, facets, narrow
 from polyturn.viewer.highlights import highlights
 from polyturn.viewer.labels import Label, Labels, known_labels
-from polyturn.viewer.metric_file import MetricFile
+from polyturn.viewer.metric_file import MAX_BYTES, MetricFile
 from polyturn.viewer.overview import before_after, facts, settings, stop_reasons, tool_calls, tools
 from polyturn.viewer.panels import panels_of
 from polyturn.viewer.progress import NOTHING, progress

@@ -67,3 +67,9 @@ def test_lines_parse_together_as_they_parse_alone() -> None:
     ):
         lines = [*good[:300], bad, *good[300:]]
         assert parse_lines(b"\n".join(lines)) == [parse_line(line) for line in lines], bad
+
+
+def test_newest_steps_of_a_large_file_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "a": 1' + b" " * (64 << 20) + b'}\n{"step": 2, "a": 2}\n')
+    assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
