@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from polyturn.core.arrays import Floats
 from polyturn.core.errors import DataError, one_line
 
 KINDS = ("image", "video", "audio")
@@ -160,10 +161,28 @@ def _array(kind: str, value: np.ndarray[Any, Any]) -> str:
         return _png(value)
     if kind == "audio" and value.ndim == 1:
         out = io.BytesIO()
-        np.save(out, value.astype(np.float32), allow_pickle=False)
+        np.save(out, as_samples(value), allow_pickle=False)
         return f"data:application/x-npy;base64,{base64.b64encode(out.getvalue()).decode()}"
     wanted = {"image": "[height, width, 3]", "video": "[frames, height, width, 3]", "audio": "[samples]"}[kind]
     raise DataError(f"{a_kind(kind)} given as an array must have the shape {wanted}, not {list(value.shape)}")
+
+
+def as_samples(value: np.ndarray[Any, Any]) -> Floats:
+    """Return sound samples in float32; integers of 8 to 32 bits are scaled to [-1, 1] by the range of their type.
+
+    Raises:
+        DataError: the samples are 64-bit integers beyond [-1, 1], whose range is unknown.
+    """
+    bits = 8 * value.dtype.itemsize
+    if value.dtype.kind not in "ui" or (bits == 64 and (not value.size or (value.min() >= -1 and value.max() <= 1))):
+        return value.astype(np.float32)
+    if bits == 64:
+        raise DataError(
+            f"a sound has 64-bit integers from {value.min()} to {value.max()}, whose full volume is unknown; give floats "
+            "from -1 to 1, or an array of int16"
+        )
+    half = 2.0 ** (bits - 1)
+    return ((value.astype(np.float64) - (half if value.dtype.kind == "u" else 0.0)) / half).astype(np.float32)
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> str:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from polyturn.core.errors import DataError, did_you_mean
-from polyturn.core.media import KINDS, kind_of
+from polyturn.core.media import KINDS, as_samples, kind_of
 from polyturn.core.messages import Message
 from polyturn.core.task import NATIVE_AGENTS, InteractionRef, Task, ToolKwargs
 from polyturn.data.media import COLUMNS, with_media
@@ -317,14 +317,19 @@ def _first(extra: Mapping[str, Any], row: Mapping[str, Any], *keys: str) -> Any:
     return next((part[key] for part in (extra, row) for key in keys if key in part), None)
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` with NumPy values as Python values, sequences as lists, and without keys whose value is None."""
+def _plain(value: Any, *, is_sound: bool = False) -> Any:
+    """Return `value` with NumPy values as Python values, sequences as lists, and without keys whose value is None.
+
+    The integer arrays of a sound are scaled to floats, because a list does not keep their type.
+    """
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        is_scaled = is_sound and value.dtype.kind in "iu" and value.dtype.itemsize < 8
+        return _plain((as_samples(np.asarray(value)) if is_scaled else value).tolist(), is_sound=is_sound)
     if isinstance(value, Mapping):
-        return {str(k): _plain(own) for k, v in value.items() if (own := _own_tools(k, v)) is not None}
+        sounds = {"audios", *(("audio", "audio_url") if kind_of(value) == "audio" and "type" in value else ())}
+        return {str(k): _plain(own, is_sound=k in sounds) for k, v in value.items() if (own := _own_tools(k, v)) is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [_plain(v) for v in value]
+        return [_plain(v, is_sound=is_sound) for v in value]
     return value
 
 

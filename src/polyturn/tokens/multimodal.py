@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from polyturn.core.arrays import Ids, ids_array
 from polyturn.core.errors import ConfigError, DataError, TemplateError, one_line
-from polyturn.core.media import KINDS, Media, a_kind, read_source, show
+from polyturn.core.media import KINDS, Media, a_kind, as_samples, read_source, show
 from polyturn.core.messages import Message
 from polyturn.infra.aio import OneThread
 from polyturn.tokens.hub import only_cached
@@ -414,7 +414,7 @@ def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
     data = read_source(source)
     if data.startswith(b"\x93NUMPY"):
         try:
-            return np.load(io.BytesIO(data), allow_pickle=False).astype(np.float32), None
+            return as_samples(np.load(io.BytesIO(data), allow_pickle=False)), None
         except (ValueError, TypeError, EOFError, MemoryError) as problem:  # the header may claim any length
             raise DataError(f"{show(source)} is not an array of samples ({one_line(problem)})") from problem
     try:
@@ -425,8 +425,7 @@ def load_samples(source: str) -> tuple[NDArray[np.float32], int | None]:
         raise DataError(f"{show(source)} is not a WAV file ({one_line(problem)}); convert it, or give samples") from problem
     if width not in (1, 2, 4):
         raise DataError(f"{show(source)} has samples of {8 * width} bits; convert it to 16")
-    raw_samples = np.frombuffer(raw, {1: "<u1", 2: "<i2", 4: "<i4"}[width]).astype(np.float32)
-    samples = (raw_samples - 128) / 128 if width == 1 else raw_samples / 2.0 ** (8 * width - 1)
+    samples = as_samples(np.frombuffer(raw, {1: "<u1", 2: "<i2", 4: "<i4"}[width]))
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
 
 

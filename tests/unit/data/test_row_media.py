@@ -119,6 +119,31 @@ def test_sound_is_samples_or_a_wav_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        np.array([0, 16384, -32768], np.int16),
+        np.array([128, 192, 0], np.uint8),
+        np.array([0, 2**30, -(2**31)], np.int32),
+        [0.0, 0.5, -1.0],
+    ],
+)
+def test_integer_samples_are_scaled_like_a_wav_file(values: Any, tmp_path: Path) -> None:
+    part = {"type": "audio", "audio": values}
+    for row in ({"prompt": "<audio>", "audios": [values]}, {"prompt": [{"role": "user", "content": [part]}]}):
+        ((_, source),) = prompt_of(row)
+        assert load_samples(source)[0].tolist() == [0.0, 0.5, -1.0]
+    np.save(tmp_path / "a.npy", np.array(values))
+    assert load_samples(str(tmp_path / "a.npy"))[0].tolist() == [0.0, 0.5, -1.0]
+
+
+def test_integer_samples_of_unknown_volume_are_refused() -> None:
+    with pytest.raises(DataError, match=r"from -32768 to 16384.* int16"):
+        prompt_of({"prompt": "<audio>", "audios": [[0, 16384, -32768]]})
+    ((_, source),) = prompt_of({"prompt": "<audio>", "audios": [[0, 1, -1]]})
+    assert load_samples(source)[0].tolist() == [0.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "<image><image>", "images": ["a.png"]}, "has more markers than 'images' has images"),
