@@ -147,8 +147,10 @@ def run_training(source: build.ConfigSource, resolved: Mapping[str, Any], option
                 problem,
                 left - 1,
             )
+            build.close_adapters(attempt.source)
+            source = replace(source, adapters={})
             if not attempt.name:  # the attempt ended before it chose a folder, so it left nothing to resume
-                attempt = _Attempt(source=attempt.source, resume=attempt.resume)
+                attempt = _Attempt(source=source, resume=attempt.resume)
                 continue
             named = config.model_copy(update={"name": attempt.name})
             attempt = _Attempt(source=replace(source, config=named), resume="auto")

@@ -19,6 +19,7 @@ from polyturn.build.checks import (
 from polyturn.build.cluster import check_cluster, check_workers, cluster_parts, pool_of, start_ranks, with_workers
 from polyturn.build.endpoint import build_endpoint_context, check_endpoint_run, for_endpoint
 from polyturn.build.engine import sends_adapter, untrained
+from polyturn.build.environments import close_adapters
 from polyturn.build.model import build_codec, build_model
 from polyturn.build.parts import Parts, build_parts, build_rewarder, build_scheduler, check_plugins, rollout_pool
 from polyturn.build.policies import build_policies
@@ -47,7 +48,7 @@ __all__ = [
     "build_model", "build_parts", "build_policies", "build_policy", "build_records", "build_rewarder",
     "build_run_tasks", "build_scheduler", "build_tasks", "build_train_tasks", "build_trainer", "check_before_weights",
     "check_cluster", "check_endpoint_run", "check_first_tasks", "check_plugins", "check_ranks", "check_run",
-    "check_training", "check_warm_start", "check_workers", "cluster_parts", "exporter", "fitting", "for_endpoint",
-    "holds_weights", "model_folder", "pool_of", "rollout_pool", "sends_adapter", "settle", "start_ranks",
+    "check_training", "check_warm_start", "check_workers", "close_adapters", "cluster_parts", "exporter", "fitting",
+    "for_endpoint", "holds_weights", "model_folder", "pool_of", "rollout_pool", "sends_adapter", "settle", "start_ranks",
     "stored_exporter", "try_credit", "untrained", "warm_start_samples", "with_rank_here", "with_workers",
 ]  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import re
 from collections.abc import Sequence
 
 from polyturn.build.policies import FurtherPolicies
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import EnvConfig
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, PolyturnError, SchedulerError, plugin_errors_as
 from polyturn.core.protocols import Tool
 from polyturn.core.task import Task
 from polyturn.data.sequences import Changed, Joined, WithSystem
@@ -18,6 +19,8 @@ from polyturn.environments.players import seat_players
 from polyturn.environments.registry import find_adapter
 from polyturn.environments.scheduler import EnvScheduler, Stage
 from polyturn.rollout.scheduler import MultiTurnScheduler
+
+logger = logging.getLogger(__name__)
 
 
 def env_configs(source: ConfigSource) -> list[EnvConfig]:
@@ -121,6 +124,17 @@ def _adapter(one: EnvConfig, source: ConfigSource) -> Adapter:
         source.adapters[name] = find_adapter(one.name, one.kwargs, base=source.base)
         atexit.register(source.adapters[name].close)
     return source.adapters[name]
+
+
+def close_adapters(source: ConfigSource) -> None:
+    """Close the adapters of a run that starts again: like every plug-in, an adapter works only in its first event loop."""
+    for name, adapter in source.adapters.items():
+        atexit.unregister(adapter.close)
+        try:
+            with plugin_errors_as(f"env {name!r}: close", SchedulerError):
+                adapter.close()
+        except PolyturnError as problem:
+            logger.warning("%s", problem)
 
 
 def _stage(one: EnvConfig, adapter: Adapter, source: ConfigSource, policies: FurtherPolicies) -> Stage:
