@@ -94,9 +94,20 @@ class DaemonThreads:
             self._changed.notify()
 
     def _grow(self) -> None:
-        if len(self._jobs) > self._num_waiting and self._num_threads < self._max_threads:
-            self._num_threads += 1
+        """Start a thread if jobs need one. If the system refuses it, the jobs wait for running threads; without any, they
+        fail."""
+        if len(self._jobs) <= self._num_waiting or self._num_threads >= self._max_threads:
+            return
+        try:
             threading.Thread(target=self._work, name=f"polyturn-{self._name}", daemon=True).start()
+        except RuntimeError as problem:
+            if self._num_threads == 0:
+                for job in self._jobs:
+                    if job.future.set_running_or_notify_cancel():
+                        job.future.set_exception(problem)
+                self._jobs.clear()
+            return
+        self._num_threads += 1
 
     def _abandon(self, job: _Job) -> None:
         with self._changed:

@@ -63,6 +63,28 @@ async def test_no_more_than_max_threads_run_at_once() -> None:
     assert most == 3
 
 
+async def test_thread_that_cannot_start_takes_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, gate = DaemonThreads(name="full", max_threads=2), threading.Event()
+    start, is_full = threading.Thread.start, True
+
+    def limited(thread: threading.Thread) -> None:
+        if is_full and thread.name == "polyturn-full":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for _ in range(3):
+        await refuses_later(lambda: threads.run(lambda: 1), RuntimeError, "can't start new thread")
+    is_full = False
+    async with asyncio.timeout(30):
+        running = await occupied(threads, until=gate)
+        is_full = True
+        waiting = asyncio.create_task(threads.run(lambda: "after it"))
+        await asyncio.sleep(0)
+        gate.set()
+        assert (await running, await waiting) == (True, "after it")
+
+
 async def test_abandoned_call_is_counted_and_frees_its_thread() -> None:
     threads, gate, late = DaemonThreads(name="t", max_threads=1), threading.Event(), []
     running = await occupied(threads, until=gate, on_late=late.append)
