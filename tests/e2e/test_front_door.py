@@ -7,8 +7,10 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,39 @@ def test_evaluation_and_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     assert len(asyncio.run(awaited()).trajectories) == len(ROWS), "one who awaits what is done has it all the same"
     assert f"has {len(ROWS)} tasks, fewer than the requested {len(ROWS) + 1}" in caplog.text
+
+
+class Interrupts(Customer):
+    """Interrupts the cell in the middle of its first episode."""
+
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> tuple[bool, str, float, Any]:
+        if not HEARD:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        HEARD.append("begun")
+        await asyncio.sleep(20)
+        HEARD.append("ended")
+        return True, "", 0.0, {}
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        assert instance_id is not None
+        return instance_id
+
+
+@pytest.mark.parametrize("call", [polyturn.evaluate, polyturn.rollout])
+def test_interrupt_in_a_running_loop_cancels_the_episodes(tmp_path: Path, call: Any) -> None:
+    async def cell() -> polyturn.Run:
+        run: polyturn.Run = call(**given(tmp_path, interaction=Interrupts))
+        return run
+
+    HEARD.clear()
+    former, loop = signal.signal(signal.SIGINT, signal.default_int_handler), asyncio.new_event_loop()
+    try:
+        with pytest.raises(KeyboardInterrupt):  # not `asyncio.run`, which handles SIGINT: a notebook's loop does not
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, former)
+        loop.close()
+    assert set(HEARD) == {"begun"}
 
 
 def test_run_from_a_folder_a_file_and_a_base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

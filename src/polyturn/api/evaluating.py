@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
+from polyturn.api.signals import Signals, until_interrupted
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.seeds import derive_seed
@@ -53,7 +54,13 @@ class Evaluation(NamedTuple):
     sets: dict[str, EvaluatedSet]
 
 
-def evaluate_sets(source: build.ConfigSource, resolved: Mapping[str, Any], *, checkpoint: Path | None = None) -> Evaluation:
+def evaluate_sets(
+    source: build.ConfigSource,
+    resolved: Mapping[str, Any],
+    *,
+    checkpoint: Path | None = None,
+    signals: Callable[..., Signals] = Signals,
+) -> Evaluation:
     """Run the evaluation sets of a configuration; write the trajectories and report.json to a new run folder."""
     sets = _sets(source)
     check_writable(Path(source.config.out), instead=ANOTHER_FOLDER)
@@ -67,7 +74,8 @@ def evaluate_sets(source: build.ConfigSource, resolved: Mapping[str, Any], *, ch
     keep_tokenizer(parts, folder)
     also = build.build_records(parts, sets)
     with RunObserver(folder, total_steps=0, console=stderr_console(), also=also) as observer:
-        evaluated = run_loop(evaluate_all(build.pool_of(parts), source.config.seed, sets, observer))
+        work = evaluate_all(build.pool_of(parts), source.config.seed, sets, observer)
+        evaluated = run_loop(until_interrupted(work, signals))
     return _reported(folder, evaluated)
 
 

@@ -1,8 +1,8 @@
 """Run coroutines from synchronous code: in this thread, or in another one if this thread already runs an event loop.
 
     called in     work runs in       at SIGINT
-    a script      this thread        the work is cancelled, and writes a checkpoint
-    a notebook    another thread     the waiting thread passes SIGINT on; the work is cancelled, and writes a checkpoint
+    a script      this thread        the work is cancelled; training writes a checkpoint
+    a notebook    another thread     the waiting thread passes SIGINT on; the work is cancelled; training writes a checkpoint
 
 A notebook runs its cells inside an event loop, and a thread can run only one event loop at a time. Interrupting a cell sends
 SIGINT.
@@ -23,7 +23,7 @@ from polyturn.api.signals import Signals
 T = TypeVar("T")
 
 
-def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
+def run_beside(work: Callable[[Callable[..., Signals]], T]) -> T:
     """Call `work` with a function that makes the run's `Signals`, and return the result.
 
     Raises:
@@ -35,8 +35,8 @@ def run_beside(work: Callable[[Callable[[], Signals]], T]) -> T:
     notes: list[Signals] = []
     is_interrupted = threading.Event()
 
-    def signals() -> Signals:
-        notes.append(Signals())
+    def signals(**options: str) -> Signals:
+        notes.append(Signals(**options))
         if is_interrupted.is_set():  # for example while the model was loaded
             notes[-1].note(signal.SIGINT)
         return notes[-1]

@@ -156,7 +156,7 @@ def evaluate(
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
 
-        folder, evaluation = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved))
+        folder, evaluation = run_beside(lambda signals: evaluating.evaluate_sets(source, resolved, signals=signals))
     return Run(folder, reports=evaluation)
 
 
@@ -195,7 +195,7 @@ def rollout(
         from polyturn.api.event_loop import run_beside
         from polyturn.api.run import Run
 
-        folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks))
+        folder, _ = run_beside(lambda signals: rolling.roll_out(source, resolved, num_tasks=num_tasks, signals=signals))
     return Run(folder)
 
 

@@ -6,12 +6,13 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyturn import build
 from polyturn.api.folders import ANOTHER_FOLDER, keep_tokenizer, new_run_folder
+from polyturn.api.signals import Signals, until_interrupted
 from polyturn.config.load import write_resolved
 from polyturn.core.errors import ConfigError
 from polyturn.core.task import Task
@@ -55,7 +56,12 @@ def _count(num_tasks: Any) -> int:
 
 
 def roll_out(
-    source: build.ConfigSource, resolved: Mapping[str, Any], *, num_tasks: int | None, checkpoint: Path | None = None
+    source: build.ConfigSource,
+    resolved: Mapping[str, Any],
+    *,
+    num_tasks: int | None,
+    checkpoint: Path | None = None,
+    signals: Callable[..., Signals] = Signals,
 ) -> RolledOut:
     """Run and record groups of `train.group_size` members for `num_tasks` tasks, or for all tasks."""
     num_tasks = None if num_tasks is None else _count(num_tasks)
@@ -88,6 +94,6 @@ def roll_out(
             await pool.close()
 
     with RunObserver(folder, total_steps=0, console=stderr_console()) as observer:
-        groups = run_loop(run_all(observer))
+        groups = run_loop(until_interrupted(run_all(observer), signals))
         observer.end_rollout(groups)
     return RolledOut(folder, groups)

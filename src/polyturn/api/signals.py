@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SAVING = "interrupted; a checkpoint is being written (interrupt again to stop without it)"
+_CANCELLING = "interrupted; the running episodes are being cancelled (interrupt again to stop waiting for them)"
 
 
 class Signals:
@@ -22,10 +28,12 @@ class Signals:
     passes signals on with `note`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, message: str = _SAVING) -> None:
+        """Record nothing yet; `message` is logged at the first signal."""
         self.on_signal: Callable[[], object] = lambda: None
         """Called for each recorded signal."""
         self.received: list[int] = []
+        self._message = message
         self._former: dict[int, Any] = {}
         self._on_terminal = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -54,6 +62,27 @@ class Signals:
         """Record a signal."""
         self.received.append(number)
         # From a thread, because this code may interrupt a write to the same file, which is not reentrant.
-        message = "interrupted; a checkpoint is being written (interrupt again to stop without it)"
-        _thread.start_new_thread(logger.warning, (message,))
+        _thread.start_new_thread(logger.warning, (self._message,))
         self.on_signal()
+
+
+async def until_interrupted(work: Coroutine[Any, Any, T], signals: Callable[..., Signals]) -> T:
+    """Await `work`, which writes no checkpoint. A signal that the caller's thread passes on cancels it.
+
+    Raises:
+        KeyboardInterrupt: a signal was passed on.
+    """
+    passed_on = signals(message=_CANCELLING)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    passed_on.on_signal = lambda: loop.call_soon_threadsafe(task.cancel)
+    if passed_on.received:
+        task.cancel()
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not passed_on.received:
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        passed_on.on_signal = lambda: None
