@@ -352,11 +352,12 @@ class ModelBackend:
         """Gather the tensors of each piece of names in turn, and return the result of `use(tensors, group_end)` on these
         mappings (see `UseThere`). Only rank 0 calls `use`; the other ranks take part in gathering and return None."""
         tensors = (self._gathered(names, is_merged) or {} for names in pieces)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            return use(tensors, self._group_end)
-        for _ in tensors:
-            continue
-        return None
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        try:
+            return use(tensors, self._group_end) if is_first else None
+        finally:  # also if `use` raises: the other ranks gather every piece, and would wait for rank 0
+            for _ in tensors:
+                continue
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return name -> weight without gradient, for an engine: live, or a merged copy if an adapter changes it."""

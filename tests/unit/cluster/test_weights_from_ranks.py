@@ -12,7 +12,9 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from polyturn.cluster.rank_processes import RankProcesses
 from polyturn.core.errors import EngineError, EngineLostError, RankLostError
@@ -20,6 +22,7 @@ from polyturn.engines.vllm import VllmEngine
 from polyturn.engines.weights import group as weight_group
 from polyturn.engines.weights import transfer as weight_transfer
 from polyturn.engines.weights.checksums import fold_all
+from polyturn.engines.weights.folder import WeightFolder
 from polyturn.engines.weights.transfer import WeightTransfer
 from polyturn.training.fsdp import Sharded, make_mesh
 from polyturn.training.hf import as_checkpoint
@@ -49,6 +52,14 @@ def build() -> RankWorker:
         return policy_backend(model_of(kind), placement=Sharded(make_mesh(CPU), CPU), optim=OptimSettings())
 
     return RankWorker({"policy": make})
+
+
+def build_with_a_full_disk() -> RankWorker:
+    def save_file(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    safetensors.torch.save_file = save_file
+    return build()
 
 
 class CountedRanks(RankProcesses):
@@ -134,6 +145,19 @@ async def test_server_that_refuses_a_bucket_ends_the_broadcast(ranks: CountedRan
         assert isinstance(problem, EngineError) and str(problem) == "no room for this bucket"
         assert await push(sending, backend.weights(), receivers) == [None], "the ranks and the server go on"
         await sending.unlink()
+
+
+def test_full_disk_of_rank_0_is_an_error_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with (
+        contextlib.closing(RankProcesses(build_with_a_full_disk, 2, row_width=1)) as group,
+        WeightFolder(tmp_path, root=tmp_path) as files,
+    ):
+        backend = RankedBackend(group, "policy", "qwen3", bucket_bytes=100_000)
+        for _ in range(2):  # the ranks go on
+            with pytest.raises(EngineError, match=rf"{tmp_path}.*No space left.* MB are free there"):
+                files.write(backend.weights())
+        assert group.lost() is None and not list(tmp_path.glob("*/*/*")), "the partial weights are removed"
 
 
 async def hung(server: WorkerServer) -> None:

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from polyturn.config.schema import keys_of
@@ -218,6 +219,22 @@ def test_newer_weights_replace_older_ones_and_tied_are_one(tmp_path):
         second = files.write({"w": own})
         assert not first.folder.exists() and second.folder.exists()
     assert not second.folder.exists()
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SafetensorError("No space left (os error 28)")])
+@pytest.mark.parametrize("adapter", [None, {"r": 1}])
+def test_full_disk_is_named_and_leaves_no_partial_weights(tmp_path, monkeypatch, problem, adapter):
+    def save_file(*args, **kwargs):
+        raise problem
+
+    (tmp_path / "config.json").write_text("{}")
+    with WeightFolder(tmp_path, root=tmp_path, adapter=adapter) as files:
+        with monkeypatch.context() as patch:
+            patch.setattr("safetensors.torch.save_file", save_file)
+            words = ("No space left", str(tmp_path), "MB are free", "engine.weights_folder")
+            refuses(lambda: files.write({"w": torch.ones(3)}), EngineError, *words)
+        assert not list(tmp_path.glob("*/*/*"))
+        assert files.write({"w": torch.ones(3)}).folder.is_dir(), "the run may go on"
 
 
 OWNER = """

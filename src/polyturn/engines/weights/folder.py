@@ -19,13 +19,13 @@ import json
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
-from polyturn.core.errors import EngineError
+from polyturn.core.errors import EngineError, PolyturnError, one_line
 from polyturn.engines.weights.stream import streamed
 
 if TYPE_CHECKING:
@@ -134,7 +134,30 @@ def _write_checkpoint(pieces: Iterable[Mapping[str, Tensor]], folder: Path) -> N
             f"new weights go to {folder}, which the machine of rank 0 does not see; set engine.weights_folder to a folder "
             "that all machines see, or engine.weights to gloo or nccl"
         )
-    write_safetensors(pieces, folder)
+    with _disk_errors(folder):
+        write_safetensors(pieces, folder)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a failure to write weights into an error with the folder and its free space, and remove the partial weights.
+
+    Raises:
+        EngineError: the disk is full or broken.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except PolyturnError:
+        raise
+    except (OSError, SafetensorError) as problem:
+        free = f"; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free there" if folder.is_dir() else ""
+        shutil.rmtree(folder, ignore_errors=True)
+        raise EngineError(
+            f"new weights cannot be written to {folder} ({one_line(problem)}{free}); free space and resume, or set "
+            "engine.weights_folder to a folder on a larger disk, or engine.weights to gloo or nccl"
+        ) from problem
 
 
 class WeightStore(Protocol):
@@ -197,17 +220,18 @@ class WeightFolder:
         """Write `weights` as a checkpoint, one file per bucket; a tied tensor is written once, under its first name.
 
         Raises:
-            EngineError: the process that has the tensors does not see the folder.
+            EngineError: the process that has the tensors does not see the folder, or cannot write there.
         """
         folder = self._root / f"{self._number:08d}"
         self._number += 1
-        folder.mkdir()
-        if self.adapter is None:
-            shutil.copy(self._config, folder / "config.json")
-            streamed(weights).over(partial(_write_checkpoint, folder=folder))
-        else:
-            (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
-            write_safetensors([dict(weights)], folder, name="adapter_model")
+        with _disk_errors(folder):
+            folder.mkdir()
+            if self.adapter is None:
+                shutil.copy(self._config, folder / "config.json")
+                streamed(weights).over(partial(_write_checkpoint, folder=folder))
+            else:
+                (folder / "adapter_config.json").write_text(json.dumps(self.adapter))
+                write_safetensors([dict(weights)], folder, name="adapter_model")
         self.drop()
         self._written.append(folder)
         return WrittenWeights(folder, is_adapter=self.adapter is not None)
