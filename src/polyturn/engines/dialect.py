@@ -21,8 +21,8 @@ from polyturn.engines.weights.stream import Transport
 from polyturn.engines.weights.transfer import TransferLink, TransferServer
 
 UNSEEN = (
-    "if the server does not see that folder, let it share this machine's memory, set engine.weights_folder to a "
-    "folder that both see, or set engine.weights to gloo or nccl"
+    "if the server cannot read that folder, let it share this machine's memory and run as the trainer's user, set "
+    "engine.weights_folder to a folder that both can read, or set engine.weights to gloo or nccl"
 )
 """Advice if a server cannot load a folder."""
 

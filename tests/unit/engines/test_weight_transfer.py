@@ -237,6 +237,17 @@ def test_full_disk_is_named_and_leaves_no_partial_weights(tmp_path, monkeypatch,
         assert files.write({"w": torch.ones(3)}).folder.is_dir(), "the run may go on"
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o700, 0o1777])
+def test_named_folder_decides_who_reads_the_weights(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with WeightFolder(tmp_path, root=tmp_path):
+        (root,) = tmp_path.iterdir()
+        assert root.stat().st_mode & 0o7777 == mode & 0o755
+    with WeightFolder(tmp_path, adapter={"r": 1}) as files:
+        root = files.write({"w": torch.ones(3)}).folder.parent
+        assert root.stat().st_mode & 0o7777 == 0o700, "shared memory is open to all users"
+
+
 OWNER = """
 import os, pathlib, signal, sys
 from polyturn.engines.weights.folder import WeightFolder

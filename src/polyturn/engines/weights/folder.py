@@ -7,6 +7,9 @@ The folder also contains the model's config, because servers read a checkpoint. 
 previous one, so that a server that is still reading never sees partial weights. The latest few adapters stay: servers read
 an adapter from its folder whenever it is not in their memory.
 
+Shared memory is open to all users of a machine, so there only the trainer's user can read the weights. A folder that the
+configuration names is the owner's choice: all users who can read that folder can read the weights.
+
 A killed process leaves its folder behind, and the next process that makes one removes folders without an owner. The owner
 holds a lock on a file in the folder, which the system releases when the process ends. Process ids would not work, because
 they are reused and differ between containers.
@@ -192,13 +195,16 @@ class WeightFolder:
 
         Args:
             model: Folder with the model's config.
-            root: Parent folder; None takes shared memory.
+            root: Parent folder, which also decides who may read the weights; None takes shared memory, where only this
+                process's user may.
             owns_model: Whether `close` also removes `model`.
             adapter: peft's settings of the adapter, if only adapters are written.
         """
-        if root is None and _IN_MEMORY.is_dir():
-            root = _IN_MEMORY
-        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        parent = _IN_MEMORY if root is None and _IN_MEMORY.is_dir() else root
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        if root is not None:
+            with suppress(PermissionError):
+                self._root.chmod(0o700 | root.stat().st_mode & 0o055)
         self._lock = _lock(self._root)
         for folder in self._root.parent.glob(f"{_PREFIX}*"):
             if folder != self._root and _is_abandoned(folder):
