@@ -25,6 +25,7 @@ from polyturn.core.lifecycle import EpisodeState
 from polyturn.core.trajectory import TrajectoryGroup
 from polyturn.evaluation.repeated import flat, repeated_metrics
 from polyturn.evaluation.report import EvalReport
+from polyturn.infra.console import stderr_console
 from polyturn.store.options import StoreSettings
 from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.schema import Trained
@@ -79,12 +80,13 @@ class RunObserver(Observer):
         Args:
             folder: The run's folder.
             total_steps: Number of steps of the run, to estimate the remaining time.
-            console: Console for progress bars, the same as for log lines.
+            console: Console of the live status and of progress bars, the same as for log lines. None shows no live status;
+                bars then use the console of stderr.
             also: Further records.
         """
         self._also = also or AlsoRecord()
         self._folder = folder
-        self._bars = console
+        self._bars = console or stderr_console()
         self._console = ConsoleTracker(total_steps)
         self._began = time.monotonic()
         self._live: LiveStatus | None = None
@@ -289,8 +291,7 @@ class RunObserver(Observer):
     def _begin_progress(self, phase: str, total: int | None) -> None:
         self._end_phase()
         age_s = time.monotonic() - self._began
-        is_watched = age_s < _WATCHED_S or (self._bars is not None and self._bars.is_terminal)
-        pause_s = PAUSE_S if is_watched else pause_after(age_s)
+        pause_s = PAUSE_S if age_s < _WATCHED_S or self._bars.is_terminal else pause_after(age_s)
         self._progress = Progress(phase, total, console=self._bars, pause_s=pause_s, running=self._running)
         if self._live is not None:
             self._live.show(self._progress)

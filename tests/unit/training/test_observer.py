@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from polyturn.cli.main import main
 from polyturn.core.trajectory import CUT_BY_REQUEST, TrajectoryGroup
@@ -197,6 +198,11 @@ def test_progress_in_a_log_becomes_rarer_with_the_run(
         now[0] = age_s
         observer.begin_phase("rollout", 32)
     assert pauses == [pause_s]
+    monkeypatch.setattr("polyturn.training.observer.stderr_console", lambda: Console(force_terminal=True, stderr=True))
+    with RunObserver(tmp_path, total_steps=2) as observer:
+        now[0] += age_s
+        observer.begin_phase("rollout", 32)
+    assert pauses == [pause_s, 1.5], "a terminal shows a bar, which does not scroll"
 
 
 async def test_failed_step_leaves_its_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
