@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,13 +210,31 @@ def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"the adapter's settings {file} cannot be read ({one_line(problem)})") from problem
-    own = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False, "alpha_pattern": {}}
+    own = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False}
+    if not saved.get("target_parameters"):  # peft scales the parts of stacked experts itself, by a pattern
+        own["alpha_pattern"] = {}
     for name, value in own.items():
         if saved.get(name, value) != value:
             raise CheckpointError(
                 f"the adapter in {folder} has {name} {saved[name]!r}, and model.lora has {value!r}; set model.lora as in "
                 "the run that wrote it"
             )
+
+
+def advice(saved: Iterable[str], own: Iterable[str]) -> str:
+    """Return the end of an error about an adapter with the tensors `saved`, which does not fit a model with `own`."""
+    targets, own_targets = _adapted_by(saved), _adapted_by(own)
+    text = "; set model.lora as in the run that wrote it"
+    if targets == own_targets or not targets:
+        return text
+    left_out = ", because all-linear leaves out experts and routers" if targets > own_targets else ""
+    return f"{text}, with model.lora.target_modules: [{', '.join(sorted(targets))}]{left_out}"
+
+
+def _adapted_by(names: Iterable[str]) -> set[str]:
+    """Return the suffixes of modules that make peft adapt the tensors `names`."""
+    modules = {name.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in names}
+    return modules - {"experts"} | set(_FEED_FORWARD if "experts" in modules else ())
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -236,8 +254,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
     saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
     tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
-    hint = "; set model.lora as in the run that wrote it"
-    require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=hint)
+    require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=advice(tensors, own))
     names.take(own, tensors)
 
 

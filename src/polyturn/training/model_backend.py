@@ -39,7 +39,7 @@ from polyturn.engines.weights.stream import TensorKind
 from polyturn.tokens.positions import MediaRows
 from polyturn.training.agreement import agreement
 from polyturn.training.backend import ENTROPY, NO_WEIGHTS, OWN, REFERENCE, TermWeights
-from polyturn.training.lora import adapter_replaced, base_weights, has_lora, merged_weights
+from polyturn.training.lora import adapter_replaced, advice, base_weights, has_lora, merged_weights
 from polyturn.training.loss_terms import Objective, PassFigures, as_step
 from polyturn.training.model import PolicyModel, ScoringModel, ValueModel
 from polyturn.training.optim import Optimizer, OptimSettings
@@ -410,9 +410,10 @@ class ModelBackend:
             CheckpointError: with the difference.
         """
         whose, hint = self.network.whose, ""
+        saved, live = inside(stored, "model/"), inside(own, "model/")
         if has_lora(self.network.saved):
-            hint = "; set model.lora as in the run that wrote it"
-        require_same_shapes(inside(stored, "model/"), inside(own, "model/"), whose=whose, hint=hint)
+            hint = advice(saved, live)
+        require_same_shapes(saved, live, whose=whose, hint=hint)
         if (masters := inside(stored, "masters/").keys()) != (needed := inside(own, "masters/").keys()):
             raise CheckpointError(
                 f"the {whose} keeps float32 copies of {len(masters)} parameters and this model needs {len(needed)}; "

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from polyturn.algorithms.options import AlgorithmOptions, KlOptions
+from polyturn.algorithms.options import AlgorithmOptions, KlOptions, RoutingOptions
 from polyturn.core.errors import CheckpointError, ConfigError
 from polyturn.core.generation import GenerateRequest, SamplingParams
 from polyturn.core.sample import TrainSample
@@ -59,6 +60,27 @@ def test_all_linear_leaves_shared_experts_and_dense_layers_alone() -> None:
     assert (
         lora.merged_weights(model).keys() == tiny_model(VOCAB, kind="deepseek_v3", hidden=16, layers=2).state_dict().keys()
     )
+
+
+def test_adapter_of_experts_names_its_modules_and_resumes(tmp_path: Path) -> None:
+    """An earlier all-linear adapted the stacks of experts of such a model."""
+
+    def made(targets: str | list[str]) -> ModelPolicy:
+        model = tiny_model(VOCAB, kind="deepseek_v3", hidden=16, layers=2)
+        lora.add_lora(model, lora.LoraSettings(rank=4, alpha=8, target_modules=targets))
+        loss = LossSettings(algorithm=AlgorithmOptions(routing=RoutingOptions(replay="off")))
+        return local_policy(model, optim=OptimSettings(lr=0.05), loss=loss)
+
+    attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    former = train(made([*attention, "gate_proj", "up_proj", "down_proj"]), 1)
+    state, alone = stored(former, tmp_path / "state"), hf.save_model(former.backend.model, tmp_path / "a", adapter_only=True)
+    targets = "[down_proj, gate_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, q_a_proj, q_b_proj, up_proj]"
+    narrow = made("all-linear")
+    for load in (lambda: narrow.load(state), lambda: lora.load_adapter(narrow.backend.model, alone)):
+        refuses(load, CheckpointError, f"target_modules: {targets}", "all-linear leaves out experts")
+    for load in (lambda one: one.load(state), lambda one: lora.load_adapter(one.backend.model, alone)):
+        load(again := made(yaml.safe_load(targets)))
+        assert torch.equal(logits(again.backend.model), logits(former.backend.model))
 
 
 def policy(model: PreTrainedModel, *, kl: float = 0.0) -> ModelPolicy:
