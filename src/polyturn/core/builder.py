@@ -338,7 +338,7 @@ class TrajectoryBuilder:
         )
 
     def _open_segment(self) -> _Open:
-        if not self._segments:
+        if not self.is_open:
             raise AlignmentError("there is no segment yet; call `open` with the prompt first")
         return self._segments[self._current]
 

@@ -113,6 +113,16 @@ def test_agent_branches_at_the_earlier_position_of_its_fork() -> None:
         assert judge.build()[-1].parent == parent
 
 
+def test_fork_for_another_agent_needs_a_prompt() -> None:
+    builder = TrajectoryBuilder()
+    builder.open([1, 2])
+    judge = builder.fork(agent="judge")
+    for use in (lambda: judge.context, lambda: judge.observe([3], turn=0), judge.fork, lambda: judge.add_media("a.png")):
+        refuses(use, AlignmentError, "no segment yet")
+    (segment,) = builder.build()
+    assert segment.token_ids.tolist() == [1, 2], "the other agent's segment is left alone"
+
+
 def test_media_belong_to_the_growing_segment() -> None:
     builder = TrajectoryBuilder()
     builder.open([1])
