@@ -153,7 +153,7 @@ def _without_cluster(source: ConfigSource) -> ConfigSource:
     """Return the configuration from which another process builds its part, as if the run used one machine.
 
     Each worker gets a share of `rollout.max_concurrent` episodes, and of a server's concurrent requests, which all workers
-    together do not exceed.
+    together do not exceed. The share of a worker that dies stays unused until the run is resumed.
     """
     config, num_workers = source.config, source.config.cluster.workers.count
     episodes = {"max_concurrent": math.ceil(config.rollout.max_concurrent / num_workers)}
