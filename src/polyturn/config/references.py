@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 
 from polyturn.config import schema
 from polyturn.config.schema import KeyPath, dotted
-from polyturn.config.sources import Sources, merge
+from polyturn.config.sources import Sources, leaves, merge
 from polyturn.core.errors import ConfigError
 
 _READ: ContextVar[list[str]] = ContextVar("names of the environment variables that were read")
@@ -113,7 +113,8 @@ def secrets_in(resolved: Mapping[str, Any], raw_env: Mapping[KeyPath, str]) -> d
     A validator may copy such a text into another key or a message. Short texts are left out, because they may occur by
     chance.
     """
-    texts = {value_at(resolved, path): raw for path, raw in raw_env.items() if isinstance(value_at(resolved, path), str)}
+    values = dict(leaves(resolved, ()))
+    texts = {values[path]: raw for path, raw in raw_env.items() if isinstance(values.get(path), str)}
     return {text: raw for text, raw in texts.items() if len(text) >= 8}
 
 

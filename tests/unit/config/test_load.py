@@ -340,6 +340,11 @@ def test_null_takes_a_key_of_another_kind_out() -> None:
     assert loaded.config.engine == ServerOptions(kind="vllm") and "num_slots" not in loaded.resolved["engine"]
 
 
+def test_null_from_the_environment_takes_a_key_of_another_kind_out(tmp_path: Path) -> None:
+    text = "engine: {kind: local, url: '${oc.env:POLYTURN_NOT_SET,null}'}"
+    assert load(tmp_path, text).engine == Local()
+
+
 def test_table_names_the_kind_of_a_key() -> None:
     kinds = {row.key: row.of for row in schema_table(RunConfig)}
     found = {key.removeprefix("engine."): of for key, of in kinds.items() if key in ENGINE_KEYS}
