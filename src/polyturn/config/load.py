@@ -292,7 +292,7 @@ def _override(model: type, sources: Sources, override: str) -> None:
         else:
             raise ConfigError(f"the override {override!r}: {dotted(path)} is {at!r}, which has no keys to set")
         path = (*path, step)
-        below = at.get(step) if isinstance(at, dict) else None
+        below = at.get(step) if isinstance(at, dict) else at[step]
         if is_last and isinstance(value, dict) and isinstance(below := _named(model, path, below), dict):
             merge(below, value)
             at[step] = below

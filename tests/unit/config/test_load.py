@@ -136,6 +136,8 @@ def test_override_reaches_into_a_list_and_a_dict(tmp_path: Path) -> None:
     config = load(tmp_path, "rewards: [{name: a}, {name: b}]", "rewards.1.weight=0.5", "sets.t1.lr=1")
     assert [r.weight for r in config.rewards] == [1.0, 0.5]
     assert config.sets == {"t1": Optim(lr=1)}
+    config = load(tmp_path, "rewards: [{name: a, weight: 3}, b]", "rewards.0={name: c}", "rewards.1={weight: 2}")
+    assert config.rewards == [Reward(name="c", weight=3), Reward(name="b", weight=2)], "mappings are merged"
 
 
 def test_override_reaches_into_a_section_written_as_a_name(tmp_path: Path) -> None:
