@@ -281,7 +281,7 @@ def _override(model: type, sources: Sources, override: str) -> None:
     for depth, part in enumerate(parts):
         is_last = depth == len(parts) - 1
         if isinstance(at, list):
-            if not part.isdigit() or int(part) >= len(at):
+            if not part.isdecimal() or int(part) >= len(at):
                 entries = f"with the entries 0 to {len(at) - 1}" if at else "without entries"
                 raise ConfigError(f"the override {override!r}: {dotted(path)} is a list {entries}; it has no {part!r}")
             step: str | int = int(part)

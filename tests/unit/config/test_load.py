@@ -192,6 +192,7 @@ def test_reference_sees_defaults_of_models(tmp_path: Path) -> None:
         ("", ["files=[1"], "'files=[1'"),
         ("", ["steps.x=1", "steps.x.y=1"], "'steps.x.y=1'"),
         ("rewards: [{name: a}]", ["rewards.1.name=b"], "rewards '1' 0"),
+        ("rewards: [{name: a}]", ["rewards.².name=b"], "rewards '²' 0"),
         ("- 1", [], "run.yaml list"),
         ("a: [1", [], "run.yaml YAML"),
         ("steps: 1\nsteps: 2", [], "run.yaml line 2 duplicate steps"),
