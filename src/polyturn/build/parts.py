@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -292,7 +293,7 @@ def _function_tools(source: ConfigSource) -> list[BaseTool]:
     function_tools: list[BaseTool] = []
     for name in source.config.rollout.tools.functions:
         if isinstance(name, str) and name.endswith(".py"):
-            function_tools += load_function_tools(source.base / Path(name).expanduser())
+            function_tools += load_function_tools(source.base / os.path.expanduser(name))
             continue
         function = import_attr(name, base=source.base, key="rollout.tools.functions")
         if isinstance(name, LiveObject) and not isinstance(function, BaseTool):

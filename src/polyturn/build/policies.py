@@ -7,6 +7,7 @@ past      ->  a copy of the trained model, the run's tokenizer, and a `PolicySna
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +85,7 @@ def build_policies(
 
 
 def _frozen(name: str, one: PolicyConfig, source: ConfigSource) -> FrozenPolicy:
-    checkpoint = None if one.checkpoint is None else model_folder(source.base / Path(one.checkpoint).expanduser())
+    checkpoint = None if one.checkpoint is None else model_folder(source.base / os.path.expanduser(one.checkpoint))
     own = _own_source(one, source, _model_config(one, source, checkpoint))
     codec = build_codec(own, checkpoint=checkpoint)
     model = build_model(own, codec.tokenizer, checkpoint=checkpoint).requires_grad_(False).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +69,8 @@ def check_model_name(source: str, base: Path) -> None:
     Raises:
         ConfigError: the name can only be a folder that does not exist, or the folder has no model.
     """
-    local = base / Path(source).expanduser()
-    if local.is_dir():
+    local = base / os.path.expanduser(source)
+    if os.path.isdir(local):  # Path.is_dir raises for a name that is too long
         if not _holds_model(local):
             inner = [str(f) for f in sorted(local.iterdir()) if f.is_dir() and _holds_model(f)][:3]
             hint = f"did you mean {' or '.join(map(repr, inner))}?" if inner else _WHERE
@@ -95,8 +96,8 @@ def folder_or_name(source: str, base: Path) -> str:
     """
     check_model_name(source, base)
     # A folder takes precedence over the hub, so that a folder next to a config is never downloaded.
-    local = base / Path(source).expanduser()
-    if local.is_dir():
+    local = base / os.path.expanduser(source)
+    if os.path.isdir(local):
         return str(local)
     if source not in PACKAGED:
         return source

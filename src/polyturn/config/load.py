@@ -238,7 +238,7 @@ def _read_chain(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dic
     for name in below:
         if len(name) > MAX_NAME or "\0" in name:
             raise ConfigError(f"'defaults' in {path} names {name!r:.80}…, which is too long for a file name")
-        yield from _read_chain(path.parent / Path(name).expanduser(), (*above, path.resolve()))
+        yield from _read_chain(path.parent / os.path.expanduser(name), (*above, path.resolve()))
     yield path, values
 
 

@@ -203,6 +203,7 @@ def test_reference_sees_defaults_of_models(tmp_path: Path) -> None:
         ("note: ${oc.env:POLYTURN_NOT_SET}", [], "'POLYTURN_NOT_SET' fallback"),
         ("defaults: 3", [], "'defaults' run.yaml 3"),
         ("defaults: rum.yaml", [], "'rum.yaml' 'run.yaml'?"),
+        ("defaults: ~nobody-here/run.yaml", [], "~nobody-here/run.yaml exist"),
         ("defaults: run.yaml", [], "circle run.yaml"),
     ],
 )

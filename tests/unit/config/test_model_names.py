@@ -36,6 +36,12 @@ def test_folder_named_model_is_not_taken_for_its_parent(base: Path) -> None:
     assert model_folder(base / "models") == base / "models" / "model"
 
 
+@pytest.mark.parametrize("name", ["~nobody-here/small", "./" + "x" * 300])
+def test_path_that_cannot_exist_is_refused(base: Path, name: str) -> None:
+    for check in (check_model_name, folder_or_name):
+        refuses(lambda check=check: check(name, base), ConfigError, "there is no folder", name)
+
+
 @pytest.mark.parametrize("name", ["models/small", "smollm2", "owner/name", "gpt2"])
 def test_folder_and_names_of_the_index_and_the_hub_pass(base: Path, name: str) -> None:
     check_model_name(name, base)
