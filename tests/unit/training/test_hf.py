@@ -98,7 +98,11 @@ def test_failed_save_keeps_the_former_one(tmp_path):
     [
         ({}, "has no model_type"),
         ({"model_type": "qwen33"}, "no model_type 'qwen33'.*'qwen3'"),
+        ({"model_type": ["qwen3"]}, "no model_type"),
         ({**CONFIG, "num_attention_heads": "two"}, "no 'qwen3' model can be built"),
+        ({**CONFIG, "num_key_value_heads": 0}, "no 'qwen3' model can be built.*ZeroDivisionError"),
+        ({**CONFIG, "hidden_act": "silly"}, "no 'qwen3' model can be built.*'silly'"),
+        ({**CONFIG, "pad_token_id": 10**6}, "no 'qwen3' model can be built.*Padding_idx"),
     ],
 )
 def test_config_that_cannot_be_built_is_refused(config, message):
@@ -156,3 +160,7 @@ def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> Non
     weights.write_bytes(whole)
     config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 48'))
     refuses(lambda: load_model(folder), ConfigError, "mismatch")
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": "wide"'))
+    refuses(lambda: load_model(folder), ConfigError, "intermediate_size")
+    config.write_text(config.read_text().replace('"intermediate_size": "wide"', '"hidden_act": "silly"'))
+    refuses(lambda: load_model(folder), ConfigError, "'silly'")
