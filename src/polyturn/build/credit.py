@@ -82,7 +82,7 @@ def check_further_models(source: ConfigSource, estimator: Any, *, like: PreTrain
         if path is None:
             continue
         try:
-            model = load(folder_or_name(path, source.base))
+            model = load(folder_or_name(path, source.base), needs_head=key != "algorithm.critic.path")
         except ConfigError as problem:
             raise ConfigError(f"{key} is {path!r}: {problem}") from problem
         require_same_vocabulary(like, model, name=f"model of {key}")
@@ -192,7 +192,7 @@ def critic_model(source: ConfigSource, *, like: PreTrainedModel) -> PreTrainedMo
     """
     path = source.config.algorithm.critic.path
     assert path is not None
-    critic = load_frozen(source, path, like=like, dtype=None)
+    critic = load_frozen(source, path, like=like, dtype=None, needs_head=False)
     own_size, critic_size = (model.config.get_text_config().vocab_size for model in (like, critic))
     if own_size != critic_size:
         raise ConfigError(

@@ -152,12 +152,16 @@ def outline_of(source: ConfigSource, path: str) -> PreTrainedModel:
     return hf.load_outline(folder_or_name(path, source.base), dtype=_dtype(model.dtype), revision=model.revision)
 
 
-def load_frozen(source: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None) -> PreTrainedModel:
-    """Load a further model, without an adapter, on the device of `like`; with `source.reads_parts`, without weights."""
+def load_frozen(
+    source: ConfigSource, path: str, *, like: PreTrainedModel, dtype: str | None, needs_head: bool = True
+) -> PreTrainedModel:
+    """Load a further model, without an adapter, on the device of `like`; with `source.reads_parts`, without weights. Without
+    `needs_head`, its folder may lack the output embedding."""
     from polyturn.training import hf
 
     load = hf.load_unread if source.reads_parts else hf.load_model
-    model = load(folder_or_name(path, source.base), dtype=_dtype(dtype or source.config.model.dtype))
+    name, number = folder_or_name(path, source.base), _dtype(dtype or source.config.model.dtype)
+    model = load(name, dtype=number, needs_head=needs_head)
     kernels = source.config.model
     hf.choose_kernels(model, attention=kernels.attn_implementation, liger=kernels.liger)
     if source.reads_parts:

@@ -82,16 +82,21 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if is_composite and type(config) in _SEEING else AutoModelForCausalLM
 
 
-def load_model(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+def load_model(
+    source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, needs_head: bool = True
+) -> PreTrainedModel:
     """Return the causal language model in the folder `source`, or with that name and revision on the hub.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be loaded.
+        ConfigError: there is no such model, it cannot be loaded, or weights are missing (without `needs_head`: of the
+            backbone).
     """
-    return _opened(source, dtype, revision, plan_above=None)
+    return _opened(source, dtype, revision, plan_above=None, needs_head=needs_head)
 
 
-def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None) -> PreTrainedModel:
+def _opened(
+    source: str | Path, dtype: torch.dtype, revision: str | None, *, plan_above: int | None, needs_head: bool = True
+) -> PreTrainedModel:
     of = {"revision": revision or "main", "local_files_only": only_cached(str(source), revision=revision)}
     try:
         # A model's folder is data: code in it is never run.
@@ -102,32 +107,47 @@ def _opened(source: str | Path, dtype: torch.dtype, revision: str | None, *, pla
                 model = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
             if count_parameters(model) > plan_above:
                 return model
-        model = _auto_class(config).from_pretrained(str(source), config=config, dtype=dtype, trust_remote_code=False, **of)
+        model, info = _auto_class(config).from_pretrained(
+            str(source), config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, **of
+        )
     except Exception as problem:  # transformers raises many types for a wrong config or damaged weights
         where = "the folder exists" if Path(source).is_dir() else "there is no such folder"
         raise ConfigError(
             f"no model can be loaded from {str(source)!r} ({where}: {one_line(problem)[:300]}); give a folder with "
             "config.json and weights, or a name on the hub"
         ) from problem
+    backbone = "" if needs_head else f"{model.base_model_prefix}."
+    if missing := sorted(name for name in info["missing_keys"] if name.startswith(backbone)):
+        raise ConfigError(  # transformers would give them random values
+            f"the weights of {str(source)!r} do not fit its config.json: {len(missing)} are missing, the first is "
+            f"{missing[0]!r}; give a folder that `save_pretrained` wrote"
+        )
     return model
 
 
 def load_outline(
-    source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, above: int = 0
+    source: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
+    above: int = 0,
+    needs_head: bool = True,
 ) -> PreTrainedModel:
     """Return the model; if it has more than `above` parameters only its config and shapes, without weights.
 
     Raises:
         ConfigError: as `load_model` does.
     """
-    return _opened(source, dtype, revision, plan_above=above)
+    return _opened(source, dtype, revision, plan_above=above, needs_head=needs_head)
 
 
 load_plan = functools.partial(load_outline, above=1_000_000_000)
 """For a memory plan: a small model is loaded with weights, so that the plan also tests loading."""
 
 
-def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None) -> PreTrainedModel:
+def load_unread(
+    source: str | Path, *, dtype: torch.dtype = torch.float32, revision: str | None = None, needs_head: bool = True
+) -> PreTrainedModel:
     """Return the model without its weights, which `part_loading` reads into shards. Its `name_or_path` is a folder on this
     machine. Weights that are not in safetensors cannot be read in parts and are loaded now.
 
@@ -140,7 +160,7 @@ def load_unread(source: str | Path, *, dtype: torch.dtype = torch.float32, revis
         wanted = ["*.json", "*.safetensors"]
         folder = Path(snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=cached))
     if not weight_files(folder):
-        return load_model(source, dtype=dtype, revision=revision)
+        return load_model(source, dtype=dtype, revision=revision, needs_head=needs_head)
     return _opened(folder, dtype, None, plan_above=0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
@@ -164,3 +164,14 @@ def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> Non
     refuses(lambda: load_model(folder), ConfigError, "intermediate_size")
     config.write_text(config.read_text().replace('"intermediate_size": "wide"', '"hidden_act": "silly"'))
     refuses(lambda: load_model(folder), ConfigError, "'silly'")
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    folder = save_model(build_model({**CONFIG, "tie_word_embeddings": False}, seed=0), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if name != "lm_head.weight"}, folder / "model.safetensors")
+    refuses(lambda: load_model(folder), ConfigError, "1 are missing", "'lm_head.weight'")
+    assert load_model(folder, needs_head=False).config.vocab_size, "a critic reads the backbone alone"
+    save_file({"lm_head.weight": weights["lm_head.weight"]}, folder / "model.safetensors")
+    for needs_head in (True, False):
+        refuses(lambda needs_head=needs_head: load_model(folder, needs_head=needs_head), ConfigError, "are missing")
