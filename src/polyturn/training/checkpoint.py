@@ -30,7 +30,7 @@ MODEL = "model"
 WARM_START = "warm_start"
 """Name of the folder, in the run's folder, for the checkpoint of an unfinished warm start."""
 _BEST = "best"
-_FORMER, _GONE = ".former-", ".gone-"
+_DRAFT, _FORMER, _GONE = ".draft-", ".former-", ".gone-"
 _POLL_S = 0.02
 """Seconds between two checks whether the shards are written."""
 _MAX_SAVING = 50
@@ -80,10 +80,11 @@ class Checkpoints:
             CheckpointError: the checkpoint cannot be written, for instance on a full disk; earlier ones are intact.
             RankLostError: a rank is gone with its shards.
         """
-        draft, parts = self.folder / f".draft-{step:06d}", stored or {}
+        draft, parts = self.folder / f"{_DRAFT}{step:06d}", stored or {}
         with self._writing(draft, step):
             self._restore()  # a kill may have left folders under these names
-            shutil.rmtree(draft, ignore_errors=True)
+            for rest in self.folder.glob(f"{_DRAFT}*"):  # of a kill during a write, perhaps of another step
+                shutil.rmtree(rest, ignore_errors=True)
             draft.mkdir(parents=True)
             for name, one in parts.items():
                 one.save(draft / name)

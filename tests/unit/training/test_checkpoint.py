@@ -66,7 +66,7 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path):
     assert latest.name == "step-1000001"
 
 
-def fails(problem: Exception) -> Any:
+def fails(problem: BaseException) -> Any:
     def broken_export(folder: Path) -> None:
         folder.mkdir()
         raise problem
@@ -112,6 +112,13 @@ def test_kill_during_a_replacement_costs_nothing(tmp_path: Path, monkeypatch: py
     assert latest is not None and again.load(latest) == {"try": 1}
     again.save(3, {"try": 3}, export=export)
     assert again.load(latest) == {"try": 3} and [p.name for p in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_draft_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(tmp_path).save(3, {}, export=fails(KeyboardInterrupt()))
+    Checkpoints(tmp_path).save(4, {}, export=export)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
 
 
 def test_missing_checkpoint_is_refused(tmp_path: Path):
