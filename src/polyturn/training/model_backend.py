@@ -121,11 +121,11 @@ def fitting_layout(
         ConfigError: a network cannot be packed, and the placement requires packing.
     """
     # All networks, because a reference and a teacher score the same micro-batches as the policy.
-    packs, whys = settings.packed or settings.shared_prefix, {}
+    packs, whys = settings.packed or settings.shared_prefix, []
     for network in networks:
-        whys[type(network.backbone).__name__] = network.try_out(packs=packs)
+        whys.append((type(network.backbone).__name__, network.try_out(packs=packs)))
         placement.release(network)
-    for name, why in whys.items():
+    for name, why in whys:
         if why is not None and placement.needs_packing:
             raise ConfigError(
                 f"train.distributed.context_parallel splits packed rows, and {name} cannot be packed, because {why}; set it "

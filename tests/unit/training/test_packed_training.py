@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyturn.algorithms.options import AlgorithmOptions, KlOptions
+from polyturn.algorithms.options import AlgorithmOptions, DistillSettings, KlOptions
 from polyturn.batching.layout import LayoutSettings
 from polyturn.batching.packing import common_prefix, pack, sorted_rows
 from polyturn.core.errors import CheckpointError
@@ -174,6 +174,15 @@ def test_model_that_cannot_be_packed_is_trained_in_rows(name, caplog):
     assert metrics["tokens/packing_refused"].value == 1 and metrics["tokens/shared_prefix"].value == 0
     assert metrics["tokens/padding_share"].value > 0
     assert len([r for r in caplog.records if "cannot be packed: " in r.message]) == 1
+
+
+def test_teacher_that_can_be_packed_does_not_let_the_policy_be_packed():
+    fields = {"num_key_value_heads": 1, **SMALL}
+    model = build_model({**fields, **OTHER["sliding window"]}, seed=0)
+    teacher = build_model({**fields, "model_type": "qwen2"}, seed=1)
+    loss = LossSettings(distill=DistillSettings(teacher="teacher"))
+    policy = local_policy(model, optim=OptimSettings(), layout=SHARED, loss=loss, teacher=teacher)
+    assert policy.forward_backward(branching(8)).metrics["tokens/packing_refused"].value == 1
 
 
 def test_model_with_a_recurrent_state_is_not_packed():
