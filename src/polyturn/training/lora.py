@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -
                 # The same seed and order give the same adapter in one process and on many ranks.
                 torch.manual_seed(seed)
                 _draw_again(model)
-    except ValueError as problem:
+    except (ValueError, re.error) as problem:
         linear = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ConfigError(
             f"model.lora does not fit this model: {one_line(problem)[:300]}; its linear modules are {', '.join(linear)}"

@@ -222,3 +222,5 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
 def test_unknown_target_modules_are_refused():
     with pytest.raises(ConfigError, match=r"does not fit this model.*its linear modules are down_proj, gate_proj"):
         adapted(target_modules=["query"])
+    for key in ("target_modules", "exclude_modules"):
+        refuses(lambda key=key: adapted(**{key: "*.q_proj"}), ConfigError, "nothing to repeat", "q_proj")
