@@ -244,6 +244,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     Raises:
         CheckpointError: there is no adapter, or it is of another model, shape or scale.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = folder / WEIGHTS_FILE
@@ -253,7 +254,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     require_same_settings(folder, rank=config.r, alpha=config.lora_alpha)
     own = adapter_tensors(model)
     named = {name.replace(f".{ADAPTER}.", "."): name for name in own}
-    saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
+    try:
+        saved = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(str(file)).items()}
+    except SafetensorError as problem:
+        raise CheckpointError(f"the adapter {file} is damaged ({one_line(problem)}); copy it again") from problem
     tensors, names = {named.get(name, name): tensor for name, tensor in saved.items()}, Names()
     require_same_shapes(names.kinds(tensors), names.kinds(own), whose=f"adapter in {folder}", hint=advice(tensors, own))
     names.take(own, tensors)

@@ -217,6 +217,8 @@ def test_adapter_is_saved_merged_or_alone(tmp_path: Path):
     louder = tiny_model(VOCAB, hidden=16)
     lora.add_lora(louder, lora.LoraSettings(rank=4, alpha=32))
     refuses(lambda: lora.load_adapter(louder, alone), CheckpointError, "has lora_alpha 8", "and model.lora has 32")
+    (alone / lora.WEIGHTS_FILE).write_bytes(b"short")
+    refuses(lambda: lora.load_adapter(other, alone), CheckpointError, lora.WEIGHTS_FILE, "is damaged")
 
 
 def test_unknown_target_modules_are_refused():
