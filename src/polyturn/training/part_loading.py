@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import LoadStateDictConfig
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.training.lora import plain_name
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,12 @@ def read_weights(model: PreTrainedModel, device: torch.device, *, only: Collecti
     with ExitStack() as opened:
         parts: dict[str, _CountedSlice] = {}
         for file in weight_files(folder):
-            file_tensors = opened.enter_context(safe_open(str(file), framework="pt"))
+            try:
+                file_tensors = opened.enter_context(safe_open(str(file), framework="pt"))
+            except (OSError, SafetensorError) as problem:  # of a download that was interrupted
+                raise ConfigError(
+                    f"the weights in {folder} cannot be read ({one_line(problem)}); copy it again"
+                ) from problem
             parts |= {name: _CountedSlice(file_tensors.get_slice(name), read) for name in file_tensors.keys()}  # noqa: SIM118
         info, _ = PreTrainedModel._load_pretrained_model(
             model,

@@ -1,5 +1,6 @@
 """Models in and out of the Hugging Face format."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from polyturn.core.errors import ConfigError
 from polyturn.testing.tiny_models import tiny_tokenizer
-from polyturn.training.hf import as_checkpoint, build_model, choose_kernels, count_parameters, load_model, save_model
+from polyturn.training.hf import (
+    as_checkpoint,
+    build_model,
+    choose_kernels,
+    count_parameters,
+    load_model,
+    load_unread,
+    save_model,
+)
+from polyturn.training.part_loading import read_weights
 from support.models import tiny_model
 from support.refusals import refuses
 from support.states import MakesFolder
@@ -156,6 +166,11 @@ def test_missing_damaged_or_misshapen_weights_are_refused(tmp_path: Path) -> Non
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     refuses(lambda: load_model(folder), ConfigError, "SafetensorError")
+    refuses(lambda: read_weights(load_unread(folder), torch.device("cpu")), ConfigError, str(folder), "SafetensorError")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuses(lambda: read_weights(load_unread(folder), torch.device("cpu")), ConfigError, "model-00001-of-00002")
+    (folder / "model.safetensors.index.json").unlink()
     refuses(lambda: load_model(tmp_path / "nowhere"), ConfigError, "nowhere")
     weights.write_bytes(whole)
     config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 48'))
