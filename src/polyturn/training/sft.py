@@ -106,7 +106,15 @@ def run_sft(
 
     Returns:
         The number of steps taken, `first_step` included.
+
+    Raises:
+        DataError: no sample has a token with a weight.
     """
+    if not any(sample.num_weighted for sample in samples):
+        raise DataError(
+            f"none of {len(samples)} conversations has a token to train on; give some assistant messages a `loss` above 0, "
+            "or choose other conversations (warm_start.conversations)"
+        )
     rng = np.random.default_rng(seed)
     order: list[int] = []  # drawn for earlier steps too, so that a resumed run has the same order
     began = time.monotonic()

@@ -144,3 +144,11 @@ def test_batches_run_across_epochs():
 
 def test_time_limit_ends_training():
     assert train(3, steps=50, batch_size=2, max_seconds=1e-9)[1] == []
+
+
+def test_conversations_without_a_trained_token_are_refused():
+    blank = [one.replace(loss_weights=np.zeros(len(one), np.float32)) for one in samples(2)]
+    for nothing in ([], blank):
+        refuses(
+            lambda nothing=nothing: run_sft(Notes(), nothing, SftOptions(steps=1)), DataError, str(len(nothing)), "`loss`"
+        )
