@@ -377,21 +377,23 @@ class Trainer:
             }
             if snapshots := self._engine.snapshots.state_dict(step):
                 state["followers"] = snapshots
+            stops = self.settings.train.on_checkpoint_error == "stop"
+            try:
+                self._saver.wait()
+            except CheckpointError as problem:  # of the previous checkpoint
+                if stops and in_thread:
+                    raise
+                logger.warning("%s; the run tries again now, at step %d", problem, step)
             # Begin the journal before the checkpoint is written, so that every checkpoint has a journal.
             if self._saving.journal is not None:
                 self._saving.journal.begin(step)
-            if not in_thread:
-                try:
-                    self._saver.wait()
-                except CheckpointError as problem:  # harmless, because a newer checkpoint follows
-                    logger.warning("%s", problem)
             try:
                 export = self._saving.export if is_exported else None
                 self._saver.save(step, state, stored=self.update.stored, export=export, is_best=is_best)
                 if not in_thread or step == 0:  # wait for the first one, so that a killed run can resume
                     self._saver.wait()
             except CheckpointError as problem:
-                if self.settings.train.on_checkpoint_error == "stop" or not in_thread:
+                if stops or not in_thread:
                     raise
                 logger.warning("%s; the run continues and tries again at the next checkpoint", problem)
 

@@ -645,7 +645,9 @@ def test_failed_checkpoint_stops_or_warns(tmp_path: Path, caplog: pytest.LogCapt
         refuses(lambda: rig.run(), CheckpointError, "the checkpoint of step 1 cannot be written", "step-000000")
     else:
         assert rig.run().trainer.state.step == 3
-        assert "the run continues and tries again at the next checkpoint" in caplog.text
+        assert "the checkpoint of step 1 cannot be written" in caplog.text
+        written = sorted(p.name for p in tmp_path.glob("step-*"))
+        assert written == ["step-000002", "step-000003"], "the next checkpoint is written"
 
 
 @pytest.mark.parametrize(
