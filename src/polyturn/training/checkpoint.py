@@ -149,6 +149,11 @@ class Checkpoints:
         checkpoints = self._all()
         return checkpoints[-1] if checkpoints else None
 
+    def latest_step(self) -> int | None:
+        """Return the step of the newest checkpoint; None if there is none."""
+        latest = self.latest()
+        return None if latest is None else _step_of(latest)
+
     def best(self) -> Path | None:
         """Return the best checkpoint; None if none was marked."""
         mark = self.folder / _BEST
@@ -180,7 +185,7 @@ class Checkpoints:
             return []
         self._restore()
         folders = [p for p in self.folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / STATE).is_file()]
-        return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
+        return sorted(folders, key=_step_of)
 
     def _restore(self) -> None:
         """Restore a checkpoint that a kill left renamed, and remove checkpoints that a kill left half deleted."""
@@ -196,7 +201,7 @@ class Checkpoints:
     def _prune(self) -> None:
         best = self.best()  # after `mark_best`, so that the former best may be removed now
         for old in self._all()[: -self._keep]:
-            step = int(old.name.removeprefix("step-"))
+            step = _step_of(old)
             stays = self._keep_every and step and step % self._keep_every == 0
             if old != best and not stays:
                 _discard(old)
@@ -273,6 +278,10 @@ class Saver:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _discard(folder: Path) -> None:

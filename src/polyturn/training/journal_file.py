@@ -109,18 +109,25 @@ class JournalFile:
 
     # Called by the loop.
 
-    def begin(self, step: int) -> None:
-        """Start the journal of the checkpoint of `step`, which is about to be written; the previous journal stays. If the
-        file cannot be written, there is no journal until the next checkpoint."""
+    def begin(self, step: int, *, last: int | None = None) -> None:
+        """Start the journal of the checkpoint of `step`, which is about to be written. If the file cannot be written, no
+        line is kept until the next checkpoint.
+
+        Args:
+            step: Step of the checkpoint.
+            last: Step of the newest complete checkpoint, whose journal stays; None keeps the previous journal.
+        """
         with self._lock:
+            kept = self._path(self._step if last is None else last)
             # A run that resumes here trains no group from before this checkpoint, but continues the episodes in flight.
             self._step, self._trained = step, {}
             if self._file is None:
                 self._live = {}
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                for old in sorted(self._folder.glob("step-*.jsonl"))[:-1]:
-                    old.unlink(missing_ok=True)
+                for old in self._folder.glob("step-*.jsonl"):
+                    if old != kept:
+                        old.unlink(missing_ok=True)
                 self._rewrite(self._path(step))
             except OSError as problem:
                 self._end(problem)

@@ -386,7 +386,7 @@ class Trainer:
                 logger.warning("%s; the run tries again now, at step %d", problem, step)
             # Begin the journal before the checkpoint is written, so that every checkpoint has a journal.
             if self._saving.journal is not None:
-                self._saving.journal.begin(step)
+                self._saving.journal.begin(step, last=self.checkpoints.latest_step())
             try:
                 export = self._saving.export if is_exported else None
                 self._saver.save(step, state, stored=self.update.stored, export=export, is_best=is_best)

@@ -681,6 +681,22 @@ def test_timed_checkpoints_cost_a_fiftieth_at_most(tmp_path: Path):
     assert sorted(p.name for p in rig.checkpoints.folder.glob("step-*")) == ["step-000000", "step-000006"]
 
 
+def test_newest_complete_checkpoint_keeps_its_journal(tmp_path: Path):
+    journals: list[list[str]] = []
+
+    def export(path: Path) -> None:
+        journals.append(sorted(p.name for p in (tmp_path / "journal").glob("step-*")))
+        if path.parent.name in (".draft-000001", ".draft-000002"):
+            raise OSError(28, "No space left on device")
+        path.mkdir()
+
+    journal = JournalFile(tmp_path / "journal")
+    rig = Rig(tmp_path / "checkpoints", journal=journal, checkpoint_every=1, on_checkpoint_error="warn")
+    rig.export = export
+    rig.run()
+    assert journals == [["step-000000.jsonl"], *([f"step-00000{n}.jsonl" for n in (0, later)] for later in (1, 2, 3))]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_run_that_ends_leaves_no_journal(tmp_path: Path, max_staleness: int):
     folder = tmp_path / "journal"
