@@ -12,7 +12,7 @@ from polyturn.build.parts import sampling_params
 from polyturn.config.config_source import ConfigSource
 from polyturn.config.models import TaskSourceConfig
 from polyturn.config.parts import arguments_of
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, plugin_errors_as
 from polyturn.core.task import Task
 from polyturn.data.dataset import TaskDataset, generate_tasks
 from polyturn.data.hub_dataset import open_hub_dataset
@@ -116,9 +116,15 @@ def build_sampler(source: ConfigSource, tasks: Sequence[Task]) -> Callable[[], T
     if has_parameter(factory.maker, "base"):
         kwargs.setdefault("base", source.base)
     try:
-        return factory.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
+        make = factory.maker(tasks, seed=seed, shuffle=data.shuffle, **kwargs)
     except TypeError as problem:
         raise ConfigError(f"the arguments in data.sampler do not fit the sampler {sampler.name!r}: {problem}") from problem
+
+    def checked() -> TaskSampler:
+        with plugin_errors_as(f"data.sampler: {sampler.name!r} cannot be made; it", ConfigError):
+            return make()
+
+    return checked
 
 
 def build_eval_sets(source: ConfigSource) -> list[EvalSet]:

@@ -13,6 +13,7 @@ across a resume. A `Curriculum` chooses the tasks of each epoch:
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -149,7 +150,12 @@ class Curriculum(TaskSampler):
 
     @classmethod
     def maker(cls, tasks: Sequence[Task], *, seed: int, shuffle: bool, **kwargs: Any) -> Callable[[], TaskSampler]:
-        """Return a function that creates the sampler of a new run; `kwargs` are its arguments in `data.sampler`."""
+        """Return a function that creates the sampler of a new run; `kwargs` are its arguments in `data.sampler`.
+
+        Raises:
+            TypeError: the class does not accept them.
+        """
+        inspect.signature(cls).bind(tasks, seed=seed, shuffle=shuffle, **kwargs)
         return functools.partial(cls, tasks, seed=seed, shuffle=shuffle, **kwargs)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyturn.core.errors import CheckpointError, DataError
+from polyturn.build.tasks import build_sampler
+from polyturn.config.config_source import ConfigSource
+from polyturn.config.models import DataConfig, RunConfig
+from polyturn.core.errors import CheckpointError, ConfigError, DataError
 from polyturn.core.task import InteractionRef, Task
 from polyturn.data.sampler import Curriculum, TaskSampler
 from support.refusals import refuses
@@ -138,3 +142,30 @@ def test_empty_epoch_and_unknown_task_are_refused() -> None:
 def test_task_may_be_chosen_more_than_once() -> None:
     often = type("Often", (Chooses,), {"chosen": (1, 1, 2)})(staged(1, 1, 1), seed=0)
     assert sorted(often.next().task for _ in range(3)) == [1, 1, 2]
+
+
+OWN = """
+from polyturn.data.sampler import Curriculum
+
+class Levels(Curriculum):
+    def __init__(self, tasks, *, seed, shuffle=True, level=1):
+        self.part = len(tasks) // level
+        super().__init__(tasks, seed=seed, shuffle=shuffle)
+
+    def choose(self, epoch):
+        return range(self.part)
+"""
+
+
+def test_own_sampler_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    tasks = [Task(id=name, prompt=()) for name in "ab"]
+
+    def make(**arguments: int) -> TaskSampler:
+        data = DataConfig.model_validate({"sampler": {"name": "own.py:Levels", **arguments}})
+        config = RunConfig.model_validate({"model": {"path": "x"}, "data": data})
+        return build_sampler(ConfigSource(config=config, base=tmp_path), tasks)()
+
+    assert make(level=2).visits(1) == 1
+    refuses(lambda: make(levels=2), ConfigError, "'own.py:Levels'", "'levels'")
+    refuses(lambda: make(level=0), ConfigError, "'own.py:Levels'", "ZeroDivisionError", "own.py, line 6")
