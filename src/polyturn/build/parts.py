@@ -21,7 +21,7 @@ from polyturn.config.config_source import ConfigSource, check_model_name
 from polyturn.config.models import RewardFunctionConfig
 from polyturn.config.models.rollout import LIMITS
 from polyturn.config.parts import arguments_of
-from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean
+from polyturn.core.errors import ConfigError, UnknownNameError, did_you_mean, plugin_errors_as
 from polyturn.core.generation import Sampling, SamplingParams
 from polyturn.core.protocols import Engine
 from polyturn.engines.base import ModelFolder, ServerPlaces
@@ -373,7 +373,8 @@ def build_scheduler(source: ConfigSource, policies: FurtherPolicies = NO_POLICIE
         inspect.signature(scheduler_class).bind(**kwargs)
     except TypeError as problem:
         raise ConfigError(f"rollout.scheduler_kwargs do not fit the scheduler {name!r}: {problem}") from problem
-    scheduler = scheduler_class(**kwargs)
+    with plugin_errors_as(f"rollout.scheduler: {name!r} cannot be made; it", ConfigError):
+        scheduler = scheduler_class(**kwargs)
     if not isinstance(scheduler, MultiTurnScheduler):
         raise ConfigError(
             f"rollout.scheduler names {name!r}, which does not make a MultiTurnScheduler; inherit from that class"

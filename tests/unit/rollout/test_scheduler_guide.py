@@ -27,6 +27,7 @@ from polyturn.serving.openai.scheduler import BlackBox
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.testing.suites.scheduler import check_scheduler
 from support.example_schedulers import FOLDER
+from support.refusals import refuses
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/scheduler.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -101,3 +102,9 @@ def test_moved_scheduler_is_an_example(name: str) -> None:
 def test_wrong_scheduler_settings_are_refused(tmp_path: Path, rollout: Any, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         build_scheduler(place(tmp_path, **rollout))
+
+
+def test_scheduler_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CODE[0].replace("= max_doubts", "= 1 // max_doubts"))
+    where = place(tmp_path, scheduler="own.py:Doubt", scheduler_kwargs={"max_doubts": 0}, limits={"max_turns": 3})
+    refuses(lambda: build_scheduler(where), ConfigError, "'own.py:Doubt'", "ZeroDivisionError", "own.py")
