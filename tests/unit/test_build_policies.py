@@ -75,7 +75,7 @@ def test_checkpoint_may_be_named_by_its_run(tmp_path: Path, model: Path) -> None
     assert one.engine.capabilities.max_context == 64 and one.sampling.max_tokens == 3
 
 
-def test_adapter_checkpoint_is_put_on_the_model(tmp_path: Path) -> None:
+def test_adapter_checkpoint_is_put_on_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
     lora = ["model.lora={rank: 2}"]
     first = build.build_parts(place(tmp_path, {}, *lora))
@@ -88,6 +88,9 @@ def test_adapter_checkpoint_is_put_on_the_model(tmp_path: Path) -> None:
     one: Any = parts.policies.by_name["earlier"]
     saved, held = dict(first.model.named_parameters()), dict(one.engine.module.named_parameters())
     assert all(torch.equal(saved[name], held[name]) for name in saved)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = build.build_parts(place(tmp_path, {}, "model.lora={rank: 2, adapter: ~/adapter}")).model
+    assert all(torch.equal(saved[name], value) for name, value in own.named_parameters())
 
 
 def test_policy_engines_have_their_own_settings(tmp_path: Path, model: Path) -> None:

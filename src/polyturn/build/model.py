@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,7 +110,7 @@ def build_model(
     if checkpoint is not None and (checkpoint / lora.CONFIG_FILE).is_file():
         lora.load_adapter(built, checkpoint)
     elif adapter.adapter is not None:
-        lora.load_adapter(built, source.base / adapter.adapter)
+        lora.load_adapter(built, source.base / os.path.expanduser(adapter.adapter))
     return built
 
 
