@@ -9,6 +9,7 @@ It never changes the run. All records of a step are on disk by the end of the st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -120,11 +121,10 @@ class RunObserver(Observer):
             self._live.stop()
         if self._system is not None:
             self._system.__exit__(kind, error, trace)
-        self._store.close()
-        self._trackers.close()
-        for tracker in (self._metrics, self._sft_metrics):
-            if tracker is not None:
-                tracker.close()
+        with contextlib.ExitStack() as closing:  # which closes all, in reverse order, even if the disk is full
+            for one in (self._metrics, self._sft_metrics, self._trackers, self._store):
+                if one is not None:
+                    closing.callback(one.close)
 
     def watch(self, running: Mapping[EpisodeState, int]) -> None:
         """Show the number of episodes in each state from now on."""

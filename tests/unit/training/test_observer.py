@@ -19,11 +19,13 @@ from polyturn.evaluation.report import report
 from polyturn.interactions.gsm8k import Gsm8kInteraction
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.pool import GroupSpec, RolloutPool
+from polyturn.store.parquet_store import ParquetStore
 from polyturn.store.stored_run import open_store
 from polyturn.testing.episodes import scripted_context, task
 from polyturn.tracking.console import Progress
 from polyturn.tracking.dump import TrajectoryDump
 from polyturn.tracking.jsonl import read_metrics
+from polyturn.tracking.manager import TrackerSpec
 from polyturn.training.observer import AlsoRecord, RunObserver
 from support.refusals import refuses
 
@@ -239,3 +241,24 @@ async def test_records_are_kept_when_the_run_fails(tmp_path: Path):
 
     refuses(fail, RuntimeError, "in the middle")
     assert len(open_store(tmp_path)) == 4
+
+
+async def test_trackers_end_although_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    ends: list[str] = []
+
+    class Noting:
+        def log(self, step: int, values: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            ends.append("closed")
+
+    spec = TrackerSpec(name="noting", make=lambda about: Noting())
+    observer = RunObserver(tmp_path, total_steps=0, also=AlsoRecord(trackers=(spec,)))
+    observer.on_step(1, {"reward/mean": 0.5}, [])
+    monkeypatch.setattr(ParquetStore, "flush", full)
+    refuses(lambda: observer.__exit__(None, None, None), OSError, "No space left")
+    assert ends == ["closed"]
