@@ -356,6 +356,30 @@ async def test_slow_step_blocks_others_only_if_shared(shared: bool) -> None:
     assert [t.error for t in found] == [None] * 4
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_shared_scheduler_has_the_effects_of_a_copied_one(is_shared: bool) -> None:
+    ended: list[str | None] = []
+
+    class Masks(MultiTurnScheduler):
+        shared = is_shared
+
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            assert self.template is self.infer_engine.template
+            ids = response_choice.token_ids
+            masked = {"response_token_ids": ids, "response_loss_mask": [0] * len(ids)}
+            return {**again(infer_request, response_choice, current_turn), **masked}
+
+        def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            return {"score": 0.5, "done": current_turn == 2}
+
+        def on_trajectory_end(self, requests: Any) -> None:
+            ended.append(requests[0].uuid)
+
+    trajectory = await play_swift(Masks, ["a", "b", "c"], max_turns=5)
+    assert (trajectory.error, trajectory.stop_reason, ended) == (None, StopReason.ENV_DONE, ["g0/0"])
+    assert (trajectory.turn_scores, spans(trajectory)) == ((0.5, 0.5), [("a", False), ("b", True)])
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyturn.compat.swift import turn_weights
-from polyturn.compat.swift.base import EngineOver, RolloutScheduler
+from polyturn.compat.swift.base import EngineOver, RolloutScheduler, SchedulerEngine
 from polyturn.compat.swift.engine import EpisodeEngine
 from polyturn.compat.swift.gym_env import context_managers, envs
 from polyturn.compat.swift.schedulers import GYMScheduler, MathTipsScheduler, ThinkingModelTipsScheduler, multi_turns
@@ -43,6 +43,7 @@ _ENGINE: ContextVar[EpisodeEngine] = ContextVar("engine")
 """The engine of the current episode, for schedulers that all episodes share."""
 
 
+@SchedulerEngine.register
 class SharedEngine:
     """The engine of a shared scheduler: it forwards to the engine of the current episode."""
 
@@ -50,6 +51,9 @@ class SharedEngine:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_ENGINE.get(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(_ENGINE.get(None))
 
 
 @dataclass(slots=True)
