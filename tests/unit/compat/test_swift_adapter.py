@@ -573,6 +573,14 @@ async def test_scores_may_be_arrays_and_leave_functions_out(scores: Any) -> None
     assert (await score(trajectory, ["first", "second"]))["score"] == 0.5
 
 
+@pytest.mark.parametrize(("names", "total"), [(["score", "half"], 2.0), (["half", "half"], 1.5)])
+async def test_every_named_function_counts_in_the_sum(names: list[str], total: float) -> None:
+    orms["score"] = lambda completions, **kwargs: [1.0]
+    orms["half"] = lambda completions, **kwargs: [0.5]
+    trajectory = await play_swift(stepping(), ["a", "b"], max_turns=2)
+    assert (await score(trajectory, names, weights=[1.0, 2.0]))["score"] == total
+
+
 def test_shipped_rewards_score_as_described() -> None:
     assert orms["format"]()(["<think>a</think>\n<answer>b</answer>", "b"]) == [1.0, 0.0]
     assert orms["react_format"]()(["<think>a</think>\nAction: x\nAction Input: y", "b"]) == [1.0, 0.0]

@@ -60,12 +60,12 @@ async def score(
     if not rows:
         return {"score": 0.0}
     keyword_columns = _arguments(trajectory, rows)
-    columns: dict[str, list[float | None]] = {}
+    columns: list[list[float | None]] = []
     for name, function in zip(names, functions, strict=True):
-        columns[name] = _checked(await _call(function, keyword_columns), function, name=name, num=len(rows))
+        columns.append(_checked(await _call(function, keyword_columns), function, name=name, num=len(rows)))
     if use_gym_env:
-        columns[GYM] = [_total(row) for row in rows]
-    totals = [_sum([column[i] for column in columns.values()], of) for i in range(len(rows))]
+        columns.append([_total(row) for row in rows])
+    totals = [_sum([column[i] for column in columns], of) for i in range(len(rows))]
     if any(total is None for total in totals):
         raise RewardError(f"no reward function has a score for request_id={trajectory.id}; each returned None")
     if not all(math.isclose(t or 0.0, totals[0] or 0.0, abs_tol=1e-6) for t in totals):
@@ -73,7 +73,8 @@ async def score(
             f"Inconsistent rewards detected for request_id={trajectory.id}: its {len(rows)} outputs have the rewards "
             f"{totals}; a trajectory has one reward, so score its last output (kwargs['trajectory_inputs'][request_id][-1])"
         )
-    return {"score": totals[-1], **{name: column[-1] for name, column in columns.items() if column[-1] is not None}}
+    named = zip((*names, GYM), columns, strict=False)
+    return {**{name: column[-1] for name, column in named if column[-1] is not None}, "score": totals[-1]}
 
 
 @functools.cache
