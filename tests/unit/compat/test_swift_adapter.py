@@ -453,6 +453,26 @@ async def test_mistake_of_a_scheduler_is_named_with_its_trajectory(scheduler: An
     assert re.search(names, str(trajectory.error), re.DOTALL), trajectory.error
 
 
+async def test_error_beside_a_reached_limit_is_named() -> None:
+    async def breaks_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("the search broke")
+
+    async def run(engine: Any, request: Any, config: Any) -> Any:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(breaks_when_cancelled())
+            await asyncio.sleep(0)  # the task begins to wait
+            for _ in range(2):
+                choice = (await engine.infer_async(request, config)).choices[0]
+                request.messages.append({"role": "assistant", "content": choice.message.content})
+                again(request, choice, 1)
+
+    trajectory = await play_swift(running(run), ["a"], limits=Limits(max_turns=1))
+    assert trajectory.is_failed and "ExceptionGroup" in str(trajectory.error)
+
+
 @pytest.mark.parametrize("form", [tuple, np.array, list])
 async def test_ids_and_masks_of_a_step_may_be_arrays(form: Any) -> None:
     def step(request: Any, choice: Any, turn: int) -> Any:

@@ -155,8 +155,8 @@ class SwiftScheduler(MultiTurnScheduler):
             pass
         except BaseExceptionGroup as problems:  # from tasks that the user's own loop started
             live.error = problems
-            if problems.subgroup(EngineOver) is None:
-                raise
+            if (others := problems.split(EngineOver)[1]) is not None:
+                raise others from None
         except BaseException as problem:
             live.error = problem
             raise
