@@ -24,7 +24,7 @@ from polyturn.compat.swift.template import ContextType
 from polyturn.core.errors import ConfigError
 from polyturn.infra.plugins import import_attr, load_plugins
 from polyturn.rollout.run_episode import run_episode
-from polyturn.serving.outputs import rollout_outputs
+from polyturn.serving.outputs import reward_rows, rollout_outputs
 from polyturn.serving.rollout_protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -165,6 +165,19 @@ async def test_engine_and_base_class_offer_what_all_releases_use() -> None:
     assert set(map(id, seen.values())) == {id(context.codec.tokenizer)}
     assert len(trajectory.segments) == 1, "ids in place of a reply's text are the reply"
     assert [m.text for m in trajectory.messages][1:] == ["a b", "Again.", "c"]
+
+
+async def test_ids_in_place_of_a_reply_can_be_continued() -> None:
+    class Continues(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Any:
+            self.set_assistant_message_token_ids(infer_request, response_choice.token_ids[:-1])
+            return {"infer_request": infer_request}
+
+    context = scripted_context(
+        ["a b", "c d"], scheduler=SwiftScheduler(Continues, max_turns=2), rewards={"*": lambda t: 1.0}
+    )
+    trajectory = await run_episode(context, task(), id="e")
+    assert reward_rows(trajectory)[0]["messages"][-1]["content"] == "a bc d"
 
 
 def test_module_refuses_other_programs() -> None:

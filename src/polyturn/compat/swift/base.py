@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from polyturn.compat.swift.turns import Turns, append_reply, as_list, as_request, extract_logprobs_from_choice, ids_of
+from polyturn.compat.swift.turns import Turns, as_list, as_request, extract_logprobs_from_choice, ids_of
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import SchedulerError, did_you_mean
 from polyturn.core.reward import as_flag, as_score
@@ -303,7 +303,10 @@ class SwiftMultiTurnScheduler(RolloutScheduler, ABC):
                 break
             response, current = following, current + 1
             choice = response.choices[0]
-            goes_on = append_reply(request.messages, choice)
+            if request.messages and request.messages[-1]["role"] == "assistant" and not request.messages[-1]["content"]:
+                request.messages.pop()  # a placeholder for the engine, which the history does not keep
+            reply: Any = choice.message.content
+            goes_on = self.append_assistant_completion(request, reply)
             why, extra = await self._finished(request, choice, current)
             _merge(infos, extra, request)
             if why is not None:

@@ -96,15 +96,3 @@ def as_list(value: Any, *, name: str, where: str) -> list[Any]:
 def extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
     """Return one logprob per sampled token; [] if there are none."""
     return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", [])]
-
-
-def append_reply(messages: Messages, choice: ChatCompletionResponseChoice) -> bool:
-    """Append a reply; return whether it continued the last message."""
-    if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
-        messages.pop()  # a placeholder for the engine, which the history does not keep
-    text: Any = choice.message.content
-    if messages and messages[-1]["role"] == "assistant":
-        messages[-1]["content"] += text
-        return True
-    messages.append({"role": "assistant", "content": text})
-    return False
