@@ -585,6 +585,13 @@ async def test_impossible_rewards_are_named(names: list[str], options: Any, erro
         await score(trajectory, names, **options)
 
 
+@pytest.mark.parametrize("total", ["high", None, math.nan])
+async def test_total_reward_that_is_no_number_is_named(total: Any) -> None:
+    trajectory = await play_swift(adding(rollout_infos={"total_reward": total}), ["a", "b"], max_turns=2)
+    with pytest.raises(RewardError, match=f"total_reward of request_id=g0/0 is {total!r}"):
+        await score(trajectory, use_gym_env=True)
+
+
 @pytest.mark.parametrize("scores", [np.array([0.5]), (0.5,), [np.float32(0.5)], [0.5, None], [0.5, np.float32("nan")]])
 async def test_scores_may_be_arrays_and_leave_functions_out(scores: Any) -> None:
     orms["first"] = lambda completions, **kwargs: scores[:1]

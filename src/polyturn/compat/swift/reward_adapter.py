@@ -170,7 +170,10 @@ def _total(row: Mapping[str, Any]) -> float:
             f"rollout_infos of request_id={row['request_id']} has no total_reward, only {sorted(infos)}; let the scheduler "
             "set it, or remove use_gym_env"
         )
-    return float(infos["total_reward"])
+    if (total := as_score(infos["total_reward"])) is None:
+        written = f"{infos['total_reward']!r:.40}"
+        raise RewardError(f"total_reward of request_id={row['request_id']} is {written}; it must be a finite number")
+    return total
 
 
 def _sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
