@@ -131,6 +131,33 @@ async def test_failing_interaction_is_finalized_and_ends_the_episode(tree: dict[
     assert EVENTS == ["started", "finalized"]
 
 
+async def test_methods_may_be_plain_and_lack_the_id(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class PlainAdd(BaseTool):
+        def create(self, instance_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+            return "tool-2"
+
+        def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:  # type: ignore[override]
+            return "four"
+
+        def release(self) -> None:  # type: ignore[override]
+            EVENTS.append("release")
+
+    class PlainDoubts(BaseInteraction):
+        def generate_response(self, instance_id: str, messages: list[dict], **kwargs: Any) -> Any:  # type: ignore[override]
+            return messages[-1]["content"] == "4", "Are you sure?", 0.25, {}
+
+        def finalize_interaction(self) -> None:  # type: ignore[override]
+            EVENTS.append("finalized")
+
+    monkeypatch.setattr(f"{__name__}.Add", PlainAdd)
+    monkeypatch.setattr(f"{__name__}.Doubts", PlainDoubts)
+    trajectory = await play(ToolAgentLoop, [CALL, "five", "4"], tree)
+    assert (trajectory.error, EVENTS) == (None, ["release", "finalized"])
+    assert [t.scores.get("interaction") for t in trajectory.turns] == [None, 0.25, 0.25]
+    observed = [s for s in trajectory.segments[0].spans if s.source is SpanSource.OBSERVATION]
+    assert "four" in tiny_codec().decode(observed[0].ids)
+
+
 async def test_row_may_choose_no_tool(tree: dict[str, Any]) -> None:
     trajectory = await play(ToolAgentLoop, [CALL, "4"], tree, tool_selection=["other"])
     assert EVENTS == ["started", "finalized"] and trajectory.stop_reason is StopReason.STOP

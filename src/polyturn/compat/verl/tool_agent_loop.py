@@ -10,6 +10,7 @@ are encoded by the native encoder, so their tokens follow the model's template.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from polyturn.compat.verl.profiler import simple_timer
 from polyturn.compat.verl.tool_parser import FunctionCall, ToolParser
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.infra.plugin_shape import has_parameter, takes_any_keyword
+from polyturn.interactions.adapters import in_usual_form
 from polyturn.interactions.registry import initialize_interactions_from_config
 from polyturn.tools.adapters import methods_of
 from polyturn.tools.registry import initialize_tools_from_config
@@ -74,7 +76,7 @@ class ToolAgentLoop(AgentLoopBase):
             await self._run_states(agent_data, sampling_params)
         finally:
             if interaction is not None:
-                await interaction.finalize_interaction(request_id)
+                await _called(interaction.finalize_interaction, request_id)
         num = len(agent_data.response_mask)
         end = len(agent_data.prompt_ids) - num
         logprobs = agent_data.response_logprobs[: self.response_length]
@@ -180,8 +182,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
         """Append the interaction's answer; the answer that ends the conversation is not encoded."""
-        is_over, reply, score, _ = await agent_data.interaction.generate_response(
-            agent_data.request_id, agent_data.messages, **agent_data.interaction_kwargs
+        generate = agent_data.interaction.generate_response
+        is_over, reply, score, _ = await _called(
+            generate, agent_data.request_id, agent_data.messages, **agent_data.interaction_kwargs
         )
         before = list(agent_data.messages)
         agent_data.user_turns += 1
@@ -220,22 +223,22 @@ class ToolAgentLoop(AgentLoopBase):
             arguments = json.loads(tool_call.arguments)
         except (ValueError, TypeError) as problem:
             return _problem(f"Invalid JSON in the arguments of {name!r}: {one_line(problem)}")
-        instance_id = None
+        instance_id, methods = None, methods_of(tool)
         try:
             create_kwargs = (tools_kwargs.get(name) or {}).get("create_kwargs") or {}
             if has_parameter(tool.create, "instance_id"):
-                created = await methods_of(tool).create(str(uuid4()), **create_kwargs)
+                created = await _called(methods.create, str(uuid4()), **create_kwargs)
             else:
-                created = await tool.create(create_kwargs=create_kwargs)
+                created = await _called(tool.create, create_kwargs=create_kwargs)
             instance_id = created[0] if isinstance(created, tuple) else created
             takes_data = has_parameter(tool.execute, "agent_data") or takes_any_keyword(tool.execute)
             extra = {"agent_data": agent_data} if takes_data else {}
-            response, reward, metrics = normalize(await tool.execute(instance_id, arguments, **extra))
+            response, reward, metrics = normalize(await _called(tool.execute, instance_id, arguments, **extra))
         except Exception as problem:
             return _problem(f"The tool {name!r} failed: {one_line(problem)}")
         finally:
             if instance_id is not None:
-                await tool.release(instance_id)
+                await _called(methods.release, instance_id)
         text = response.text
         if text:
             text = truncate(text, max_chars=self.max_tool_response_length, side=self.tool_response_truncate_side)
@@ -258,9 +261,17 @@ class ToolAgentLoop(AgentLoopBase):
             raise ConfigError(
                 f"Interaction {kwargs['name']!r} not found in interaction_map. Available interactions: {known}"
             )
-        interaction = self.interaction_map[kwargs["name"]]
-        await interaction.start_interaction(request_id, **kwargs)
+        interaction = in_usual_form(self.interaction_map[kwargs["name"]])
+        await _called(interaction.start_interaction, request_id, **kwargs)
         return interaction, kwargs
+
+
+async def _called(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a tool or an interaction; a plain one runs in a thread."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    returned = await asyncio.to_thread(method, *args, **kwargs)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def tools_of(multi_turn: Mapping[str, Any]) -> list[Any]:
