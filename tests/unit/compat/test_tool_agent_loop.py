@@ -19,6 +19,7 @@ from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef, Task, ToolKwargs
 from polyturn.core.trajectory import SpanSource, Trajectory
 from polyturn.interactions.base import BaseInteraction
+from polyturn.rollout.limits import Limits
 from polyturn.testing.episodes import task, tiny_codec
 from polyturn.tools.schema import OpenAIFunctionToolSchema, ToolResponse
 from support.compat_parts import play_loop
@@ -156,6 +157,13 @@ async def test_methods_may_be_plain_and_lack_the_id(tree: dict[str, Any], monkey
     assert [t.scores.get("interaction") for t in trajectory.turns] == [None, 0.25, 0.25]
     observed = [s for s in trajectory.segments[0].spans if s.source is SpanSource.OBSERVATION]
     assert "four" in tiny_codec().decode(observed[0].ids)
+
+
+async def test_answer_that_leaves_no_room_ends_the_episode_with_its_score(tree: dict[str, Any]) -> None:
+    row_of_doubts = {"row": row(), "interactions": {"doubts": Doubts({"name": "doubts"})}}
+    trajectory = await play_loop(ToolAgentLoop, ["five", "4"], config=tree, limits=Limits(max_tokens=8), **row_of_doubts)
+    assert [t.scores for t in trajectory.turns] == [{"interaction": 0.25}]
+    assert (trajectory.error, EVENTS) == (None, ["started", "finalized"])
 
 
 async def test_row_may_choose_no_tool(tree: dict[str, Any]) -> None:

@@ -165,20 +165,9 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.messages.append({"role": "tool", "content": response.text or "", **arguments})
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
-        merged, mask, logprobs = await self.ct_merge_context_msg(
-            before,
-            agent_data.messages,
-            agent_data.prompt_ids,
-            agent_data.response_mask,
-            agent_data.response_logprobs or None,
-            tools=self.tool_schemas,
-        )
-        if len(mask) >= self.response_length:
-            return AgentState.TERMINATED
-        agent_data.prompt_ids, agent_data.response_mask = merged.token_ids, mask
-        agent_data.response_logprobs = logprobs or []
-        agent_data.user_turns += 1
-        return AgentState.GENERATING
+        state = await self._append_messages(agent_data, before)
+        agent_data.user_turns += state is AgentState.GENERATING
+        return state
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
         """Append the interaction's answer; the answer that ends the conversation is not encoded."""
@@ -194,7 +183,11 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.scored_turns.append(agent_data.assistant_turns - 1)
         if is_over:
             return AgentState.TERMINATED
-        merged, agent_data.response_mask, logprobs = await self.ct_merge_context_msg(
+        return await self._append_messages(agent_data, before)
+
+    async def _append_messages(self, agent_data: AgentData, before: list[dict[str, Any]]) -> AgentState:
+        """Append the tokens of the messages after `before`, unless they leave no room for another turn."""
+        merged, mask, logprobs = await self.ct_merge_context_msg(
             before,
             agent_data.messages,
             agent_data.prompt_ids,
@@ -202,7 +195,10 @@ class ToolAgentLoop(AgentLoopBase):
             agent_data.response_logprobs or None,
             tools=self.tool_schemas,
         )
-        agent_data.prompt_ids, agent_data.response_logprobs = merged.token_ids, logprobs or []
+        if len(mask) >= self.response_length:
+            return AgentState.TERMINATED
+        agent_data.prompt_ids, agent_data.response_mask = merged.token_ids, mask
+        agent_data.response_logprobs = logprobs or []
         return AgentState.GENERATING
 
     def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
