@@ -37,7 +37,7 @@ def test_rows_are_taken_padded_repeated_and_drawn() -> None:
     assert data[1].non_tensor_batch["said"] == [2]
     assert data[[2, 0]].non_tensor_batch["uid"].tolist() == ["c", "a"]
     assert data[torch.tensor([True, False, True])].batch["ids"][:, 0].tolist() == [0, 4]
-    assert len(data[1:]) == 2
+    assert len(data[1:]) == 2 and len(data[[]]) == len(data.select_idxs(torch.tensor([]))) == 0
     assert data.repeat(2).non_tensor_batch["uid"].tolist() == [*"aabbcc"]
     assert DataProto.concat([data[:1], data[2:]]).batch["ids"].tolist() == [[0, 1], [4, 5]]
     assert collate_fn([data[0], data[2]]).non_tensor_batch["uid"].tolist() == ["a", "c"]
@@ -58,6 +58,8 @@ def test_columns_are_taken_out_and_in() -> None:
         lambda: DataProto(data.batch, {"uid": np.array(["a", "b"])}), ValueError, "'uid' has 2 rows, but the batch has 3"
     )
     refuses(lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}), ValueError, "rows")
+    refuses(lambda: batch().union(DataProto.from_dict(non_tensors={"k": [1, 2]})), ValueError, "'k' has 2 rows")
+    refuses(lambda: DataProto.concat([data.select(None, ["uid"]), data]), ValueError, "different columns", "'said'")
 
 
 def test_facts_of_joined_batches_agree() -> None:

@@ -141,7 +141,8 @@ class DataProto:
         if isinstance(item, int | np.integer):
             row = None if self.batch is None else self.batch[int(item)]
             return DataProtoItem(row, {key: column[item] for key, column in self.non_tensor_batch.items()}, self.meta_info)
-        which = item if isinstance(item, slice) else np.asarray(item)
+        rows = np.asarray(item)
+        which = item if isinstance(item, slice) else rows if rows.size else rows.astype(int)
         if not isinstance(which, slice) and which.dtype.kind not in "iub":
             raise TypeError(f"Indexing with {type(item)} is not supported")
         columns = {key: column[which] for key, column in self.non_tensor_batch.items()}
@@ -188,12 +189,13 @@ class DataProto:
         """Add the columns of a batch with the same rows, and return this batch.
 
         Raises:
-            BatchError: a column or metadata value is in both batches and differs.
+            BatchError: a column or metadata value is in both batches and differs, or the numbers of rows differ.
         """
         if other.batch is not None:
             self.batch = other.batch if self.batch is None else _merged(self.batch, other.batch)
         _merged(self.non_tensor_batch, other.non_tensor_batch)
         _merged(self.meta_info, other.meta_info)
+        self.check_consistency()
         return self
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
@@ -207,10 +209,12 @@ class DataProto:
         """Concatenate the rows of several batches with the same columns.
 
         Raises:
-            BatchError: a metadata value differs between batches.
+            BatchError: the batches have different columns, or a metadata value differs.
         """
         import torch
 
+        columns_of = [sorted(one.non_tensor_batch) for one in data]
+        check(all(names == columns_of[0] for names in columns_of), f"the batches have different columns: {columns_of}")
         batch = None if data[0].batch is None else torch.cat([one.batch for one in data])
         columns = {key: np.concatenate([one.non_tensor_batch[key] for one in data]) for key in data[0].non_tensor_batch}
         first, *others = data
