@@ -198,6 +198,8 @@ def test_vanilla_loss_is_the_native_one() -> None:
         float(losses.ppo_clip(new[0], old[0], gain[0], clip_high=0.2, dual_clip=3.0).loss_T.mean())
     )
     assert metrics["actor/pg_clipfrac"] == 1.0
+    loss, _ = algos.compute_policy_loss_vanilla(old, new, gain.abs(), torch.ones(1, 2), config={"clip_ratio_high": 0.0})
+    assert float(loss) == pytest.approx(-(1 + math.exp(-2.0)) / 2)
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_not() -> None:

@@ -154,7 +154,8 @@ def _on_tokens(matrix: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> Polic
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         def setting(key: str, default: Any) -> Any:
-            return default if config is None else config.get(key) or default
+            value = None if config is None else config.get(key)
+            return default if value is None else value
 
         loss_mat, figures = matrix(old_log_prob, log_prob, advantages, setting)
         loss_mat = loss_mat if rollout_is_weights is None else loss_mat * rollout_is_weights
