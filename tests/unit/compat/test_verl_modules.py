@@ -170,6 +170,8 @@ def test_batch_manager_calls_its_function_once() -> None:
     data = scored_batch()
     assert manager(data).tolist() == [[0, 0, 0, 3], [0, 6, 0, 0]] and calls == [["1 2 3 4", "5 6"]]
     assert data.batch["acc"].tolist() == [3, 6]
+    manager = reward_manager.BatchRewardManager(Words(), 0, lambda **columns: torch.tensor([3.0, 6.0]))
+    assert manager(scored_batch()).sum() == 9
     with pytest.raises(RewardError, match="for 2 answers; return one for each"):
         reward_manager.BatchRewardManager(Words(), 0, lambda **columns: [1.0])(scored_batch())
 

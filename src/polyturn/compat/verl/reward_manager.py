@@ -166,6 +166,7 @@ class BatchRewardManager(NaiveRewardManager):
             extra_infos=[_extra_info(row) for row in rows],
             **self.reward_kwargs,
         )
+        scores = scores.tolist() if hasattr(scores, "tolist") else scores
         if not isinstance(scores, Sequence) or len(scores) != len(rows):
             raise RewardError(
                 f"the reward function returned {scores!r:.200} for {len(rows)} answers; return one for each"
