@@ -54,6 +54,16 @@ class Hardest(AbstractCurriculumSampler):
         self.next_one = state["next"]
 
 
+class Counts(Hardest):
+    def __init__(self, data_source, data_config):
+        self.next_one = 0
+
+    def __iter__(self):
+        while self.next_one < 4:
+            self.next_one += 1
+            yield self.next_one - 1
+
+
 class Empty(Backwards):
     indices = ()
 
@@ -112,6 +122,16 @@ def test_order_is_what_the_sampler_yields_and_resumes(file: Path) -> None:
     resumed.load_state_dict(state)
     assert [tuple(resumed.next()) for _ in range(2)] == [(1, 1), (2, 3)]
     refuses(lambda: resumed.load_state_dict({**state, "size": 9}), CheckpointError, "has size 9 and this run has 4")
+
+
+def test_tasks_drawn_ahead_of_a_checkpoint_come_again(file: Path) -> None:
+    make = maker(file, "Counts")
+    assert [make().at(number).task for number in range(3)] == [0, 1, 2]
+    order = make()
+    order.seek(1)
+    resumed = maker(file, "Counts")()
+    resumed.load_state_dict(order.state_dict())
+    assert [resumed.next().task for _ in range(3)] == [1, 2, 3]
 
 
 async def test_sampler_learns_before_the_next_task_is_drawn(file: Path) -> None:

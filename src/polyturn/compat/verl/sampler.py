@@ -195,10 +195,9 @@ class SamplerOrder(Curriculum):
                 raise DataError(f"the sampler {name} failed in update with {one_line(problem)}") from problem
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the drawn indices and the sampler's own state."""
-        own = getattr(self._drawn.sampler, "state_dict", None)
-        ends = [end for end in self._drawn.ends if end <= self._number]
-        state = {"size": self.size, "order": self._drawn.order[: self._number], "ends": ends}
+        """Return all drawn indices, also those after this order's position, and the sampler's own state."""
+        drawn, own = self._drawn, getattr(self._drawn.sampler, "state_dict", None)
+        state = {"size": self.size, "number": self._number, "order": list(drawn.order), "ends": list(drawn.ends)}
         return {**state, "own": own()} if callable(own) else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -224,7 +223,7 @@ class SamplerOrder(Curriculum):
         drawn.left = iter(drawn.sampler) if begun or "own" in state else None
         if "own" not in state and drawn.left is not None:
             drawn.left = itertools.islice(drawn.left, begun, None)
-        self._number = len(drawn.order)
+        self._number = state.get("number", len(drawn.order))
 
 
 def _batch(groups: Sequence[TrajectoryGroup]) -> DataProto:
