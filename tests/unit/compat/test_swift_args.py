@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from polyturn.compat.swift import command as module
 from polyturn.compat.swift.args.arguments import (
     MEGATRON_DEFAULTS,
     megatron_table,
@@ -239,6 +240,15 @@ def test_own_flag_takes_no_value() -> None:
 
 
 # Commands and the environment
+
+
+@pytest.mark.parametrize("own", [[], ["--polyturn.name", "b"], ["--polyturn.name=b"]])
+def test_command_to_resume_names_the_run(own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+    monkeypatch.setattr(module, "train", lambda translation, *, again, **options: commands.append(again("b-2")))
+    rlhf([*(part for pair in FLAGS["rlhf"].items() for part in pair), *own, "--max_turns", "3"])
+    assert commands[0][-4:] == ["3", "--polyturn.name", "b-2", "--resume"] and commands[0].count("--polyturn.name") == 1
+    assert "--polyturn.name=b" not in commands[0]
 
 
 @pytest.mark.parametrize(

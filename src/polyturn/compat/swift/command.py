@@ -63,10 +63,15 @@ def rlhf(arguments: Sequence[str], *, megatron: bool = False) -> None:
     own = [a for a in arguments if a in ("--dry-run", "--resume")]
     rest = [a for a in arguments if a not in own]
 
-    def again(name: str) -> list[str]:
-        return [*program(), "run-as", "swift", "--", "megatron" if megatron else "swift", "rlhf", *rest, "--resume"]
-
     is_file = len(rest) == 1 and not rest[0].startswith("-")
+
+    def again(name: str) -> list[str]:
+        kept = list(rest)
+        if name and not is_file:
+            kept = [a for a, before in zip(rest, ["", *rest], strict=False) if "--polyturn.name" not in (a, before)]
+            kept = [*(a for a in kept if not a.startswith("--polyturn.name=")), "--polyturn.name", name]
+        return [*program(), "run-as", "swift", "--", "megatron" if megatron else "swift", "rlhf", *kept, "--resume"]
+
     for flag, value in itertools.pairwise([] if is_file else arguments):
         if flag in own and not value.startswith("--"):
             raise ConfigError(f"{flag} takes no value, but is followed by {value!r}; remove the value, or write its flag")
