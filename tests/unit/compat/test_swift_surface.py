@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from polyturn import compat
-from polyturn.batching.loss_scale import build_loss_scale
+from polyturn.batching.loss_scale import build_loss_scale, loss_scale
 from polyturn.compat.swift.adapter import SwiftScheduler
 from polyturn.compat.swift.base import MultiTurnScheduler, RolloutScheduler
 from polyturn.compat.swift.loss_scale import LossScale, REACTLossScale, loss_scale_map
@@ -216,6 +216,20 @@ async def test_loss_scale_of_ms_swift_becomes_weights(name: str) -> None:
         trained = tiny_codec().decode(segment.token_ids[weights > 0])
         assert "#### 4" in trained
         assert "so" not in trained
+
+
+async def test_strategy_of_a_plug_in_replaces_a_shipped_one() -> None:
+    trajectory = await run_episode(scripted_context(["so #### 4"]), task(), id="e")
+    (segment,) = trajectory.segments
+    shipped = loss_scale.resolve("ignore_think_prefix")
+    try:
+        loss_scale_map["ignore_think_prefix"] = OnlyAnswers
+        scale = build_loss_scale("ignore_think_prefix", decode=tiny_codec().decode)
+        assert scale is not None
+        assert "so" not in tiny_codec().decode(segment.token_ids[scale.weights(trajectory, segment) > 0])
+    finally:
+        dict.__setitem__(loss_scale_map, "ignore_think_prefix", LossScale)
+        loss_scale.register("ignore_think_prefix", replace=True)(shipped)
 
 
 class OwnCall(LossScale):

@@ -56,12 +56,11 @@ class REACTLossScale(LossScale):
 
 
 class LossScaleDict(PluginDict):
-    """Name -> strategy; each also becomes a native mask of that name, unless one exists."""
+    """Name -> strategy; each also becomes the native mask of that name."""
 
     def __setitem__(self, name: str, entry: Any) -> None:
         super().__setitem__(name, entry)
-        if name not in native:
-            native.register(name)(_as_mask(name))
+        native.register(name, replace=name in native)(_as_mask(name))
 
 
 def _as_mask(name: str) -> Any:
