@@ -473,6 +473,19 @@ async def test_error_beside_a_reached_limit_is_named() -> None:
     assert trajectory.is_failed and "ExceptionGroup" in str(trajectory.error)
 
 
+async def test_stop_of_a_request_may_be_one_text() -> None:
+    texts: list[Any] = []
+
+    async def run(engine: Any, request: Any, config: Any) -> Any:
+        config.stop = "c:"
+        response = await engine.infer_async(request, config)
+        texts.append(response.choices[0].message.content)
+        return RolloutOutput(response=response)
+
+    await play_swift(running(run), ["a:b c: d"])
+    assert texts == ["a:b "]
+
+
 @pytest.mark.parametrize("form", [tuple, np.array, list])
 async def test_ids_and_masks_of_a_step_may_be_arrays(form: Any) -> None:
     def step(request: Any, choice: Any, turn: int) -> Any:

@@ -321,7 +321,8 @@ class EpisodeEngine(SchedulerEngine):
         goes_on: bool,
     ) -> ChatCompletionResponse:
         text, is_stopped = turn.text, False
-        if hits := [at for stop in config.stop or [] if (at := text.find(stop)) >= 0]:
+        stops = [config.stop] if isinstance(config.stop, str) else config.stop or []
+        if hits := [at for stop in stops if (at := text.find(stop)) >= 0]:
             # A reply's text ends before a stop word; the ids of the stop word and after it are dropped and counted.
             text, is_stopped = text[: min(hits)], True
             self._episode.go_on(keep=text)
