@@ -143,6 +143,12 @@ def test_gdpo_leaves_out_missing_scores() -> None:
     assert found == pytest.approx(((flat - flat.mean()) / flat.std(ddof=1)).tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("weights", [None, {}])
+def test_gdpo_without_weights_is_refused(weights: Any) -> None:
+    with pytest.raises(ConfigError, match="reward_weights is missing"):
+        estimate(batch([[0.0, 1.0]], a=[[0.0, 1.0]]), scale_rewards="gdpo", reward_weights=weights)
+
+
 BASE = (
     "--model m --per_device_train_batch_size 8 --dataset rows.jsonl --reward_funcs accuracy format --reward_weights 1 0.2 "
 )

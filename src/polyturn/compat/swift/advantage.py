@@ -48,13 +48,15 @@ def estimate(
         reward_weights: Reward function -> weight, for gdpo.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or gdpo has no weights.
     """
     for name, known, key in ((estimator, ESTIMATORS, "estimator"), (scale_rewards, SCALES, "scale_rewards")):
         if name not in known:
             raise ConfigError(f"algorithm.advantage.{key} is {name!r}.{did_you_mean(name, known)}")
     if scale_rewards == "gdpo" and estimator != "reinforce_plus_plus":
-        return spread(batch, [a.tolist() for a in _gdpo(batch, reward_weights or {})])
+        if not reward_weights:
+            raise ConfigError("algorithm.advantage.reward_weights is missing; gdpo needs the weight of each reward function")
+        return spread(batch, [a.tolist() for a in _gdpo(batch, reward_weights)])
     totals = [group.totals for group in batch]
     advantages = [_centred(r, is_rloo=estimator == "rloo") for r in totals]
     measured = advantages if estimator == "reinforce_plus_plus" else totals
