@@ -538,6 +538,9 @@ def test_mistake_of_a_row_or_name_is_refused_before_the_run() -> None:
         "'math_enf'",
         "'math_env'",
     )
+    for key in ("env_config", "ctx_config"):
+        written = task(extra={key: '{"name": "math_env"}'})
+        refuses(lambda t=written: SwiftScheduler("gym_scheduler", gym_env="math_env").check_task(t), DataError, "'t0'", key)
     SwiftScheduler("gym_scheduler", gym_env="math_env").check_task(task())
     SwiftScheduler("openenv_scheduler").check_task(task())
 

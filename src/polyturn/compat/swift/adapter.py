@@ -118,6 +118,9 @@ class SwiftScheduler(MultiTurnScheduler):
         columns = request.data_dict
         if issubclass(self._class, MathTipsScheduler | ThinkingModelTipsScheduler) and "solution" not in columns:
             raise DataError(f"task {task.id!r} has no solution, which {self._class.__name__} needs; add the column")
+        for key in ("env_config", "ctx_config") if issubclass(self._class, GYMScheduler) else ():
+            if not isinstance(columns.get(key) or {}, Mapping):
+                raise DataError(f"task {task.id!r}: {key} is {columns[key]!r:.100}; it must be a dictionary")
         if issubclass(self._class, GYMScheduler) and self._class._create_env is GYMScheduler._create_env:
             name = (columns.get("env_config") or {}).get("name", self._options.get("gym_env"))
             if name is None:
