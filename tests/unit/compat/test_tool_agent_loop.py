@@ -132,6 +132,15 @@ async def test_failing_interaction_is_finalized_and_ends_the_episode(tree: dict[
     assert EVENTS == ["started", "finalized"]
 
 
+async def test_interaction_that_fails_to_start_is_finalized(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start_interaction(self: Any, instance_id: str | None = None, **kwargs: Any) -> str:
+        raise RuntimeError("no seat is free")
+
+    monkeypatch.setattr(Doubts, "start_interaction", start_interaction)
+    trajectory = await play(ToolAgentLoop, ["4"], tree)
+    assert "no seat is free" in str(trajectory.error) and EVENTS == ["finalized"]
+
+
 async def test_methods_may_be_plain_and_lack_the_id(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class PlainAdd(BaseTool):
         def create(self, instance_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]

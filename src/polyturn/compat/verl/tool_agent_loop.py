@@ -258,7 +258,11 @@ class ToolAgentLoop(AgentLoopBase):
                 f"Interaction {kwargs['name']!r} not found in interaction_map. Available interactions: {known}"
             )
         interaction = in_usual_form(self.interaction_map[kwargs["name"]])
-        await _called(interaction.start_interaction, request_id, **kwargs)
+        try:
+            await _called(interaction.start_interaction, request_id, **kwargs)
+        except BaseException:
+            await _called(interaction.finalize_interaction, request_id)
+            raise
         return interaction, kwargs
 
 
