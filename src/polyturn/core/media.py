@@ -182,7 +182,8 @@ def as_samples(value: np.ndarray[Any, Any]) -> Floats:
             "from -1 to 1, or an array of int16"
         )
     half = 2.0 ** (bits - 1)
-    return ((value.astype(np.float64) - (half if value.dtype.kind == "u" else 0.0)) / half).astype(np.float32)
+    scaled: Floats = ((value.astype(np.float64) - (half if value.dtype.kind == "u" else 0.0)) / half).astype(np.float32)
+    return scaled
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> str:

@@ -211,7 +211,7 @@ def require_same_settings(folder: Path, *, rank: int, alpha: float) -> None:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"the adapter's settings {file} cannot be read ({one_line(problem)})") from problem
-    own = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False}
+    own: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "use_rslora": False, "use_dora": False}
     if not saved.get("target_parameters"):  # peft scales the parts of stacked experts itself, by a pattern
         own["alpha_pattern"] = {}
     for name, value in own.items():
