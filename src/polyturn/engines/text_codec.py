@@ -84,7 +84,7 @@ def read_chat(ids: Ids) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     open_calls: list[str] = []
     for number, (role, text) in enumerate(turns):
         if role == "tools":
-            tools = [json.loads(line) for line in text.splitlines() if line]
+            tools = [json.loads(line) for line in text.split("\n") if line]
         elif role == "assistant":
             answered = 0
             while number + 1 + answered < len(turns) and turns[number + 1 + answered][0] == "tool":

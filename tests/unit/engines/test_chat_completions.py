@@ -136,6 +136,12 @@ def test_conversation_is_read_back_from_its_ids():
     assert tools == [dict(add.schema)]
 
 
+def test_tool_description_may_have_any_line_separator():
+    tool = {"type": "function", "function": {"name": "f", "description": "a\u2028b\x85c", "parameters": {}}}
+    _, tools = read_chat(prompt({"role": "user", "content": "Hi"}, tools=[tool]))
+    assert tools == [tool]
+
+
 @pytest.mark.parametrize("written", ["{a", '{"a": ' * 5000])
 def test_broken_call_is_shown_as_text(written: str):
     broken = {
