@@ -54,7 +54,12 @@ def sample(
     is_greedy = temperature == 0
     logprobs = torch.log_softmax(logits.float() / torch.where(is_greedy, 1.0, temperature).unsqueeze(1), dim=-1)
     support = None
-    drawn_from = logprobs if banned is None else logprobs.masked_fill(banned, float("-inf"))
+    drawn_from = logprobs
+    if banned is not None:
+        drawn_from = logprobs.masked_fill(banned, float("-inf"))
+        highest = drawn_from.amax(dim=-1, keepdim=True)
+        # Without this, a banned token with nearly all of the probability would leave only zeros.
+        drawn_from = drawn_from - torch.where(highest < -50, highest, 0.0)
     if bool(is_greedy.all()):
         tokens = drawn_from.argmax(dim=-1)
     else:

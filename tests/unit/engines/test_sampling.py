@@ -96,6 +96,14 @@ def test_ends_of_the_interval_draw_no_impossible_token(uniform):
     assert torch.isfinite(logprobs).all()
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_banned_token_with_all_of_the_probability_is_not_drawn(top_p):
+    logits = torch.tensor([[1.0, 0.0, 20.0, 1.0]])
+    banned = torch.tensor([[False, False, True, False]])
+    tokens, logprobs, _ = draw(logits, temperature=0.1, top_p=top_p, uniform=0.9, banned=banned)
+    assert (tokens.item(), logprobs.item()) == (3, pytest.approx(-190.0))
+
+
 def test_logprobs_are_of_the_kept_tokens_where_the_support_is_kept():
     torch.manual_seed(3)
     logits = torch.randn(200, 30) * 2
