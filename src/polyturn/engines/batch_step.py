@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Module
 
+from polyturn.core.errors import EngineError
 from polyturn.core.generation import FinishReason
 from polyturn.engines.kv_cache import SlotCache
 from polyturn.engines.media import ShownPrompt
@@ -212,6 +213,10 @@ class BatchStep:
                 banned=self._banned(running, logits.shape[-1]),
             )
         tokens, logprobs = sampled.tokens.cpu().numpy(), sampled.logprobs.cpu().numpy()
+        if np.isnan(logprobs).any():
+            raise EngineError(
+                "the model computes NaN: its weights are broken, or its numbers are too large for their type (model.dtype)"
+            )
         support = None if sampled.support is None else sampled.support.cpu().numpy().astype(np.int32)
         self._stats.sampling_s += time.perf_counter() - start
         return tokens, logprobs, support

@@ -24,7 +24,7 @@ class Sampled(NamedTuple):
     tokens: Tensor
     """[B] int64."""
     logprobs: Tensor
-    """[B] float32."""
+    """[B] float32; NaN if logits of the row are NaN."""
     support: Tensor | None
     """[B, MAX_SUPPORT] int64 the tokens that the row drew from, padded with -1. A row is all -1 if it is greedy, has neither
     top-k nor top-p, or does not keep its support. None without `keeps_support`, or if all rows are greedy."""
@@ -74,6 +74,7 @@ def sample(
         # In float64, because single precision loses the tail of a vocabulary of 150,000.
         cdf = torch.cumsum(probs, dim=-1, dtype=torch.float64)
         tokens = torch.searchsorted(cdf, (uniform * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        tokens = tokens.clamp(max=cdf.shape[-1] - 1)  # NaN is beyond the last token
         tokens = torch.where(is_greedy, drawn_from.argmax(dim=-1), tokens)
         if keeps is not None:
             kept, support = probs.topk(min(MAX_SUPPORT, probs.shape[-1]), dim=-1)

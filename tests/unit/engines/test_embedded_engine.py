@@ -455,6 +455,14 @@ async def test_broken_model_fails_the_request_with_its_error():
     await refuses_later(lambda: engine.generate(ask([VOCAB - 1])), EngineError, "broke: IndexError")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_model_that_computes_nan_fails_the_request(temperature):
+    model = make_model()
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    engine = EmbeddedEngine(model, num_slots=2)
+    await refuses_later(lambda: engine.generate(ask([1, 2], temperature=temperature)), EngineError, "computes NaN")
+
+
 async def test_next_turn_behind_a_thread_joins_the_next_step():
     engine = EmbeddedEngine(make_model(), num_slots=4)
     engine.max_burst_s = 0.0  # each step counts as longer than a burst, as those of a large model are
