@@ -65,10 +65,10 @@ LOOK_SHARE = 0.5
 """Share of `health_s` between two health checks."""
 _HUNG_AFTER = 3.0
 """A started server without an answer for this many times `health_s` is killed and restarted."""
-
-
 _MAX_VAIN = 16
 """A request fails after this many consecutive times in which the server cut it before it sampled a token."""
+_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+"""Errors of reading an answer that has another form than expected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -470,7 +470,13 @@ class RemoteEngine(ServerDialect, BaseEngine):
             if self._facts is None:
                 if self.supervisor is not None:
                     self._link.url = (await self.supervisor.start()).url
-                self._facts = await self._describe()
+                try:
+                    self._facts = await self._describe()
+                except _UNREADABLE as problem:
+                    raise EngineError(
+                        f"the server at {self.url} does not describe itself as {self.name} {self.tested_version} does "
+                        f"({one_line(problem)}); check the address and engine.kind, or install that version there"
+                    ) from problem
                 self._warn_of_version(self._facts.version)
 
     def _warn_of_version(self, version: str) -> None:
@@ -496,7 +502,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
         try:
             async with asyncio.timeout(self._health_s):
                 await self._look_once()
-                with contextlib.suppress(EngineError):  # a server that does not report its load is still healthy
+                with contextlib.suppress(EngineError, *_UNREADABLE):  # without a known load, it is still healthy
                     self._latest_load = await self._read_load()
                     self._loads.append(self._latest_load)
         except (EngineError, TimeoutError):
@@ -539,7 +545,7 @@ class RemoteEngine(ServerDialect, BaseEngine):
             return nothing(self.version)
         try:
             completion = self._read(request, reply)
-        except (KeyError, IndexError, TypeError, ValueError) as problem:
+        except _UNREADABLE as problem:
             raise EngineError(f"{self.url} returned an invalid {self.name} reply ({one_line(problem)})") from problem
         if adapter is None:
             return completion

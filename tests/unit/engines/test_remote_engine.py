@@ -208,6 +208,16 @@ async def test_load_is_read_while_requests_run(patient: ServerOptions) -> None:
         assert engine.read_metrics() == {"engine/queue": 2.0, "engine/kv_use": 0.25}
 
 
+async def test_server_with_a_load_of_another_form_is_healthy() -> None:
+    async def tell(request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_running_reqs": 1}]})
+
+    async with serving(tell) as url:
+        engine = SglangEngine(url, ServedModel(vocab_size=10))
+        await engine.look()
+        await engine.close()
+
+
 async def test_context_of_the_server_bounds_prompts() -> None:
     async with echo(answering(200), max_context=100) as engine:
         with pytest.raises(EngineError, match="prompt plus completion may have 64"):
@@ -226,6 +236,27 @@ def running(version: str, *, backend: str | None = None) -> Handler:
         return web.json_response({"vllm_config": config, "world_size": 1, "version": version, "success": True})
 
     return handle
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_address_of_another_service_is_refused(kind: type[RemoteEngine]) -> None:
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text="<html></html>", content_type="text/html")
+
+    async with serving(page) as url:
+        engine = kind(url, ServedModel(vocab_size=10))
+        await refuses_later(lambda: engine.generate(ask()), EngineError, url, "engine.kind")
+        await engine.close()
+
+
+async def test_answer_of_another_form_is_refused() -> None:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response({"output_ids": [7], "meta_info": {"finish_reason": None}})
+
+    async with serving(handle) as url:
+        engine = SglangEngine(url, ServedModel(vocab_size=10))
+        await refuses_later(lambda: engine.generate(ask()), EngineError, url, "invalid sglang reply")
+        await engine.close()
 
 
 @pytest.mark.parametrize("backend", [None, "nccl"])
