@@ -192,13 +192,15 @@ class EnginePool(BaseEngine):
                         return nothing(self._served.version)
                     try:
                         completion = await self._ask(replica, waiting)
-                    except EngineLostError as problem:
-                        problems.append(f"{replica.name}: {one_line(problem)}")
-                        continue
+                        problem = "answered with other weights than the pool's"
+                    except EngineLostError as lost:
+                        completion, problem = None, one_line(lost)
                     if completion is not None:
                         self.num_redone += bool(problems)
                         return completion
-                    problems.append(f"{replica.name}: answered with other weights than the pool's")
+                    if waiting.is_aborted:
+                        return nothing(self._served.version)
+                    problems.append(f"{replica.name}: {problem}")
         finally:
             self._live.pop(request.request_id, None)
         times = f"{len(problems)} time{'s' * (len(problems) != 1)}"

@@ -139,6 +139,22 @@ async def test_abort_reaches_waiting_and_running_requests() -> None:
 
 
 @virtual
+async def test_aborted_request_of_a_lost_server_is_not_repeated() -> None:
+    class Dying(TimedEngine):
+        async def abort(self, request_id: str) -> None:
+            self.kill()
+
+    engines = [Dying(plan=lambda r: 100, name="s0"), *servers(1)]
+    pool = EnginePool(engines)
+    asked = asyncio.create_task(pool.generate(ask("g/0")))
+    await asyncio.sleep(0.1)
+    await pool.abort("g/0/0")
+    completion = await asked
+    assert (completion.finish_reason, len(completion.token_ids)) == (FinishReason.ABORT, 0)
+    assert engines[1].served == []
+
+
+@virtual
 async def test_waiting_requests_go_in_the_order_of_arrival() -> None:
     (engine,) = servers(1)
     pool = EnginePool([engine], slots=1)
