@@ -207,9 +207,10 @@ class WorkerPool(RolloutPool):
         return ResumeState({episode: state for episode, state in states.items() if state is not None}, journal.why_not)
 
     async def _lose(self, name: str, problem: WorkerLostError) -> None:
-        if self._workers.pop(name, None) is not None:
+        if (worker := self._workers.pop(name, None)) is not None:
             self._last_words = str(problem)
             logger.error("%s\nRollout workers left, where its groups go on: %d", problem, len(self._workers))
+            await worker.end()  # it may only have hung up, and its tools may have started processes
         if name in self._carriers:
             await asyncio.wait({self._carriers[name]})  # its last entries reach the journal before its episodes continue
 

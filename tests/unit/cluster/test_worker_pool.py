@@ -27,7 +27,7 @@ class LocalWorker(RemoteWorker):
 
     def __init__(self, name: str, servers: list[RestartableEngine], mode: UpdateMode) -> None:
         super().__init__(name)
-        self.is_dead = False
+        self.is_dead = self.is_ended = False
         self._worker = RolloutWorker(lambda journal: RolloutPool(context_over(FollowingPool(servers), mode)))
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -36,7 +36,7 @@ class LocalWorker(RemoteWorker):
         return await getattr(self._worker, method)(*arguments)
 
     async def end(self) -> None:
-        return
+        self.is_ended = True
 
 
 def context_over(engine: EnginePool, mode: UpdateMode) -> Any:
@@ -112,3 +112,11 @@ async def test_dead_worker_holds_no_update_up() -> None:
     async with pool.closed():
         await engines.update_weights(1)
     assert len(await trajectories_of(running)) == 4
+
+
+@virtual
+async def test_lost_worker_is_ended() -> None:
+    pool, _, workers = pool_of_workers("in_flight")
+    workers[0].is_dead = True
+    assert len(await trajectories_of(run_groups(pool))) == 4
+    assert [worker.is_ended for worker in workers] == [True, False]
