@@ -173,6 +173,9 @@ async def test_servers_of_several_versions_are_refused() -> None:
     [
         (("engine.urls=[a:1]",), "write it with its scheme"),
         (("engine.urls=[http://a:1, http://a:1/]",), "names a server twice"),
+        (("engine.urls=['http://a:80o0']",), "'http://a:80o0', which has no valid host or port"),
+        (("engine.urls=['http://a..b:1']",), "'http://a..b:1', which has no valid host or port"),
+        (("engine.urls=['http:///v1']",), "'http:///v1', which has no valid host or port"),
         (("engine.urls=[http://192.0.2.7:1]", "engine.weights=folder"), "192.0.2.7:1 is on another machine"),
         (("engine.weights=gloo", "engine.weights_folder=nowhere"), "a transfer of tensors uses no folder"),
         (("engine.weights_folder=nowhere",), "which is not a folder"),

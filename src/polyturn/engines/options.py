@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -149,8 +150,18 @@ class ServerOptions(AskedOptions):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"engine.urls has {url!r}; write it with its scheme, for example http://127.0.0.1:8000")
+            if not _is_address(url):
+                raise ConfigError(f"engine.urls has {url!r}, which has no valid host or port; correct it")
         if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
             raise ConfigError(f"engine.urls names a server twice: {self.urls}")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # the port is not a number up to 65535, or a part of the host is empty or too long
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
