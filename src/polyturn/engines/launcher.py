@@ -106,6 +106,8 @@ class Server:
             log.parent.mkdir(parents=True, exist_ok=True)
             process = ManagedProcess(command, env={**os.environ, **spec.env}, log=log)
         except OSError as problem:
+            if spec.log is None:
+                log.unlink()
             raise EngineError(f"the server {spec.command[0]!r} cannot be started ({one_line(problem)})") from problem
         at = f"[{host}]" if ":" in host else host
         server = cls(spec, process, url=f"http://{at}:{port}", log=log, memory=memory)

@@ -63,9 +63,11 @@ async def test_server_that_is_never_ready_is_stopped():
         await Server.start(spec("import time; print('thinking', flush=True); time.sleep(600)", ready_timeout_s=1))
 
 
-async def test_missing_program_is_named():
+async def test_missing_program_is_named_and_leaves_no_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     missing = LaunchSpec(command=("/no/such/python", "-m", "x"), ready_timeout_s=10)
     await refuses_later(lambda: Server.start(missing), EngineError, "/no/such/python")
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_server_that_ignores_sigterm_is_killed():
