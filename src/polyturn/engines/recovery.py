@@ -139,6 +139,8 @@ async def recover(
         except (EngineError, TimeoutError) as problem:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError from problem  # an error in cleaning up has replaced the cancellation
+            if isinstance(problem, TimeoutError):
+                problem = EngineLostError(f"sending and verifying its weights took longer than {attempt_s:g} s")
             logger.debug("%s is not back yet (%s)", replica.name, one_line(problem))
             on_failure(problem)
             pause = min(2 * pause, LAST_RETRY_S)

@@ -378,7 +378,10 @@ class RemoteEngine(ServerDialect, BaseEngine):
                 await self._link.close()
                 self._link.url = (await self.supervisor.again(why)).url
                 self._adapter = None
-        await asyncio.wait_for(self._look_once(), self._health_s)
+        try:
+            await asyncio.wait_for(self._look_once(), self._health_s)
+        except TimeoutError as problem:
+            raise EngineLostError(f"{self.url} did not answer within {self._health_s:g} s") from problem
         self._silent_since = None
 
     async def start(self) -> None:

@@ -32,7 +32,13 @@ def ask(name: str) -> GenerateRequest:
     )
 
 
-def run_recovery(engine: RestartableEngine, *, verify: Any = None, served: Any = None) -> tuple[Replica, list[PoolWeights]]:
+def run_recovery(
+    engine: RestartableEngine,
+    *,
+    verify: Any = None,
+    served: Any = None,
+    on_failure: Callable[[Exception], object] = lambda problem: None,
+) -> tuple[Replica, list[PoolWeights]]:
     """Let a replica that was given version 3 fail and come back."""
 
     async def main() -> tuple[Replica, list[PoolWeights]]:
@@ -53,7 +59,7 @@ def run_recovery(engine: RestartableEngine, *, verify: Any = None, served: Any =
             again=lambda served: contextlib.nullcontext(served.weights),
             verify=lambda: verify,
             on_back=on_back,
-            on_failure=lambda problem: None,
+            on_failure=on_failure,
             attempt_s=60.0,
         )
         return replica, seen
@@ -115,6 +121,17 @@ def test_newer_weights_are_sent_to_a_recovering_server() -> None:
     engine = RestartableEngine()
     run_recovery(engine, served=served)
     assert engine.pushed == [3, 3, 4]
+
+
+def test_attempt_that_takes_too_long_is_named() -> None:
+    waits = iter([600.0, 0.0])
+
+    async def verify(engine: Any, version: int) -> None:
+        await asyncio.sleep(next(waits))
+
+    problems: list[Exception] = []
+    run_recovery(RestartableEngine(), verify=verify, on_failure=problems.append)
+    assert [str(problem) for problem in problems] == ["sending and verifying its weights took longer than 60 s"]
 
 
 @virtual

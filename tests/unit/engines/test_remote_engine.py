@@ -134,6 +134,17 @@ async def test_hanging_server_is_given_up_for_all_requests() -> None:
                 await task
 
 
+async def test_server_that_does_not_answer_is_not_back() -> None:
+    async def silent(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        return web.json_response({})
+
+    async with serving(silent) as url:
+        engine = VllmEngine(url, ServedModel(vocab_size=10), options=ServerOptions(kind="vllm", health_s=0.1))
+        await refuses_later(engine.revive, EngineLostError, url, "within 0.1 s")
+        await engine.close()
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
     """Look at a server every 50 ms, and let each answer take a minute."""
