@@ -14,7 +14,7 @@ from typing import Any
 from polyturn.core.code_origin import defined_at
 from polyturn.core.errors import EngineError, one_line, plugin_errors_as, raised_at
 from polyturn.core.generation import Completion, GenerateRequest
-from polyturn.core.protocols import Engine, EngineCapabilities
+from polyturn.core.protocols import Engine, EngineCapabilities, EngineLoad
 from polyturn.core.reward import brief
 from polyturn.engines.base import EngineWrapper
 from polyturn.infra.deadline import CallWithDeadline, DeadlineError
@@ -35,6 +35,7 @@ class ForeignEngine(EngineWrapper):
         super().__init__(engine)
         self._vocab_size = vocab_size
         self.bounded = CallWithDeadline(name="engine", timeout_s=timeout_s)
+        self._is_load_readable = True
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -51,6 +52,21 @@ class ForeignEngine(EngineWrapper):
     def busy_s(self) -> float:
         with plugin_errors_as(self._call("busy_s"), EngineError):
             return float(self.engine.busy_s)
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """The engine's load; None, with a warning, once the engine does not report a valid one."""
+        what = self._call("load")
+        try:
+            with plugin_errors_as(what, EngineError):
+                load: object = super().load if self._is_load_readable else None
+            if load is None or isinstance(load, EngineLoad):
+                return load
+            raise EngineError(f"{what} is {brief(load)}; it must be an EngineLoad or None")
+        except EngineError as error:
+            self._is_load_readable = False
+            logger.warning("%s; it is not read any more", error)
+            return None
 
     def read_metrics(self) -> Mapping[str, float]:
         with plugin_errors_as(self._call("read_metrics"), EngineError):

@@ -223,6 +223,16 @@ def test_wrong_properties_and_metrics_are_refused():
     assert contained(lambda: {"engine/x": 2}).read_metrics() == {"engine/x": 2.0}
 
 
+@pytest.mark.parametrize(("act", "words"), [(raising(ValueError("no")), "Odd: load raised ValueError: no"), (int, "is 0")])
+def test_wrong_load_is_a_warning_and_read_once(act: Callable[[], Any], words: str, caplog: pytest.LogCaptureFixture):
+    class Odd(Bare):
+        load = property(lambda self: act())
+
+    engine = of(Odd())
+    assert [engine.load, engine.load] == [None, None]
+    assert [words in record.getMessage() for record in caplog.records] == [True]
+
+
 async def test_close_that_fails_or_hangs_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     class Stays(Odd):
         async def close(self) -> None:
