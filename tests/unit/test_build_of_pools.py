@@ -197,6 +197,15 @@ def test_engine_section_that_cannot_work_is_refused(tmp_path: Path, overrides: t
         build_pool(tmp_path, *launch, *overrides)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed here")
+def test_refused_servers_leave_no_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with pytest.raises(ConfigError, match="vllm is not installed here"):
+        build_pool(tmp_path, *LAUNCH[:2])
+    assert list(temporary.glob("polyturn-model-*")) == []
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(("kind", "weights", "rank"), [("vllm", "adapter", "16"), ("sglang", "auto", "12")])
 async def test_server_of_an_adapter_starts_without_it(

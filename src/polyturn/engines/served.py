@@ -14,12 +14,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.secrets import bearer, token_from
-from polyturn.engines.base import EngineSetup
+from polyturn.engines.base import EngineSetup, ModelFolder
 from polyturn.engines.dialect import release
 from polyturn.engines.following import FollowingPool
 from polyturn.engines.launcher import LaunchSpec, Server
@@ -81,14 +80,15 @@ def build_servers(setup: EngineSetup, client: type[RemoteEngine], command: Calla
         _require_package(transport, setup, client)
     if root is not None and not root.is_dir():
         raise ConfigError(f"engine.weights_folder is {root}, which is not a folder; create it where the servers see it too")
-    folder = setup.model_folder()
-    own_model = folder.path if folder.is_temporary else None
-    transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
+    model_folder = functools.cache(setup.model_folder)
     launches = (
         []
         if options.urls
-        else _launches(launch, setup, client, functools.partial(command, transport=transport), folder.path)
+        else _launches(launch, setup, client, functools.partial(command, transport=transport), model_folder)
     )
+    folder = model_folder()  # may write a model, so only after all checks
+    own_model = folder.path if folder.is_temporary else None
+    transfer = None if in_folder else WeightTransfer(transport, client.open_link, own_model=own_model)
     starters = [Server.start if places is None else places.starter(number) for number in range(len(launches))]
     supervisors = [
         ServerSupervisor(spec, max_restarts=launch.max_restarts, start=start)
@@ -211,7 +211,7 @@ def _launches(
     setup: EngineSetup,
     client: type[RemoteEngine],
     command: Callable[..., LaunchSpec],
-    folder: Path,
+    model_folder: Callable[[], ModelFolder],
 ) -> list[LaunchSpec]:
     import torch
 
@@ -236,7 +236,7 @@ def _launches(
         devices = {"CUDA_VISIBLE_DEVICES": launch.devices[number]} if launch.devices else {}
         spec = command(
             python=launch.python or sys.executable,
-            model=folder.resolve() if places is None else places.model,
+            model=model_folder().path.resolve() if places is None else places.model,
             max_context=setup.max_context,
             device=device,
             sees=setup.media is not None,
