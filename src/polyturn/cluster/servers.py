@@ -49,7 +49,11 @@ class ServerActor(Actor):
         self._files = WeightFolder(folder.path, owns_model=folder.is_temporary)
         command = tuple(part.replace(_MODEL, str(folder.path)) for part in spec.command)
         host = ray.util.get_node_ip_address()
-        self._server = await Server.start(dataclasses.replace(spec, command=command), host=host)
+        try:
+            self._server = await Server.start(dataclasses.replace(spec, command=command), host=host)
+        except BaseException:
+            self._files.close()
+            raise
         return self._server.url
 
     async def is_dead(self) -> bool:

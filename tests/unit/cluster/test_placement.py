@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from polyturn.build.cluster import check_travels
 from polyturn.config.load import load_config
 from polyturn.config.models import RunConfig
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, EngineError
+from polyturn.engines.base import ModelFolder
+from polyturn.engines.launcher import LaunchSpec
 from polyturn.infra.live import LiveObject
-from support.refusals import refuses
+from support.refusals import refuses, refuses_later
 
 pytestmark = pytest.mark.timeout(300)  # it starts processes that import torch
 
@@ -36,6 +39,20 @@ def test_cluster_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"'auto' .*2\.0\.0") as told:
         placement.Cluster("auto")
     assert "\n" not in str(told.value)
+
+
+async def test_server_that_cannot_start_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = pytest.importorskip("polyturn.cluster.servers")
+    monkeypatch.setattr(servers.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    (folder := tmp_path / "model").mkdir()
+
+    class Files:
+        def here(self) -> ModelFolder:
+            return ModelFolder(folder, is_temporary=True)
+
+    spec = LaunchSpec(command=("/no/such/python", "{model}"))
+    await refuses_later(lambda: servers.ServerActor().start(spec, Files()), EngineError, "/no/such/python")
+    assert not folder.exists()
 
 
 def test_request_beyond_one_node_is_told_from_a_full_cluster() -> None:
