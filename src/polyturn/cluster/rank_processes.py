@@ -61,6 +61,7 @@ class RankProcesses:
         Raises:
             TypeError, AttributeError, pickle.PicklingError: `build` contains an object that cannot be pickled.
         """
+        path, packed = Packed.of(sys.path), Packed.of(build)
         self.num_ranks = num_ranks
         self.row_width = row_width
         self._lock = threading.Lock()
@@ -74,7 +75,6 @@ class RankProcesses:
         shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if num_ranks > 1:  # otherwise each rank would use all cores
             shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        path, packed = Packed.of(sys.path), Packed.of(build)
         try:
             for rank in range(num_ranks):
                 env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}

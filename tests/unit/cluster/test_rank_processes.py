@@ -99,6 +99,13 @@ def test_error_while_a_rank_is_built_is_raised_by_the_first_command() -> None:
         group.close()
 
 
+def test_function_that_cannot_be_pickled_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(TypeError, match="pickle"):
+        RankProcesses(functools.partial(_refuse, threading.Lock()), 1, row_width=1)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
 def _refuse(message: str) -> Any:
     raise ConfigError(message)
 
