@@ -84,7 +84,7 @@ class HttpClient:
         except NotReachedError as problem:
             raise EngineLostError(f"{self.url} cannot be reached ({problem})") from problem
         except TimeoutError as problem:
-            raise EngineLostError(f"{self.url}{path} did not answer within {limit:.0f} s") from problem
+            raise EngineLostError(f"{self.url}{path} did not answer within {limit:g} s") from problem
         except (BrokenOffError, LargeAnswerError) as problem:
             raise EngineLostError(f"{self.url}{path} broke off ({problem})") from problem
         if reply.status == 200:
