@@ -139,6 +139,7 @@ class RunObserver(Observer):
             again = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
             logger.warning("the last checkpoint is of step %d; %s repeated", step, again)
         self._metrics = JsonlTracker(path, resumed_step=step)
+        self._forget_alarms_after(step)
         self._trackers.resume(step)
         # Alarms compare a run with its early steps, so a resumed run feeds them the recorded metrics.
         for earlier in read_metrics(path):
@@ -255,6 +256,13 @@ class RunObserver(Observer):
         )  # fmt: skip
         self._warn(step, self._end_alarms.feed(groups, during=f"eval {name}"))
 
+    def _forget_alarms_after(self, step: int) -> None:
+        path = self._folder / "alarms.jsonl"
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        if kept != lines:
+            path.write_text("".join(kept), encoding="utf-8")
+
     def _warn(self, step: int, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
             logger.warning("%s", alarm.message)
@@ -304,3 +312,11 @@ class RunObserver(Observer):
                 self._live.show(None)
             self._progress.__exit__(None, None, None)
             self._progress = None
+
+
+def _step_of(line: str) -> int:
+    """Return the step of a line of alarms.jsonl; 0 for a damaged line, which is kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return 0

@@ -108,6 +108,11 @@ async def test_alarm_is_logged_and_written(tmp_path: Path, caplog: pytest.LogCap
     alarms = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert alarms and alarms[0]["step"] >= 20 and "entropy" in alarms[0]["message"]
     assert alarms[0]["message"] in caplog.text
+    with (tmp_path / "alarms.jsonl").open("a") as file:
+        file.write("damaged\n")
+    with RunObserver(tmp_path, total_steps=40) as observer:
+        observer.resume(alarms[0]["step"] - 1)
+    assert (tmp_path / "alarms.jsonl").read_text() == "damaged\n", "the resumed run repeats the steps with alarms"
 
 
 CUT = "The answer to this is a long story that does not end"
