@@ -67,6 +67,17 @@ async def test_loop_output_becomes_the_trajectory() -> None:
     assert [t.message.text for t in trajectory.turns] == ["five", "four"]
 
 
+async def test_turn_scores_without_a_turn_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def scored(loop: AgentLoopBase, params: Any, **kwargs: Any) -> AgentLoopOutput:
+        prompt = await prompt_of(loop, kwargs)
+        one = await say(loop, prompt, params)
+        return output(prompt, (one.token_ids, 1), extra_fields={"turn_scores": [0.25, 0.5]})
+
+    trajectory = await play_loop(looping(scored), ["five"])
+    assert trajectory.turn_scores == (0.25,)
+    assert "returned 2 turn_scores for 1 turns; the last 1 are dropped" in caplog.text
+
+
 @pytest.mark.parametrize("changes", ["masked", "cut"])
 async def test_mask_and_length_of_the_output_decide_what_is_trained(changes: str) -> None:
     async def run(loop: AgentLoopBase, params: Any, **kwargs: Any) -> AgentLoopOutput:

@@ -390,6 +390,11 @@ def _score(episode: Episode, claims: Sequence[_Claim], outputs: Sequence[AgentLo
     function is then called."""
     last = outputs[-1]
     scores = last.extra_fields.get("turn_scores") or []
+    if len(scores) > len(claims):
+        logger.warning(
+            "%s: the agent loop returned %d turn_scores for %d turns; the last %d are dropped",
+            episode.id, len(scores), len(claims), len(scores) - len(claims),
+        )  # fmt: skip
     for claim, score in zip(claims, scores, strict=False):
         if score is not None:
             claim.turn.scores["interaction"] = float(score)
