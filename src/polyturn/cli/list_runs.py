@@ -14,14 +14,14 @@ from polyturn.store.stored_run import StoredRun
 from polyturn.tracking.jsonl import read_metrics
 
 
-def run(folder: Path) -> None:
-    """Print the runs inside `folder`, newest first.
+def run(folder: Path, *, limit: int | None = None) -> None:
+    """Print the newest `limit` runs inside `folder`, newest first; None prints all.
 
     Raises:
         DataError: the folder has no runs.
     """
     table = Table("run", "step", "success", "reward", "trajectories", "failed", "last written", box=None, pad_edge=False)
-    for path in find_runs([folder]):
+    for path in find_runs([folder])[:limit]:
         table.add_row(path.name, *_row(path))
     out = Output()
     out.table(table)

@@ -37,6 +37,8 @@ BAD = (("failed", "error", "error is not null"), ("with a tool call that failed"
 """Counts below a list: (name, column, SQL condition)."""
 MAX_TRUTH = 200
 """Largest number of characters of a ground truth to show; programs and tests are longer."""
+MAX_ROWS = 20
+"""Number of trajectories to list by default."""
 TRAINED, UNTRAINED = "black on green", "green"
 TOKEN_COLOURS = {SpanSource.PROMPT: "cyan", SpanSource.OBSERVATION: "yellow"}
 
@@ -54,14 +56,16 @@ def main(
         str | None, typer.Option(help="Only trajectories that match an SQL condition: reward < 1 and num_turns > 2.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show the trajectory token by token, with its mask.")] = False,
-    limit: Annotated[int, typer.Option("-n", min=1, help="Number of trajectories to list.")] = 20,
+    limit: Annotated[
+        int | None, typer.Option("-n", min=1, help="Number of trajectories (default 20) or runs (default all) to list.")
+    ] = None,
 ) -> None:
     """List the runs of a folder, or a run's trajectories, or show one."""
     trajectory = named or trajectory
     if tokens and trajectory is None:
         raise ConfigError("--tokens shows one trajectory; give its id from the list of `polyturn show RUN`")
     if trajectory is None and split is None and step is None and where is None and _holds_runs(folder):
-        list_runs.run(folder)
+        list_runs.run(folder, limit=limit)
         return
     out = Output()
     stored = open_store(folder)
@@ -74,7 +78,7 @@ def main(
         rows = [r for r in stored.table().to_pylist() if split in (None, r["split"]) and step in (None, r["step"])]
         if not rows:
             raise DataError(_nothing(folder, stored, split=split, where=where))
-        list_rows(out, folder, rows, limit=limit)
+        list_rows(out, folder, rows, limit=limit or MAX_ROWS)
     finally:
         for part, reason in stored.problems.items():
             out.text(f"not shown: {folder / 'trajectories' / part} cannot be read ({reason})", style="red")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,4 +142,6 @@ def test_condition_narrows_the_list(run: Path):
     assert "where step = 9" in call("show", run, "--where", "step = 9").err
     assert "has no recorded trajectories" in call("show", run.parent, "--step", 1).err, "the list of runs has no steps"
     assert "give its id" in call("show", run, "--tokens").err
+    shutil.copytree(run, run.parent / "other")
+    assert len(call("show", run.parent, "-n", "1").out.splitlines()) == len(call("show", run.parent).out.splitlines()) - 1
     assert "g1/0" in call("show", run, "--trajectory", "g1/0").out
