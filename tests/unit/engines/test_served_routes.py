@@ -16,6 +16,7 @@ from polyturn.core.errors import ConfigError, EngineError
 from polyturn.core.generation import Completion, GenerateRequest, SamplingParams
 from polyturn.core.routing import RouteShape
 from polyturn.engines import serve_commands
+from polyturn.engines.base import ModelFolder
 from polyturn.engines.options import LaunchOptions, ServerOptions
 from polyturn.engines.request_limits import ServedModel
 from polyturn.engines.served import _launches
@@ -157,7 +158,11 @@ def test_server_on_a_cpu_is_not_asked_for_routes(
 
     def started() -> Any:
         return _launches(
-            LaunchOptions(python="python"), setup, client, getattr(serve_commands, f"{client.name}_command"), Path()
+            LaunchOptions(python="python"),
+            setup,
+            client,
+            getattr(serve_commands, f"{client.name}_command"),
+            lambda: ModelFolder(Path(), is_temporary=False),
         )[0]
 
     if needs:
