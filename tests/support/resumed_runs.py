@@ -42,10 +42,12 @@ def score(trajectory):
         (HERE / "reached").touch()
         while (HERE / "hold").exists():
             time.sleep(0.02)
-        if (HERE / "signal").exists():
-            number = int((HERE / "signal").read_text())
-            (HERE / "signal").unlink()
-            os.kill(os.getpid(), number)
+        try:
+            os.rename(HERE / "signal", HERE / "signalled")  # rewards are scored in threads: one of them sends it
+        except FileNotFoundError:
+            pass
+        else:
+            os.kill(os.getpid(), int((HERE / "signalled").read_text()))
     return unsignalled_score(trajectory)
 '''
 VARYING = ("time/", "system/", "rollout/state_", "engine/queue", "engine/kv_use", "tokens/prefilled")
