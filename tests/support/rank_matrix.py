@@ -199,7 +199,7 @@ def judge(backend, name, results):
     case = CASES[backend][name]
     close = 1e-9 if case.kind in ("exact", "exact_moe") else 1e-5
     # Scores are float32; AdamW divides a gradient by its own size, so that rounding of the smallest ones shows in a step.
-    bounds = {"scores": 1e-5, "state": max(close, 5e-4 * (close > 1e-9)), "loaded": 0.0, "back": 0.0, "taken": 0.0}
+    bounds = {"scores": 1e-5, "state": max(close, 5e-4 * (close > 1e-9)), "loaded": 0.0, "back": 0.0}
     bounds["weights"] = bounds["state"]
     bounds["begins"] = close if case.lora is not None and backend == "fsdp" else 0.0
     if case.is_bfloat16:
@@ -461,10 +461,6 @@ def begin(case, backend, base, device):
     """Return what the ranks train first, and what was found of the weights that they begin with."""
     placed, found = functools.partial(placement_of, case, backend, device), {}
     model = copy.deepcopy(base) if case.lora is None else adapted(copy.deepcopy(base), case.lora)
-    if case.is_bfloat16:
-        made = make(case, base_of(case, device, seed=3), placed())
-        made.backend.take(first_values(model) if case.is_critic else model.state_dict())
-        return made, found
     if case.is_critic:
         policy = policy_backend(copy.deepcopy(model), placement=placed(), optim=OPTIM)
         return make(case, model, placed(start=policy.held())), found
@@ -483,13 +479,6 @@ def begin(case, backend, base, device):
     return made, {"read/share": reads[0] / (folder / "model.safetensors").stat().st_size}
 
 
-def first_values(model):
-    """The state of a critic over the backbone of `model`, before it has learnt anything."""
-    head = torch.zeros(1, model.config.hidden_size, dtype=torch.promote_types(model.dtype, torch.float32))
-    backbone = {f"backbone.{name}": tensor for name, tensor in model.base_model.state_dict().items()}
-    return {**backbone, "head.weight": head, "head.bias": torch.zeros(1, dtype=head.dtype)}
-
-
 def prepared(case, model):
     if case.is_recomputed:
         checkpoint_activations(model)
@@ -505,8 +494,9 @@ def moved(many, base, samples, share):
         backend.shift_weights(group, 0.1)
     there = [whole_of(backend)]
     dist.broadcast_object_list(there, src=0)
-    other = ModelPolicy(policy_backend(copy.deepcopy(base), optim=OPTIM))
-    other.backend.take({name: tensor.to(base.device) for name, tensor in there[0].items()})
+    model = copy.deepcopy(base)
+    model.load_state_dict(there[0], strict=False)  # without a tied head
+    other = ModelPolicy(policy_backend(model, optim=OPTIM))
     a, b = other.score(samples), many.score([samples[i] for i in share])
     found["moved/scores"] = largest([(a[i], b[k]) for k, i in enumerate(share)])
     for group in backend.weight_groups():
@@ -610,11 +600,6 @@ def compare(case, backend, device):
             back = make(case, copy.deepcopy(model))
             back.load(ours)
             found["back"] = difference(tensors_in(ours), tensors_in(stored_by_all(back)))
-    if backend == "megatron" and not case.is_critic:
-        many.backend.take(model.state_dict())
-        whole, first = whole_of(many.backend), own_weights(make(case, model))
-        if dist.get_rank() == 0:
-            found["taken"] = difference(first, whole)
     return found
 
 

@@ -60,14 +60,11 @@ def build_policy(parts: Parts, optim: OptimSettings, *, max_tokens_per_batch: in
     options = policy_options(parts.source, spec, parts.model, parts.context.media, has_frozen=parts.rank_group is None)
     if parts.rank_group is None:
         return ModelPolicy(policy_backend(parts.model, **options), loss=options["loss"])
-    path = parts.source.config.model.path
-    # A model object from a program may differ between ranks, so ranks start with the controller's weights.
-    is_object = isinstance(path, LiveObject)
-    start = parts.model.state_dict() if is_object else None
+    is_object = isinstance(parts.source.config.model.path, LiveObject)
     # An embedded engine in this process samples from this process's model, so the model must follow the ranks.
     samples_here = parts.source.config.cluster.address is None and parts.engine.capabilities.shares_weights
     mirror = parts.model if is_object or samples_here else None
-    backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], start=start, mirror=mirror)
+    backend = RankedBackend(parts.rank_group, "policy", spec, layout=options["layout"], mirror=mirror)
     return ModelPolicy(backend, loss=options["loss"])
 
 

@@ -318,13 +318,6 @@ class ModelBackend:
         sections = self._sections().items()
         return self.optimizer.state_dict() | flat({p: self.network.names.shards(tensors) for p, tensors in sections})
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Start with these whole weights, some or all of the model's: each rank takes its part, and so does a reference that
-        is a copy of the model."""
-        for tensors in (self.network.saved.state_dict(), self._sections()["reference/"]):
-            self.network.names.take(tensors, weights)
-        self.optimizer.take_parameters()
-
     def kinds(self, is_merged: bool) -> dict[str, TensorKind]:
         """Return the names that `gathered` accepts: the weights with an adapter merged, or the trained tensors."""
         return self.network.names.kinds(self.network.own_tensors() if is_merged else self.network.tensors())

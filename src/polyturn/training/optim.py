@@ -173,12 +173,6 @@ class Optimizer:
         self.zero_grad()  # a caller that catches the error must not see this gradient
         raise TrainingError(problem + (f"; steps skipped before it: {before}" if before else ""))
 
-    def take_parameters(self) -> None:
-        """Set the masters to the current parameters, which were loaded after the optimizer was made."""
-        with torch.no_grad():
-            for parameter, master in self._copies:
-                master.copy_(parameter)
-
     def zero_grad(self) -> None:
         """Forget the gradient."""
         self._problem = None

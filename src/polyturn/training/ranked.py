@@ -28,7 +28,7 @@ from polyturn.core.errors import CheckpointError
 from polyturn.core.metrics import Mean, Metrics, merge
 from polyturn.core.protocols import PassResult
 from polyturn.core.sample import TrainSample
-from polyturn.engines.weights.stream import BUCKET_BYTES, StreamedTensors, TensorKind, streamed
+from polyturn.engines.weights.stream import BUCKET_BYTES, StreamedTensors, TensorKind
 from polyturn.training.backend import NO_WEIGHTS, OWN, TermWeights
 from polyturn.training.rank_group import RankGroup, assign, put_back
 from polyturn.training.shards import METADATA
@@ -45,7 +45,6 @@ class RankedBackend:
         spec: Any = None,
         *,
         layout: LayoutSettings | None = None,
-        start: Mapping[str, Tensor] | None = None,
         mirror: PreTrainedModel | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -56,7 +55,6 @@ class RankedBackend:
             network: Name of the network, a key of `RankWorker`'s `make`.
             spec: Argument for the ranks' function that makes the network.
             layout: The ranks' layout, to divide samples by cost; None takes the defaults.
-            start: The initial weights; None if the ranks load them.
             mirror: The embedded engine's model in this process, into which `gather` writes the trained weights in place.
             bucket_bytes: Bytes of weights to gather at a time.
         """
@@ -69,9 +67,6 @@ class RankedBackend:
         self._folder = Path()
         """The folder of the latest checkpoint."""
         self._all("make", spec)
-        if start is not None:
-            for piece in streamed(start).buckets():
-                self._all("take", piece)
 
     def score(self, samples: Sequence[TrainSample], scorer: str = OWN) -> list[Floats]:
         """Return for each sample [T] the result of `scorer` at each weighted token, 0 elsewhere."""
