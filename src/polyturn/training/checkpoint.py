@@ -134,8 +134,8 @@ class Checkpoints:
             last = self.latest()
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder} ({problem}{free}); "
-                f"the last good one is {last if last else 'none'}. Free space and resume, or set "
-                "train.on_checkpoint_error to warn"
+                f"the last good one is {last if last else 'none'}. Free space and resume; with "
+                "train.on_checkpoint_error: warn a run continues until the next checkpoint"
             ) from problem
 
     def mark_best(self, step: int) -> None:

@@ -213,7 +213,8 @@ class TrainOptions:
     steps: Annotated[int, Field(ge=0)] = 100
     """Number of training steps of the run."""
     epochs: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Number of passes over the tasks, in place of `steps`; an incomplete last step is left out."""
+    """Number of passes over the tasks, in place of `steps`. An incomplete last step is left out. Groups that no step takes
+    (`oversample`) do not count."""
     groups_per_step: Annotated[int, Field(ge=1, le=2**20)] = 32
     """Number of tasks per step, with a group each; if it is not set, training without a CUDA GPU uses 4."""
     group_size: Annotated[int, Field(ge=1, le=2**16)] = 8
