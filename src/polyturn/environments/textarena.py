@@ -98,7 +98,7 @@ class TextArenaEnv:
         return observed if self._num_players == 1 else Seated(seat=seat, observation=observed)
 
     def step(self, action: str) -> Any:
-        """Make a move for the player whose turn it is."""
+        """Make a move for the current player."""
         acting = self._inner.state.current_player_id
         crashed: dict[str, Any] = {}
         with self._random.held():
@@ -127,7 +127,7 @@ class TextArenaEnv:
         return {int(seat): float(reward) for seat, reward in (rewards or {}).items()}
 
     def _observation(self) -> tuple[int, str]:
-        """Return the player whose turn it is, and the messages that this player has not seen yet."""
+        """Return the current player, and the messages that this player has not seen yet."""
         if self._shows_own:
             seat, text = self._game.get_observation()
             return int(seat), str(text)

@@ -107,7 +107,7 @@ class History:
 
     @property
     def to_encode(self) -> Sequence[Message]:
-        """The messages that the next prompt encodes."""
+        """The messages that will be encoded for the next prompt."""
         is_whole = not self.builder.is_open or isinstance(self.next, Render) or self._renders_history
         return (*self._messages, *self.waiting) if is_whole else self.waiting
 

@@ -41,7 +41,7 @@ class MultiTurnScheduler:
 
     Each method may be plain or async, and has a deadline (`rollout.scheduler_timeout_s`). A plain method runs in a thread,
     so it does not block other episodes; it waits for async methods with `episode.wait`. For an async method, the deadline
-    covers each stretch of its own work and excludes the time in which it awaits its `episode`. Only a plain `run`, which
+    covers each stretch of its own work and excludes the time that it awaits its `episode`. Only a plain `run`, which
     spans the whole episode, has the episode's time limit instead.
     """
 

@@ -174,7 +174,7 @@ MEANINGS: dict[str, str] = {
     "system/cpu_share": "Mean share of the machine's processors that was busy, including other programs.",
     "system/memory_share": "The largest share of the machine's memory that was in use during the step.",
     "system/process_gb": "The largest resident memory of the training process during the step, in GB.",
-    "system/gpu<n>/busy_share": "Share of the time in which this GPU ran a kernel (NVML).",
+    "system/gpu<n>/busy_share": "Share of the time that this GPU ran a kernel (NVML).",
     "system/gpu<n>/memory_share": "The largest share of this GPU's memory that was in use during the step (NVML).",
     "system/gpu<n>/power_w": "Mean power that this GPU drew, in watts (NVML).",
     # time
