@@ -269,7 +269,7 @@ def leader():
         follow(rank)
         return None
     mirror, loss = exact_model(), loss_of(CASE)
-    backend = RankedBackend(LeadingRank(rank), "policy", layout=LAYOUTS["rows"], start=mirror.state_dict(), mirror=mirror)
+    backend = RankedBackend(LeadingRank(rank), "policy", layout=LAYOUTS["rows"], mirror=mirror)
     one, many, found = make(CASE, exact_model()), ModelPolicy(backend, loss=loss), {}
     for name, size, method in (
         ("uneven", 5, "forward_backward"),
