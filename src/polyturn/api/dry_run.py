@@ -163,9 +163,10 @@ def changed(values: Mapping[str, Any], defaults: Mapping[str, Any], unlike_model
 
 
 def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[str, str], MemoryVerdict | None]:
-    """Return upper estimates of each rank's memory and of a step's time, as text, and whether this machine has enough.
+    """Return estimates of each rank's memory and of a step's time, as text, and whether this machine has enough.
 
-    The estimates assume that all lengths reach their limits, so real runs need less.
+    The estimates assume the first task's prompt and turns as long as their limits. They leave out results of tools and
+    messages of users, whose lengths are not known before the run.
 
     Memory is a rank's peak (`training.memory`) plus the engine's KV cache. The time of a step is extrapolated from a forward
     and a backward pass over a few tokens, measured on this machine; generation counts as one more forward pass.
@@ -193,13 +194,16 @@ def estimates_of(parts: build.Parts, *, num_prompt_tokens: int) -> tuple[dict[st
     out = {"model": parameters_of(size), "layout": str(layout)} | devices | memory_of(tables)
     verdict = verdict_of(config, size, bytes_by_part, layout=layout, max_context=parts.max_context)
     out["episodes"] = f"{episodes} a step, {episodes * config.train.steps} in total"
-    out["tokens a step, at most"] = f"{longest * episodes}"
+    out["tokens a step"] = (
+        f"about {longest * episodes} with the first task's prompt, without results of tools and users' messages; at most "
+        f"{parts.max_context * episodes} (rollout.limits.max_context)"
+    )
     if parts.model.device.type == "meta":
         out["time of a step"] = "not measured, because a dry run does not read the weights of such a large model"
         return out, verdict
     probe = _probe(parts.model)
     seconds = longest * episodes / ranks * (probe.forward_s + probe.backward_s + probe.forward_s) / probe.tokens
-    out["time of a step, at most"] = (
+    out["time of a step"] = (
         f"about {seconds:.1f} s of computation (measured here on {probe.tokens} tokens: forward {probe.forward_s:.3f} s, "
         f"backward {probe.backward_s:.3f} s; without tools, users and waiting)"
     )

@@ -1,11 +1,11 @@
 """Check whether a run fits into the memory of its machine, in a dry run and before weights are loaded.
 
     verdict_of(config, size, bytes_by_part, layout=layout, max_context=4096)
-      ->  "does not fit: up to 24.3 GB are needed and this machine has 7.8 GB; lower engine.num_slots or
+      ->  "does not fit: about 24.3 GB are needed and this machine has 7.8 GB; lower engine.num_slots or
           rollout.limits.max_context (KV cache of the engine: 23.1 GB)"
 
 If the weights, gradients and optimizer alone exceed the memory, the system would kill the run, so `require_memory` raises.
-The other parts are upper estimates, computed from the limits of lengths, so they only count in the dry run's verdict.
+The other parts are estimates, computed from the limits of turns, so they only count in the dry run's verdict.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MemoryVerdict(NamedTuple):
         return self.needed <= self.available
 
     def __str__(self) -> str:
-        sizes = f"up to {self.needed / GB:.1f} GB are needed and {self.where} has {self.available / GB:.1f} GB"
+        sizes = f"about {self.needed / GB:.1f} GB are needed and {self.where} has {self.available / GB:.1f} GB"
         if self.fits:
             return f"fits: {sizes}"
         advice = _KEYS.get(self.largest, _OF_A_BATCH)

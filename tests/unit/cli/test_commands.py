@@ -133,7 +133,8 @@ def test_dry_run_shows_task_and_cost_and_writes_nothing(tmp_path: Path):
         "each rank: gradients",
         "each rank: moments of AdamW",
         "each rank: activations",
-        "time of a step, at most",
+        "without results of tools and users' messages; at most 2688 (rollout.limits.max_context)",
+        "time of a step",
     ):
         assert words in called.out
     assert re.search(r"tokens +[\d.]+ MB\n", called.out), "the longest name stands apart from its value"

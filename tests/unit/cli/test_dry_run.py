@@ -112,7 +112,7 @@ def test_environment_without_a_usable_server_is_refused(tmp_path: Path, script: 
 def test_memory_is_compared_with_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_tiny_run(tmp_path)
     report = polyturn.train(config=config, dry_run=True)
-    assert report.verdict is not None and report.verdict.fits and "fits: up to" in str(report)
+    assert report.verdict is not None and report.verdict.fits and "fits: about" in str(report)
     monkeypatch.setattr(memory_check, "machine_memory", lambda: 2**20)
     report = polyturn.train(config=config, dry_run=True, num_slots=4096)
     assert report.verdict is not None and not report.verdict.fits
