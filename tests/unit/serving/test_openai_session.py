@@ -18,9 +18,9 @@ from polyturn.core.trajectory import CUT_BY_REQUEST, Trajectory
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
-from polyturn.serving.openai.chat_request import ChatRequest
+from polyturn.serving.openai.chat_request import BadRequest, ChatRequest
 from polyturn.serving.openai.scheduler import BlackBox, SessionScheduler
-from polyturn.serving.openai.session import AgentSession
+from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
 from support.refusals import refuses_later
 
@@ -258,6 +258,46 @@ async def test_answer_to_a_cancelled_request_is_not_trained():
     context = scripted_context(["x"], scheduler=BlackBox(agent=agent), latency_s=3600)
     t = await run_episode(context, task(data_source=None), id="e")
     assert sum(float(s.loss_weights.sum()) for s in t.segments) == len(turn_ids("x"))
+
+
+async def test_cancelled_first_request_for_two_answers_is_not_trained():
+    class Asking(SessionScheduler):
+        async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+            asking = asyncio.create_task(session.ask(ChatRequest(messages=[user("a")], n=2)))
+            await asyncio.sleep(0)  # the first answer begins, and the second waits for the episode to be ready
+            asking.cancel()
+            await asyncio.wait({asking})
+            await session.ask(ChatRequest(messages=[user("b")]))
+
+    t = await run_episode(scripted_context(["x"], scheduler=Asking(), latency_s=0.01), task(), id="e")
+    assert sum(float(s.loss_weights.sum()) for s in t.segments) == len(turn_ids("x"))
+
+
+async def test_refused_request_is_not_a_completion():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    counts: list[int] = []
+
+    class Asking(SessionScheduler):
+        rules = SessionRules(max_calls=1)
+
+        async def run_agent(self, episode: Episode, session: AgentSession) -> None:
+            with pytest.raises(BadRequest):
+                await session.ask(ChatRequest(messages=[{"role": "user", "content": [image]}]))
+            counts.append(session.num_calls)
+            await session.ask(ChatRequest(messages=[user("a")]))
+            counts.append(session.num_calls)
+
+    t = await run_episode(scripted_context(["x"], scheduler=Asking()), task(), id="e")
+    assert (t.error, counts) == (None, [0, 1])
+
+
+async def test_agent_whose_requests_are_refused_did_send_some():
+    async def agent(client: Client) -> float:
+        status, _ = await client.post("/chat/completions", {"model": "m", "messages": [user("long " * 100_000)]})
+        assert status == 400
+        return 0.0
+
+    assert (await play(agent, ["x"])).error is None
 
 
 async def raises(client: Client) -> None:

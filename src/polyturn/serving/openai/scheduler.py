@@ -72,7 +72,7 @@ class SessionScheduler(MultiTurnScheduler):
         """
         self.session = session = AgentSession(self, episode, self.rules)
         reason = await session.run(lambda: self.run_agent(episode, session))
-        if session.num_calls == 0:
+        if not session.has_requests:
             raise SchedulerError(self.no_request_error)
         return reason
 

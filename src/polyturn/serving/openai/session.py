@@ -103,6 +103,8 @@ class AgentSession:
         self.ended: str | None = None
         """Why the session has ended; None while it accepts requests."""
         self.num_calls = 0
+        """Number of completions so far, including those that are being sampled."""
+        self.has_requests = False
         self._last_used = time.monotonic()
         self._scheduler = scheduler
         self._episode = episode
@@ -184,7 +186,7 @@ class AgentSession:
             BadRequest: a limit forbids it, the messages cannot be rendered, or the episode has ended.
         """
         self._check_live()
-        self._last_used = time.monotonic()
+        self.has_requests, self._last_used = True, time.monotonic()
         await refuse_too_long(ask, self._episode)
         self._check_live()
         if self.num_calls + ask.n > self.rules.max_calls:
@@ -194,19 +196,21 @@ class AgentSession:
             )
         self.num_calls += ask.n
         begun: list[_Begun] = []
-        if not self._has_root:
-            begun += self._begin(ask, range(1))
-        if len(begun) < ask.n and not self._is_ready.is_set():
-            await self._is_ready.wait()
-            self._check_live()
-        begun += self._begin(ask, range(len(begun), ask.n))
         try:
+            if not self._has_root:
+                begun += self._begin(ask, range(1))
+            if len(begun) < ask.n and not self._is_ready.is_set():
+                await self._is_ready.wait()
+                self._check_live()
+            begun += self._begin(ask, range(len(begun), ask.n))
             await asyncio.wait([b.reply for b in begun])
-        except asyncio.CancelledError:
+            return [b.reply.result() for b in begun]
+        except BaseException:
             for one in begun:
                 self._leave(one)
             raise
-        return [b.reply.result() for b in begun]
+        finally:  # only completions count, also those that a client did not wait for
+            self.num_calls -= ask.n - sum(b.reply.cancelled() or b.reply.exception() is None for b in begun)
 
     def _check_live(self) -> None:
         if self.ended is not None:
