@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,10 @@ from polyturn.core.trajectory import CUT_BY_REQUEST, Trajectory
 from polyturn.rollout.episode import Episode
 from polyturn.rollout.limits import Limits
 from polyturn.rollout.run_episode import run_episode
+from polyturn.serving.listen import bind
+from polyturn.serving.openai import endpoint
 from polyturn.serving.openai.chat_request import BadRequest, ChatRequest
+from polyturn.serving.openai.endpoint import EndpointOptions, ModelEndpoint
 from polyturn.serving.openai.scheduler import BlackBox, SessionScheduler
 from polyturn.serving.openai.session import AgentSession, SessionRules
 from polyturn.testing.episodes import scripted_context, task, tiny_codec, turn_ids
@@ -361,6 +365,47 @@ async def test_address_that_cannot_be_listened_on_is_refused():
         return 1.0
 
     await refuses_later(lambda: play(agent, ["x"], host="203.0.113.7"), ConfigError, "the endpoint cannot listen on")
+
+
+async def test_endpoint_starts_again_after_a_cancelled_start(monkeypatch: pytest.MonkeyPatch):
+    model, is_starting, serving = ModelEndpoint(), asyncio.Event(), endpoint.serving
+
+    @asynccontextmanager
+    async def gated(*args: Any, **options: Any) -> AsyncIterator[None]:
+        if not is_starting.is_set():
+            is_starting.set()
+            await asyncio.Event().wait()
+        async with serving(*args, **options):
+            yield
+
+    async def origin() -> str:
+        async with model.serving() as address:
+            return address
+
+    monkeypatch.setattr(endpoint, "serving", gated)
+    first = asyncio.create_task(origin())
+    await is_starting.wait()
+    second = asyncio.create_task(origin())
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).startswith("http://127.0.0.1:")
+
+
+async def test_endpoint_is_up_for_an_episode_that_begins_while_it_stops():
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    model = ModelEndpoint(EndpointOptions(port=port))
+
+    async def visit() -> None:
+        async with model.serving() as origin, aiohttp.ClientSession() as http, http.get(f"{origin}/health") as reply:
+            assert reply.status == 200
+
+    async with model.serving():
+        later = asyncio.create_task(asyncio.sleep(0))
+        later.add_done_callback(lambda _: visits.append(asyncio.create_task(visit())))
+        visits: list[asyncio.Task[None]] = []
+    await asyncio.gather(*visits)
+    assert visits
 
 
 async def test_reach_as_names_the_endpoint_to_agents():

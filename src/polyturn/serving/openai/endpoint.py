@@ -29,6 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polyturn.core.errors import ConfigError, did_you_mean
+from polyturn.infra.aio import PerLoop
 from polyturn.serving.auth import ServerRules, check_token
 from polyturn.serving.auth import guarded as guard_app
 from polyturn.serving.body import Refusal, while_wanted
@@ -141,7 +142,9 @@ class ModelEndpoint:
         self._tenants: dict[str, _Tenant] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_holders = 0
-        self._origin: asyncio.Future[str] | None = None
+        self._origin: str | None = None
+        self._lock = PerLoop(asyncio.Lock)
+        """Held while the server starts or stops."""
         self._server = AsyncExitStack()
 
     @asynccontextmanager
@@ -157,19 +160,17 @@ class ModelEndpoint:
         """
         self._num_holders += 1
         try:
-            if self._origin is None:
-                self._origin = origin = asyncio.get_running_loop().create_future()
-                try:
-                    origin.set_result(await self._start(bound, more))
-                except BaseException:
-                    origin.cancel()  # for other callers that wait for it
-                    raise
-            yield await asyncio.shield(self._origin)
+            async with self._lock():
+                if self._origin is None:
+                    self._origin = await self._start(bound, more)
+            yield self._origin
         finally:
             self._num_holders -= 1
             if self._num_holders == 0:
-                self._origin = None
-                await self._server.aclose()
+                async with self._lock():
+                    if self._num_holders == 0:
+                        self._origin = None
+                        await self._server.aclose()
 
     async def _start(self, bound: socket.socket | None, more: Sequence[Route]) -> str:
         try:
