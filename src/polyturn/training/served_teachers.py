@@ -104,17 +104,20 @@ class ServedTeacher:
         report it.
 
         Raises:
-            EngineError: the server cannot be reached, or does not serve the model.
+            EngineError: the server cannot be reached, returns an invalid reply, or does not serve the model.
         """
         reply = await self._client.get("/v1/models")
-        models = {str(one.get("id")): one.get("max_model_len") for one in (reply or {}).get("data") or []}
+        try:
+            models = {str(one.get("id")): one.get("max_model_len") for one in (reply or {}).get("data") or []}
+            lengths = {name: None if length is None else int(length) for name, length in models.items()}
+        except (TypeError, ValueError, AttributeError) as problem:
+            raise EngineError(f"{self.url}/v1/models answered without a list of models ({one_line(problem)})") from problem
         if not models or self._model not in (None, *models):
             raise EngineError(
                 f"{self.url} serves {sorted(models) or 'no model'}, and the teacher's model is {self._model!r}"
             )
         self._model = self._model or next(iter(models))
-        length = models[self._model]
-        return None if length is None else int(length)
+        return lengths[self._model]
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text by the server's tokenizer, without special tokens.

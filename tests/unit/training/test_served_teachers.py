@@ -250,6 +250,16 @@ UNFIT: dict[str, tuple[Change, dict[str, Any], dict[str, Any], tuple[str, ...]]]
         *(lambda path, r: r, {"tokenizer": "theirs"}, {"load_tokenizer": lambda name: [0, 1, 2]}, ("'theirs'", "3 tokens")),
     ),
     "shorter context": (lambda path, r: r, {}, {"max_context": 64}, ("64 tokens", "65")),
+    "models in another form": (
+        lambda path, r: ["big"] if path == "/v1/models" else r,
+        {},
+        {},
+        ("without a list of models",),
+    ),
+    "context in words": (
+        *(lambda path, r: {"data": [{"id": "big", "max_model_len": "long"}]} if path == "/v1/models" else r, {}, {}),
+        ("without a list of models", "'long'"),
+    ),
     "unknown model": (lambda path, r: r, {"model": "bigger"}, {}, ("['big']", "'bigger'")),
 }
 """What is wrong -> (what the server answers, options of the teacher, options of the run, words beside its address)."""
