@@ -8,6 +8,7 @@ The caller may change the samples before the update. Checkpoints and records are
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import threading
@@ -21,7 +22,7 @@ from polyturn.algorithms.advantages.assign import first_not_finite
 from polyturn.api.event_loop import in_thread
 from polyturn.api.signals import Signals
 from polyturn.core.arrays import Ids
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, one_line
 from polyturn.core.sample import TrainSample
 from polyturn.core.trajectory import Trajectory, TrajectoryGroup
 
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from polyturn.training.update import Revise, Revised
 
 
+logger = logging.getLogger(__name__)
+
+
 class TrainingStep:
     """A training step before its update. Set `groups`, `samples` or `advantages` to change what the update trains on."""
 
     # A misspelt attribute raises.
-    __slots__ = ("_changed", "_done", "_go", "_groups", "_samples", "_vocab_size", "metrics", "number")
+    __slots__ = ("_changed", "_done", "_failure", "_go", "_groups", "_samples", "_vocab_size", "metrics", "number")
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class TrainingStep:
         """Metrics of rollout and samples; after `update`, all metrics of the step."""
         self._groups, self._samples, self._vocab_size = groups, samples, vocab_size
         self._changed: str | None = None
+        self._failure: Exception | None = None
         self._go, self._done = threading.Event(), threading.Event()
 
     def __repr__(self) -> str:
@@ -117,9 +122,15 @@ class TrainingStep:
         self.samples = [sample.replace(advantages=values) for sample, values in pairs]
 
     def update(self) -> dict[str, float]:
-        """Run the update now, and return all metrics of the step. Without this call it runs when the loop continues."""
+        """Run the update now, and return all metrics of the step. Without this call it runs when the loop continues.
+
+        Raises:
+            PolyturnError: training cannot continue.
+        """
         self._go.set()
         self._done.wait()
+        if self._failure is not None:
+            raise self._failure
         return self.metrics
 
     def _change(self, what: str) -> None:
@@ -184,7 +195,9 @@ class Steps:
         finally:
             if not self._result.done():
                 hooks.stop()
-                self._result.exception()  # wait: the run ends with a checkpoint
+                problem = self._result.exception()  # waits: the run ends with a checkpoint
+                if isinstance(problem, Exception):
+                    logger.error("the run failed after its loop was left: %s", one_line(problem))
 
     @property
     def run(self) -> Run:
@@ -244,6 +257,8 @@ class StepHooks:
 
     def end(self, result: Future[Any]) -> None:
         """Signal that no step follows."""
-        if self._now is not None:
+        if self._now is not None and not self._now._done.is_set():
+            problem = result.exception()
+            self._now._failure = problem if isinstance(problem, Exception) else None
             self._now._done.set()
         self.steps.put(None)

@@ -1,0 +1,28 @@
+"""Steps: errors of the training thread reach the caller of the loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polyturn.api.stepping import StepHooks, Steps
+from polyturn.core.errors import TrainingError
+
+
+def failing(hooks: StepHooks) -> Any:
+    hooks.revise(10)(0, [], [], {})
+    raise TrainingError("the loss is not finite")
+
+
+def test_update_that_fails_raises_its_error_in_the_loop() -> None:
+    steps = iter(Steps(failing))
+    step = next(steps)
+    with pytest.raises(TrainingError, match="not finite"):
+        step.update()
+
+
+def test_failure_after_the_loop_was_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in Steps(failing):
+        break
+    assert "the loss is not finite" in caplog.text
