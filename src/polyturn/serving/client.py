@@ -172,4 +172,9 @@ class RolloutClient:
             await client.close()
         if reply.status != 200:
             raise EngineError(f"{url}{path} answers {reply.status}: {reply.excerpt()}")
-        return reply.json()
+        try:
+            return reply.json()
+        except ValueError as problem:
+            raise EngineError(
+                f"{url}{path} does not answer with JSON as a rollout server does: {reply.excerpt(200)!r}"
+            ) from problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,18 @@ async def test_server_gives_what_the_scheduler_gives_here(server: str, flags: li
     assert [{k: r.outputs[0][k] for k in keys} for r in theirs] == [{k: o[k] for k in keys} for o in ours]
     assert [r.outputs[0]["response"]["id"] for r in theirs] == [f"u{i}" for i in range(6)]
     assert all(o["rollout_infos"] == {"seen": 1, "num_turns": 3} for o in ours)
+
+
+async def test_server_that_does_not_answer_with_json_is_refused():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")  # as vLLM's /health
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        with pytest.raises(EngineError, match=f"{url}/health/ does not answer with JSON"):
+            await RolloutClient(url).wait_ready_async(timeout_s=0)
 
 
 def test_failing_episode_is_a_reply_of_its_batch(server: str):
