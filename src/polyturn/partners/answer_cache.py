@@ -55,7 +55,7 @@ class AnswerCache:
 
     async def put(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> Any:
         """Store an answer unless the request has one; return the stored answer."""
-        text = json.dumps(answer, ensure_ascii=False)
+        text = json.dumps(answer)  # ASCII, because SQLite cannot store half of a surrogate pair
         await self._threads.run(
             self._do, "insert or ignore into answers (key, answer) values (?, ?)", _key_of(request), text
         )

@@ -12,6 +12,7 @@ import pytest
 from polyturn.core.errors import ConfigError
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
+from polyturn.partners.answer_cache import AnswerCache
 from polyturn.partners.judge import read_verdict
 from polyturn.partners.policy import FrozenPolicy
 from polyturn.rewards.router import RewardRef, RewardRouter
@@ -21,7 +22,7 @@ from support.policies import Speaker
 from support.services import LocalService, serve
 
 
-def answers(*texts: str) -> Any:
+def answers(*texts: Any) -> Any:
     def answer(asked: dict[str, Any], number: int) -> dict[str, Any]:
         message = {"role": "assistant", "content": texts[min(number, len(texts)) - 1]}
         return {
@@ -133,6 +134,11 @@ async def test_cache_judges_equal_conversations_once(tmp_path: Path) -> None:
             found = await judged(server, cache=str(tmp_path / "judged.sqlite"))
             assert found.reward.total == 1.0
         assert len(server.asked) == 1
+
+
+async def test_cache_keeps_half_of_a_surrogate_pair(tmp_path: Path) -> None:
+    cache = AnswerCache(tmp_path / "answers.sqlite")
+    assert await cache.put({"a": 1}, {"text": "cut \ud83d"}) == {"text": "cut \ud83d"}
 
 
 @pytest.mark.parametrize(
