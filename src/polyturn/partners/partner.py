@@ -255,8 +255,10 @@ def _read(answer: Any, *, url: str) -> PartnerReply:
     try:
         choice = answer["choices"][0]
         text, usage = choice["message"].get("content") or "", answer.get("usage") or {}
+        if not isinstance(text, str):
+            raise TypeError("its content is not a text")
         return PartnerReply(
-            text=without_thoughts(str(text)),
+            text=without_thoughts(text),
             is_cut=choice.get("finish_reason") == "length",
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             completion_tokens=int(usage.get("completion_tokens") or 0),

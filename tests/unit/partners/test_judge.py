@@ -141,6 +141,11 @@ async def test_cache_keeps_half_of_a_surrogate_pair(tmp_path: Path) -> None:
     assert await cache.put({"a": 1}, {"text": "cut \ud83d"}) == {"text": "cut \ud83d"}
 
 
+async def test_answer_in_parts_is_an_error() -> None:
+    async with serve(answers([{"type": "text", "text": "1"}])) as server:
+        assert "its content is not a text" in str((await judged(server)).error)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
