@@ -52,6 +52,15 @@ def names(request: Any) -> list[str]:
     return [tool["function"]["name"] for tool in request.tools]
 
 
+def test_picture_of_an_earlier_response_is_kept():
+    kept, uri = ResponseCache(), "data:image/png;base64,AAAA"
+    picture = {"role": "user", "content": [{"type": "input_image", "image_url": uri}, {"type": "input_text", "text": "?"}]}
+    first = responses.parse({"model": "m", "input": [picture]}, kept)
+    kept.keep("resp_1", [*first.messages, {"role": "assistant", "content": "Red."}])
+    second = responses.parse({"model": "m", "input": "Sure?", "previous_response_id": "resp_1"}, kept)
+    assert second.messages[0] == first.messages[0] and second.messages[0]["content"][0] == {"type": "image", "image": uri}
+
+
 def test_claude_code_is_served():
     request = messages.parse(CLAUDE)
     assert [(m["role"], m["content"]) for m in request.messages] == [

@@ -154,6 +154,8 @@ def _normal_part(part: Any, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise BadRequest(f"{where}.text is {_short(text)}; use a string", param=where)
         return {"type": "text", "text": text}
+    if kind in ("image", "video", "audio"):  # a part of a stored history
+        return {"type": kind, kind: _data_uri(part.get(kind), where)}
     if kind in ("image_url", "input_image", "video_url"):
         value = part.get("video_url" if kind == "video_url" else "image_url")
         url = value.get("url") if isinstance(value, dict) else value
