@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from polyturn.serving.openai import messages, responses
+from polyturn.serving.openai import chat, messages, responses
 from polyturn.serving.openai.chat_request import BadRequest
 from polyturn.serving.openai.responses import ResponseCache
 
@@ -59,6 +59,11 @@ def test_picture_of_an_earlier_response_is_kept():
     kept.keep("resp_1", [*first.messages, {"role": "assistant", "content": "Red."}])
     second = responses.parse({"model": "m", "input": "Sure?", "previous_response_id": "resp_1"}, kept)
     assert second.messages[0] == first.messages[0] and second.messages[0]["content"][0] == {"type": "image", "image": uri}
+
+
+def test_stream_options_in_another_form_are_refused_before_sampling():
+    with pytest.raises(BadRequest, match="stream_options"):
+        chat.parse({"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True, "stream_options": [1]})
 
 
 def test_claude_code_is_served():

@@ -70,6 +70,8 @@ def parse(body: Mapping[str, Any], ignored: frozenset[str] = frozenset()) -> Cha
             code="unsupported_parameter",
             param="top_logprobs",
         )
+    if not isinstance(options := body.get("stream_options") or {}, Mapping):
+        raise BadRequest(f"stream_options is {options!r:.80}; use an object", param="stream_options")
     goes_on = bool(body.get("continue_final_message"))
     if goes_on and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls") or len(messages) < 2):
         raise BadRequest("continue_final_message needs an assistant message without calls at the end", param="messages")
