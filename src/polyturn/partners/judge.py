@@ -111,6 +111,7 @@ class ConversationJudge:
         self.settings = JudgeSettings.read(config, who=who)
         self._who = who
         self._partner = partner_of(self.settings, who=who, base=base, policies=policies)
+        self._partner.max_asked = self.settings.max_calls
         self._is_checked = False
 
     def require(self) -> None:
@@ -141,8 +142,6 @@ class ConversationJudge:
             {"role": "user", "content": json.dumps(conversation, ensure_ascii=False, default=str)},
         ]
         for attempt in range(settings.max_asks):
-            if settings.max_calls is not None and self._partner.num_asked >= settings.max_calls:
-                raise RewardError(f"{self._who} has used its {settings.max_calls} answers of this run; raise its max_calls")
             try:
                 reply = await self._partner.say(request, seed=derive_seed(settings.seed, "judge", attempt))
             except (EngineError, ConfigError) as failure:

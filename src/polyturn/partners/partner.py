@@ -93,6 +93,8 @@ class Partner:
     def __init__(self) -> None:
         self.num_asked = 0
         """Number of requests that the model has answered or is answering; answers from the cache do not count."""
+        self.max_asked: int | None = None
+        """Largest value of `num_asked`; None for no limit."""
 
     def require(self) -> None:
         """Check that the model can be reached.
@@ -119,7 +121,13 @@ class Partner:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count a request while it runs, so that concurrent ones stay below a limit; one that fails does not count."""
+        """Count a request while it runs, so that concurrent ones stay below a limit; one that fails does not count.
+
+        Raises:
+            EngineError: the limit is reached.
+        """
+        if self.max_asked is not None and self.num_asked >= self.max_asked:
+            raise EngineError(f"it has used its {self.max_asked} answers of this run; raise its max_calls")
         self.num_asked += 1
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from polyturn.core.errors import ConfigError
+from polyturn.core.errors import ConfigError, RewardError
+from polyturn.core.messages import Message
 from polyturn.core.task import InteractionRef
 from polyturn.core.trajectory import Trajectory
 from polyturn.partners.answer_cache import AnswerCache
-from polyturn.partners.judge import read_verdict
+from polyturn.partners.judge import ConversationJudge, Verdict, read_verdict
 from polyturn.partners.policy import FrozenPolicy
 from polyturn.rewards.router import RewardRef, RewardRouter
 from polyturn.rollout.run_episode import run_episode
@@ -134,6 +136,17 @@ async def test_cache_judges_equal_conversations_once(tmp_path: Path) -> None:
             found = await judged(server, cache=str(tmp_path / "judged.sqlite"))
             assert found.reward.total == 1.0
         assert len(server.asked) == 1
+
+
+async def test_cache_answers_although_the_budget_is_spent(tmp_path: Path) -> None:
+    async with serve(answers("1")) as server:
+        config = {"base_url": server.url, "model": "j", "max_calls": 1, "cache": str(tmp_path / "judged.sqlite")}
+        judge = ConversationJudge(config)
+        row, says = task(data_source=None), [[Message(role="assistant", content=text)] for text in ("a", "b", "c")]
+        first = await asyncio.gather(*(judge.score(one, task=row) for one in says), return_exceptions=True)
+        assert len(server.asked) == 1 and sum(isinstance(one, RewardError) for one in first) == 2
+        (scored,) = (one for one, verdict in zip(says, first, strict=True) if isinstance(verdict, Verdict))
+        assert (await judge.score(scored, task=row)).is_cached
 
 
 async def test_cache_keeps_half_of_a_surrogate_pair(tmp_path: Path) -> None:
